@@ -1,0 +1,65 @@
+# On a machine with Python, pip and make: `make quickstart` or `make test`, each makes its own .venv first.
+SHELL := /bin/sh
+PYTHON ?= $(shell command -v python3 || command -v python)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+# What is typed goes to the command as it is: quotes and dollar signs included.
+override TEXT := $(value TEXT)
+export TEXT
+
+# One thread a worker: two workers with two threads each would fight over two cores.
+# Nothing in the tests may ask the hub.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test slow lint format clean distclean
+
+help:
+	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
+	@echo "make test                    lint, types and all tests but the slow ones"
+	@echo "make slow                    all tests"
+	@echo "make lint                    ruff and mypy"
+	@echo "make format                  let ruff rewrite the sources"
+	@echo "make clean                   remove caches and build outputs"
+	@echo "make distclean               the same, and $(VENV)"
+
+install: $(STAMP)
+
+# torch goes first and alone, so that no other package's range decides which build is taken.
+# The stamp comes last: an installation that was interrupted is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3 on the PATH; name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed for the versions in constraints.txt (this is %d.%d); name another: make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]' -c constraints.txt
+	@touch $@
+
+quickstart: $(STAMP)
+	@$(BIN)/deltune quickstart $${TEXT:+--text="$$TEXT"}
+
+# Nothing is printed after pytest's summary line.
+test: lint
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+slow: $(STAMP)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
+	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

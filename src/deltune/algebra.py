@@ -1,0 +1,223 @@
+"""Methods as values: a method is a sum of modifications of hidden states and selections of existing tensors.
+
+Modification: a point of the design space (UV table 1): site, form, insertion, composition, and where it applies.
+Selection: existing tensors, by role. Named: one of methods.py's expressions with its arguments. Sum: several of them.
+All are frozen, comparable and hashable; their repr is the expression that makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import DeltuneError, unknown
+from .forms import Form, Prefix, Prompt, Vector, expression
+
+SITES = {
+    "heads": "per-head attention output, before W_o",
+    "attention": "output of W_o, before dropout, residual and norm",
+    "query": "output of the query projection",
+    "key": "output of the key projection",
+    "value": "output of the value projection",
+    "output": "output of the output projection W_o, as a projection",
+    "ffn": "output of the FFN's last linear, before residual and norm",
+    "ffn_up": "outputs of the FFN's input linears",
+    "ffn_down": "output of the FFN's last linear, as a projection",
+    "embedding": "the input hidden states",
+    "block": "a layer's output",
+}
+"""Sites of UV's third dimension, with what each one is."""
+
+PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
+LAYERS = ("all", "lower half", "upper half")
+STACKS = ("all", "encoder", "decoder")
+ATTENTIONS = ("all", "self", "cross")
+READS = ("input", "residual", "normed")
+
+LayersArg = str | tuple[int, ...]
+
+
+class Method:
+    """Anything that can be attached. `a + b` is their sum."""
+
+    def __add__(self, other: Method) -> Method:
+        if not isinstance(other, Method):
+            return NotImplemented
+        return Sum((*self.terms, *other.terms))
+
+    @property
+    def terms(self) -> tuple[Method, ...]:
+        """What is joined by +."""
+        return (self,)
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        """The modifications and selections it comes down to, in order."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class Composition:
+    """How Δh joins h (UV's fourth dimension)."""
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Add(Composition):
+    """h + Δh."""
+
+
+@dataclass(frozen=True, repr=False)
+class Scale(Composition):
+    """h + s Δh; s a number, or one learned scalar per place that starts at `value`."""
+
+    value: float = 1.0
+    learned: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Gate(Composition):
+    """(1 - λ) h + λ Δh with λ the softmax mass on the prefix (UV eq. 8); for a prefix at the heads only."""
+
+
+@dataclass(frozen=True, repr=False)
+class Modification(Method):
+    """h <- compose(h, form(u)) at every place of `site`; u = x (parallel) or h (sequential).
+
+    site: one of SITES; layers: "all", "lower half", "upper half" or 0-based indices; stack: all, encoder, decoder;
+    attention: all, self, cross (attention sites only); x: "input" (what the frozen sub-module reads), "residual" (the
+    stream before its norm), "normed" (sequential after the FFN's add & norm, with that norm applied again).
+    Errors: every value that does not exist, and combinations without a meaning, with the reason.
+    """
+
+    site: str
+    form: Form
+    insertion: Literal["parallel", "sequential"] = "parallel"
+    compose: Composition = Add()
+    layers: LayersArg = "all"
+    stack: str = "all"
+    attention: str = "all"
+    x: str = "input"
+
+    def __post_init__(self) -> None:
+        check_where(self.layers, self.stack, self.attention)
+        for name, value, known in (
+            ("site", self.site, SITES),
+            ("insertion", self.insertion, ("parallel", "sequential")),
+            ("x", self.x, READS),
+        ):
+            if value not in known:
+                raise DeltuneError(unknown(name, value, known))
+        needs = self.form.needs
+        if needs == "attention" and self.site != "heads":
+            raise DeltuneError(f"{type(self.form).__name__} acts inside an attention: site 'heads', not {self.site!r}")
+        if (needs == "tokens") != (self.site == "embedding"):
+            raise DeltuneError("Prompt acts at site 'embedding', and nothing else does")
+        if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
+            raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
+        if isinstance(self.form, Prefix | Prompt) and self.insertion == "sequential":
+            raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
+        if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
+            raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
+        if isinstance(self.form, Vector) and self.form.existing and self.site not in PROJECTIONS:
+            raise DeltuneError(f"Vector(existing=True) is the bias of a projection: one of {', '.join(PROJECTIONS)}")
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return (self,)
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Selection(Method):
+    """Existing tensors trained in place, by role and area, never by name.
+
+    roles: "norm.gain", "norm.bias", "linear.bias", "bias" (every bias) or "all"; areas: "layers", "embedding", "final",
+    "pooler", "vocabulary", "other"; of: "both", "attention", "ffn" (norms only); layers, stack as in Modification.
+    """
+
+    roles: tuple[str, ...]
+    areas: tuple[str, ...] = ("layers",)
+    of: str = "both"
+    layers: LayersArg = "all"
+    stack: str = "all"
+
+    def __post_init__(self) -> None:
+        check_where(self.layers, self.stack)
+        for role in self.roles:
+            if role not in ROLES:
+                raise DeltuneError(unknown("role", role, ROLES))
+        for area in self.areas:
+            if area not in AREAS:
+                raise DeltuneError(unknown("area", area, AREAS))
+        if self.of not in ("both", "attention", "ffn"):
+            raise DeltuneError(unknown("of", self.of, ("both", "attention", "ffn")))
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return (self,)
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+
+ROLES = ("norm.gain", "norm.bias", "linear.bias", "bias", "all")
+AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
+
+
+@dataclass(frozen=True)
+class Named(Method):
+    """A method of the table with its arguments; `given` holds those that differ from their defaults."""
+
+    name: str
+    given: tuple[tuple[str, Any], ...]
+    built: tuple[Modification | Selection, ...]
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return self.built
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and (self.name, self.given) == (other.name, other.given)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.given))
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.given)
+        return f"{self.name}({arguments})" if arguments else self.name
+
+
+@dataclass(frozen=True, repr=False)
+class Sum(Method):
+    """Several methods at once; + is associative, and the order of the terms is kept."""
+
+    members: tuple[Method, ...]
+
+    @property
+    def terms(self) -> tuple[Method, ...]:
+        return self.members
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return tuple(part for member in self.members for part in member.parts)
+
+    def __repr__(self) -> str:
+        return " + ".join(repr(member) for member in self.members)
+
+
+def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
+    """Errors for a layers, stack or attention argument that means nothing."""
+    if isinstance(layers, str):
+        if layers not in LAYERS:
+            raise DeltuneError(unknown("layers", layers, [*LAYERS, "a list of 0-based indices"]))
+    elif not layers or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in layers):
+        raise DeltuneError(f"layers={layers!r}: give 'all', 'lower half', 'upper half' or a list of 0-based indices")
+    if stack not in STACKS:
+        raise DeltuneError(unknown("stack", stack, STACKS))
+    if attention not in ATTENTIONS:
+        raise DeltuneError(unknown("attention", attention, ATTENTIONS))

@@ -1,0 +1,137 @@
+"""Exact counts from shapes alone (METHODS §3): what a method keeps, trains besides, and shares of the base model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .algebra import Method, Modification, Scale
+from .anatomy import Anatomy
+from .catalogue import parse
+from .errors import DeltuneError, unknown
+from .forms import Shapes
+from .observe import inspect, skeleton
+from .sites import Place, Plan, plan
+
+DENOMINATORS = {
+    "model": "all of AutoModel of the configuration",
+    "no_pooler": "without the pooler",
+    "no_embeddings": "without the whole embedding module",
+    "layers": "without embeddings and pooler",
+    "untied": "as if input and output embeddings were not tied",
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """Unique scalars. method: kept in the file; head: the task head's trained ones; training_only: trained besides and
+    folded away when saved; stored: numbers in the file, head included; percent: 100 · method / denominator_size."""
+
+    method: int
+    head: int
+    training_only: int
+    stored: int
+    denominator: str
+    denominator_size: int
+
+    @property
+    def trained(self) -> int:
+        """Everything the optimiser sees."""
+        return self.method + self.head + self.training_only
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.method / self.denominator_size
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "trained": self.trained, "percent": self.percent}
+
+    def __str__(self) -> str:
+        base = DENOMINATORS.get(self.denominator, "the number given")
+        text = f"{self.method:,} scalars, {self.percent:.4f} % of {self.denominator_size:,} ({self.denominator}: {base})"
+        text += f"; head {self.head:,}" if self.head else ""
+        return text + (f"; while training {self.training_only:,} more" if self.training_only else "")
+
+
+def kept_shapes(modification: Modification, place: Place) -> Shapes:
+    """Shapes of an edit's tensors in the file, a learned scale included."""
+    return modification.form.shapes(place.widths) | _scale_shape(modification)
+
+
+def trained_shapes(modification: Modification, place: Place) -> Shapes:
+    """Shapes of an edit's own trained tensors, a learned scale included."""
+    return modification.form.trained(place.widths) | _scale_shape(modification)
+
+
+def _scale_shape(modification: Modification) -> Shapes:
+    compose = modification.compose
+    return {"scale": ()} if isinstance(compose, Scale) and compose.learned else {}
+
+
+def _numel(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def count(
+    model: PreTrainedModel | PreTrainedConfig,
+    method: str | Method,
+    denominator: str | int = "model",
+    head: str = "train",
+) -> Count:
+    """The exact count of a method on a live model or on the base model that a configuration describes.
+
+    denominator: one of DENOMINATORS, or a number. head: "train" or "freeze" (then it counts 0 but is stored).
+    Errors: what cannot be attached cannot be counted (DeltuneError); an unknown denominator.
+    """
+    anatomy = inspect(model)
+    return count_plan(anatomy, plan(anatomy, parse(method)), *base_size(model, denominator), head=head)
+
+
+def count_plan(anatomy: Anatomy, planned: Plan, denominator: str, size: int, head: str = "train") -> Count:
+    """The count of a resolved method."""
+    kept = sum(_numel(kept_shapes(m, p)) for _, m, p in planned.edits)
+    trained = sum(_numel(trained_shapes(m, p)) for _, m, p in planned.edits)
+    shared = {(i, p.group): _numel(m.form.shared(p.widths)) for i, m, p in planned.edits}
+    selected = sum(t.numel for t in planned.selected)
+    heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
+    return Count(
+        method=kept + selected,
+        head=heads if head == "train" else 0,
+        training_only=trained + sum(shared.values()) - kept,
+        stored=kept + selected + heads,
+        denominator=denominator,
+        denominator_size=size,
+    )
+
+
+def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
+    """The name and the number of scalars of a denominator, always of AutoModel of the configuration."""
+    if isinstance(denominator, int) or (isinstance(denominator, str) and denominator.replace(",", "").isdigit()):
+        size = int(str(denominator).replace(",", ""))
+        if size < 1:
+            raise DeltuneError(f"denominator={denominator}: must be at least 1")
+        return "number", size
+    if denominator not in DENOMINATORS:
+        raise DeltuneError(unknown("denominator", denominator, [*DENOMINATORS, "a number"]))
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    anatomy = inspect(skeleton(config))
+    areas: dict[str, int] = {}
+    for tensor in anatomy.tensors:
+        areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
+    total = sum(areas.values())
+    without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
+    if denominator == "untied":
+        return denominator, total + _output_embeddings(anatomy, config)
+    return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
+
+
+def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
+    """Scalars of the vocabulary projection that would exist beside the input embeddings."""
+    words = anatomy.stacks[-1].words
+    found = [t for t in anatomy.tensors if words and f"{words}.weight" in (t.name, *t.aliases)]
+    if not found:
+        raise DeltuneError(f"{config.model_type}: the word embeddings cannot be seen, so there is no untied size")
+    return found[0].numel

@@ -1,0 +1,272 @@
+"""The mathematics of Δh: each form is a value that names its tensors' shapes, fills them and computes Δh from u.
+
+Source: Towards a Unified View (UV), table 1 and eq. 4, 6, 9. Shapes: u (..., d_in), Δh (..., d_out).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.nn import functional as F
+
+from .errors import DeltuneError, unknown
+
+Tensors = Mapping[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+Init = Literal["lora", "bert"]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda u: u,
+}
+
+
+def expression(value: Any) -> str:
+    """The text that the parser reads back as `value`; arguments at their defaults are left out."""
+    given = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in fields(value)
+        if f.default is MISSING or getattr(value, f.name) != f.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The sizes a form needs: of u, of h, and of the attention's key-value heads (0 elsewhere)."""
+
+    in_width: int
+    out_width: int
+    kv_heads: int = 0
+    head_width: int = 0
+    value_width: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Form:
+    """A functional form of Δh. `needs`: what a site must offer: "hidden" (any), "attention" (inside one), "tokens"."""
+
+    needs: ClassVar[str] = "hidden"
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+    def shapes(self, widths: Widths) -> Shapes:
+        """Shapes of the tensors that are kept."""
+        raise NotImplementedError
+
+    def trained(self, widths: Widths) -> Shapes:
+        """Shapes of the tensors that are trained at one place; the kept ones unless there is a reparameterisation."""
+        return self.shapes(widths)
+
+    def shared(self, widths: Widths) -> Shapes:
+        """Shapes of tensors trained once for all places of one attention kind, folded away when saved."""
+        return {}
+
+    def start(self, tensors: Tensors) -> None:
+        """Fill trained (or shared) tensors with their initial values, in place."""
+        raise NotImplementedError
+
+    def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
+        """The kept tensors computed from the trained and shared ones."""
+        return trained
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        """Δh from u and the kept tensors."""
+        raise NotImplementedError
+
+
+def _positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise DeltuneError(f"{name}={size}: must be a whole number of at least 1")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
+
+
+def _start_pair(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool) -> None:
+    """lora: Kaiming uniform (a = sqrt 5) down, zero up (Hu et al. 2021). bert: N(0, 0.02) down, up zero or the same."""
+    if init == "lora":
+        torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+    else:
+        torch.nn.init.normal_(down, std=0.02)
+    torch.nn.init.zeros_(up) if zero_up else torch.nn.init.normal_(up, std=0.02)
+
+
+@dataclass(frozen=True, repr=False)
+class Bottleneck(Form):
+    """Δh = f(dropout-free u W_down + b_down) W_up + b_up, biases and an input LayerNorm by choice (UV eq. 4).
+
+    rank r >= 1; activation f; init "bert" or "lora"; zero_up: Δh = 0 at the start. Tensors: down (r, d_in), up (d_out, r).
+    """
+
+    rank: int
+    activation: str = "relu"
+    bias: bool = False
+    layer_norm: bool = False
+    dropout: float = 0.0
+    init: Init = "bert"
+    zero_up: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(rank=self.rank)
+        _share("dropout", self.dropout)
+        if self.activation not in ACTIVATIONS:
+            raise DeltuneError(unknown("activation", self.activation, ACTIVATIONS))
+
+    def shapes(self, widths: Widths) -> Shapes:
+        shapes: Shapes = {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
+        if self.bias:
+            shapes |= {"down_bias": (self.rank,), "up_bias": (widths.out_width,)}
+        if self.layer_norm:
+            shapes |= {"norm_gain": (widths.in_width,), "norm_bias": (widths.in_width,)}
+        return shapes
+
+    def start(self, tensors: Tensors) -> None:
+        _start_pair(tensors["down"], tensors["up"], self.init, self.zero_up)
+        for name, tensor in tensors.items():
+            if name not in ("down", "up"):
+                torch.nn.init.constant_(tensor, 1.0 if name == "norm_gain" else 0.0)
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
+        if self.layer_norm:
+            u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
+        inner = ACTIVATIONS[self.activation](F.linear(u, t["down"], t.get("down_bias")))
+        if self.dropout and training:
+            inner = F.dropout(inner, self.dropout)
+        return F.linear(inner, t["up"].to(inner.dtype), t.get("up_bias"))
+
+
+@dataclass(frozen=True, repr=False)
+class LowRank(Form):
+    """Δh = dropout(u) W_down W_up (UV eq. 6; Hu et al. 2021). rank r >= 1. Tensors: down (r, d_in), up (d_out, r)."""
+
+    rank: int
+    dropout: float = 0.0
+    init: Init = "lora"
+
+    def __post_init__(self) -> None:
+        _positive(rank=self.rank)
+        _share("dropout", self.dropout)
+
+    def shapes(self, widths: Widths) -> Shapes:
+        return {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
+
+    def start(self, tensors: Tensors) -> None:
+        _start_pair(tensors["down"], tensors["up"], self.init, zero_up=True)
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        if self.dropout and training:
+            u = F.dropout(u, self.dropout)
+        inner = F.linear(u, tensors["down"].to(u.dtype))
+        return F.linear(inner, tensors["up"].to(inner.dtype))
+
+
+@dataclass(frozen=True, repr=False)
+class Vector(Form):
+    """Δh = b, a constant d_out-vector, 0 at the start (a bias). existing: only where the linear already has a bias."""
+
+    existing: bool = False
+
+    def shapes(self, widths: Widths) -> Shapes:
+        return {"vector": (widths.out_width,)}
+
+    def start(self, tensors: Tensors) -> None:
+        torch.nn.init.zeros_(tensors["vector"])
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return tensors["vector"].to(u.dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class Prefix(Form):
+    """Δh = softmax(q P_kᵀ) P_v per head, q the model's own scaled query (UV eq. 5, 7, 9; Li & Liang 2021).
+
+    length l >= 1: P_k (l, N_kv, d_h) and P_v (l, N_kv, d_v), N(0, 0.02) at the start, unrotated and with bias 0.
+    reparameterise=W: while training P = tanh(E W_down + b_down) W_up + b_up, E (l, d), E W_down (l, W) shared by all
+    layers of one attention kind (UV §A.3); folded into P_k, P_v when saved.
+    """
+
+    needs: ClassVar[str] = "attention"
+    length: int
+    reparameterise: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(length=self.length)
+        if self.reparameterise is not None:
+            _positive(reparameterise=self.reparameterise)
+
+    def shapes(self, widths: Widths) -> Shapes:
+        heads = (self.length, widths.kv_heads)
+        return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
+
+    def trained(self, widths: Widths) -> Shapes:
+        if self.reparameterise is None:
+            return self.shapes(widths)
+        outputs = widths.kv_heads * (widths.head_width + widths.value_width)
+        return {"up": (outputs, self.reparameterise), "up_bias": (outputs,)}
+
+    def shared(self, widths: Widths) -> Shapes:
+        if self.reparameterise is None:
+            return {}
+        inner = self.reparameterise
+        return {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
+
+    def start(self, tensors: Tensors) -> None:
+        if self.reparameterise is None:
+            for tensor in tensors.values():
+                torch.nn.init.normal_(tensor, std=0.02)
+            return
+        if "rows" in tensors:
+            torch.nn.init.normal_(tensors["rows"])
+        for name in ("up", "down"):  # as a fresh torch.nn.Linear
+            if name in tensors:
+                torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5))
+                bound = 1 / math.sqrt(tensors[name].shape[1])
+                torch.nn.init.uniform_(tensors[f"{name}_bias"], -bound, bound)
+
+    def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
+        if self.reparameterise is None:
+            return trained
+        inner = torch.tanh(F.linear(shared["rows"], shared["down"], shared["down_bias"]))
+        rows = F.linear(inner, trained["up"], trained["up_bias"])
+        keys, values = rows.split(
+            [widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1
+        )
+        shapes = self.shapes(widths)
+        return {"keys": keys.reshape(shapes["keys"]), "values": values.reshape(shapes["values"])}
+
+
+@dataclass(frozen=True, repr=False)
+class Prompt(Form):
+    """l vectors before the input embeddings (Lester et al. 2021). Tensor: rows (l, d), N(0, 0.02) or the embeddings of
+    `init_from` (token ids, repeated up to l). positions "shift": they take positions 0 ... l-1 and the text moves on;
+    "none": they have no position and the text keeps its own (the released code of UV; absolute positions only)."""
+
+    needs: ClassVar[str] = "tokens"
+    length: int
+    init_from: tuple[int, ...] | None = None
+    positions: Literal["shift", "none"] = "shift"
+
+    def __post_init__(self) -> None:
+        _positive(length=self.length)
+        if self.positions not in ("shift", "none"):
+            raise DeltuneError(unknown("positions", self.positions, ("shift", "none")))
+
+    def shapes(self, widths: Widths) -> Shapes:
+        return {"rows": (self.length, widths.in_width)}
+
+    def start(self, tensors: Tensors) -> None:
+        torch.nn.init.normal_(tensors["rows"], std=0.02)

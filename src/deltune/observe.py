@@ -1,0 +1,480 @@
+"""Reads the anatomy of a model off one traced forward pass: `inspect(model or configuration) -> Anatomy`.
+
+How each fact is found:
+  sub-layer    a residual addition one of whose operands comes from a single linear; that linear is its output
+  attention    such a linear reads an attention (the interface's call, or a softmax in families without it)
+  FFN          such a linear reads, through an activation, linears that read the hidden states
+  projections  linears above the attention's query, key and value; of a fused one, the columns that each view covers
+  layer        one self-attention and what follows it up to the next; its path is the innermost module around them
+  norm         by what it reads and who reads it (a residual sum, a sub-layer's output, a sub-layer's input)
+No family's name appears here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from .anatomy import FFN, Anatomy, Attention, Columns, Kind, Layer, Linear, Norm, Place, Stack, StackName, Tensor
+from .errors import DeltuneError
+from .trace import Node, Trace, back, forth, trace
+
+_ALONG = {"view", "pass"}  # what hands a tensor on unchanged up to shape and scale
+_INSIDE = {"view", "pass", "op", "add", "norm"}  # what may stand between two linears of one sub-layer
+
+_known: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
+
+
+def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
+    """The anatomy of a live model, or of the base model that a configuration describes (no weights, meta device).
+
+    A live model's values are not read; its hooks, modes and attention implementation are as before afterwards.
+    Errors: DeltuneError when the forward pass cannot run on shapes alone or no transformer layer shows in it.
+    """
+    if isinstance(model, PreTrainedConfig):
+        return inspect(skeleton(model))
+    shape = tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
+    if model in _known and _known[model][0] == shape:
+        return _known[model][1]
+    anatomy = _Reader(model).anatomy()
+    _known[model] = (shape, anatomy)
+    return anatomy
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """AutoModel of the configuration on the meta device: shapes without numbers."""
+    try:
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
+    except Exception as error:
+        raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
+
+
+class _SubLayer:
+    """A residual addition's sub-layer while it is being read: its output linear and what that linear reads."""
+
+    def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
+        self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
+        self.projections: dict[str, tuple[Node, Columns | None]] = {}
+        self.kind: Kind = "self"
+
+    @property
+    def reads(self) -> Node:
+        return self.projections["query"][0] if "query" in self.projections else self.inputs[0]
+
+
+class _Reader:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.base: PreTrainedModel = model.base_model
+        self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
+        self.trace: Trace = trace(self.base, self.base_path)
+        self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
+        self.hidden: list[str] = []
+
+    # -- sub-layers ---------------------------------------------------------------------------------------------
+
+    def sub_layers(self) -> list[_SubLayer]:
+        found: dict[int, _SubLayer] = {}
+        for add in self.trace.of_kind("add"):
+            sources = [self._source(node) for node in add.sources]
+            if self._one_linear(add, sources):
+                continue  # x + f(x) inside an activation, or a rotation
+            if any(n.kind in ("attention", "mix") for n in forth(add, _INSIDE, {"linear", "attention", "mix"})):
+                continue  # a rotary embedding or a score, not the residual stream
+            for output in sources:
+                if output is not None and id(output) not in found:
+                    sub = self._sub_layer(add, output)
+                    if sub is not None:
+                        found[id(output)] = sub
+        return sorted(found.values(), key=lambda s: s.output.order)
+
+    @staticmethod
+    def _one_linear(add: Node, sources: list[Node | None]) -> bool:
+        """Both operands are made, element by element, from the same linear's output."""
+        stops = {"linear", "add", "norm", "mix", "attention", "embedding"}
+        reached = [back([node] if node else [], _ALONG | {"op"}, stops) for node in add.sources]
+        return any(s in reached[1 - i] for i, s in enumerate(sources) if s is not None)
+
+    @staticmethod
+    def _source(producer: Node | None) -> Node | None:
+        """The one linear that a residual operand comes from, or None."""
+        stops = {"linear", "add", "op", "mix", "attention", "embedding", "input"}
+        found = back([producer], _ALONG | {"norm"}, stops) if producer else []
+        return found[0] if len(found) == 1 and found[0].kind == "linear" else None
+
+    def _sub_layer(self, add: Node, output: Node) -> _SubLayer | None:
+        found = back(output.parents, _INSIDE, {"attention", "mix", "linear", "embedding"})
+        attention = next((n for n in found if n.kind == "attention"), None)
+        if attention is not None:
+            sub = _SubLayer(add, output, attention, [])
+            for role, *read in zip(("query", "key", "value"), attention.inputs, attention.sources, strict=True):
+                sub.projections[role] = self._projection(*read)
+            sub.kind = "self" if self._stream(sub, "key") is self._stream(sub, "query") else "cross"
+            return sub
+        if any(n.kind == "mix" for n in found):
+            inputs = back([n for n in found if n.kind == "mix"], _INSIDE | {"mix"}, {"linear", "embedding"})
+            inputs = [n for n in inputs if n.kind == "linear"]
+            return _SubLayer(add, output, found[0], inputs) if inputs else None
+        if found and all(n.kind == "linear" for n in found):
+            return _SubLayer(add, output, None, found)
+        return None
+
+    @staticmethod
+    def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None]:
+        found = back([producer] if producer else [], _INSIDE, {"linear", "attention"})
+        linears = [n for n in found if n.kind == "linear"]
+        if len(linears) != 1:
+            raise DeltuneError("an attention's query, key or value does not come from one linear projection")
+        linear = linears[0]
+        return linear, _columns(linear, _parts(tensor, producer, linear))
+
+    def _stream(self, sub: _SubLayer, role: str) -> Node:
+        """The node whose output a projection reads."""
+        nodes = back(sub.projections[role][0].parents, {"view"}, {"linear", "add", "norm", "op", "pass", "embedding"})
+        return nodes[0]
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def linear(self, node: Node, columns: Columns | None = None) -> Linear:
+        bias = node.module._parameters.get("bias") is not None
+        width = node.outputs[0].shape[-1]
+        if columns is not None:
+            width = columns.groups * (columns.stop - columns.start)
+        read = next(t for t in node.inputs if t.is_floating_point())
+        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns)
+
+    def attention_of(self, sub: _SubLayer, norms: dict[str, str]) -> Attention:
+        node, output = sub.attention, self.linear(sub.output)
+        assert node is not None
+        if node.kind == "mix":
+            path = _common([n.path for n in sub.inputs] + [sub.output.path], self.trace)
+            self.hidden.append(f"query, key, value and heads of {path} (not on the attention interface)")
+            return Attention(path, "self", sub.inputs[0].path, output, **norms)  # type: ignore[arg-type]
+        query, key, value = (t.shape for t in node.inputs[:3])
+        parts = {role: self.linear(*sub.projections[role]) for role in ("query", "key", "value")}
+        return Attention(
+            self.paths[node.module], sub.kind, sub.reads.path, output, parts["query"], parts["key"], parts["value"],
+            heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
+            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), **norms,
+        )  # fmt: skip
+
+    def ffn_of(self, sub: _SubLayer, norms: dict[str, str]) -> FFN:
+        output = self.linear(sub.output)
+        inputs = tuple(self.linear(n) for n in sub.inputs)
+        fused = len(inputs) == 1 and inputs[0].out_width == 2 * output.in_width
+        path = _common([n.path for n in [*sub.inputs, sub.output]], self.trace)
+        return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
+
+    # -- layers -------------------------------------------------------------------------------------------------
+
+    def stack_of(self, subs: Sequence[_SubLayer]) -> dict[int, StackName]:
+        """Encoder: what some cross-attention's keys depend on; alone: decoder when causal."""
+        everything = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
+        crosses = [s for s in subs if s.kind == "cross"]
+        if crosses:
+            above: set[int] = set()
+            queue = [crosses[0].projections["key"][0]]
+            while queue:
+                node = queue.pop()
+                if id(node) not in above and node.kind in everything:
+                    above.add(id(node))
+                    queue.extend(node.parents)
+            return {id(s): "encoder" if id(s.output) in above else "decoder" for s in subs}
+        causal = self._causal(subs)
+        return {id(s): "decoder" if causal else "encoder" for s in subs}
+
+    def _causal(self, subs: Sequence[_SubLayer]) -> bool:
+        nodes = [s.attention for s in subs if s.attention is not None]
+        if any(n.kind == "attention" for n in nodes):
+            return any(bool(getattr(n.module, "is_causal", False)) for n in nodes)
+        family = self.model.config.model_type  # no interface to ask: the library's own tables say what it is for
+        return family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
+            family in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        )
+
+    def layers(self) -> list[Layer]:
+        subs = self.sub_layers()
+        if not any(s.attention for s in subs):
+            raise DeltuneError(f"{type(self.model).__name__}: no attention shows in its forward pass")
+        stacks = self.stack_of(subs)
+        groups: list[list[_SubLayer]] = []
+        for sub in subs:
+            opens = sub.attention is not None and sub.kind == "self"
+            if opens and groups and not any(s.attention for s in groups[-1]):
+                groups[-1].append(sub)  # an FFN before the attention
+            elif opens or not groups or stacks[id(sub)] != stacks[id(groups[-1][0])]:
+                groups.append([sub])
+            else:
+                groups[-1].append(sub)
+        layers: dict[str, Layer] = {}
+        counts = {"encoder": 0, "decoder": 0}
+        for group in groups:
+            path = _common([p for s in group for p in self._paths_of(s)], self.trace)
+            name = stacks[id(group[0])]
+            if path in layers:
+                old = layers[path]
+                layers[path] = Layer(**{**vars(old), "passes": old.passes + 1})
+                continue
+            layers[path] = self._layer(path, name, counts[name], group)
+            counts[name] += 1
+        paths = list(layers)
+        for path in paths:
+            if any(other != path and other.startswith(path + ".") for other in paths):
+                raise DeltuneError(f"{type(self.model).__name__}: its layers cannot be told apart at {path!r}")
+        return list(layers.values())
+
+    @staticmethod
+    def _paths_of(sub: _SubLayer) -> list[str]:
+        inner = [node.path for node, _ in sub.projections.values()] or [n.path for n in sub.inputs]
+        return [*inner, sub.output.path]
+
+    def _layer(self, path: str, stack: StackName, index: int, group: list[_SubLayer]) -> Layer:
+        placed: dict[str, tuple[Norm, list[_SubLayer]]] = {}
+        for node in self.trace.of_kind("norm"):
+            if node.path.startswith(path + ".") and node.path not in placed:
+                place, of = self._place(node, group)
+                roles = tuple(sorted({"attention" if s.attention else "ffn" for s in of}))
+                placed[node.path] = (self._norm(node, place, roles), of)
+        attentions, ffns = [], []
+        for sub in group:
+            norms: dict[str, str] = {}
+            for norm, of in placed.values():
+                if sub in of and norm.place in ("pre", "post"):
+                    norms[norm.place] = norm.path
+            if sub.attention is not None:
+                attentions.append(self.attention_of(sub, norms))
+            else:
+                ffns.append(self.ffn_of(sub, norms))
+        norms_here = tuple(norm for norm, _ in placed.values())
+        return Layer(stack, index, path, tuple(attentions), tuple(ffns), norms_here)
+
+    def _norm(self, node: Node, place: Place, of: tuple[str, ...]) -> Norm:
+        has = node.module._parameters
+        width = node.module.weight.shape[0]
+        return Norm(node.path, width, has.get("weight") is not None, has.get("bias") is not None, place, of)
+
+    def _place(self, node: Node, group: list[_SubLayer]) -> tuple[Place, list[_SubLayer]]:
+        above = back(node.parents, _ALONG, {"linear", "add", "norm", "op", "mix", "attention", "embedding"})
+        below = forth(node, _ALONG, {"linear", "add", "attention", "op", "mix"})
+        readers = [s for s in group if any(n in below for n in self._entries(s))]
+        adds = {id(s.add) for s in group}
+        summed = any(n.kind == "add" for n in below)
+        for sub in group:  # query and key norms stand between a projection and the attention
+            for role in ("query", "key"):
+                if role in sub.projections and sub.projections[role][0] in above:
+                    return role, [sub]  # type: ignore[return-value]
+        outputs = [s for s in group if s.output in above]
+        if outputs:
+            return "output", outputs
+        sums = [s for s in group if s.add in above]
+        if sums and id(sums[0].add) in adds and (summed or not readers):
+            return "post", sums
+        if readers:
+            return "pre", readers
+        for sub in group:
+            inner = [sub.attention] if sub.attention else sub.inputs
+            if any(n in back(node.parents, _INSIDE, {"attention", "linear", "mix"}) for n in inner):
+                return "inner", [sub]
+        return "unknown", []
+
+    @staticmethod
+    def _entries(sub: _SubLayer) -> list[Node]:
+        return [node for node, _ in sub.projections.values()] or sub.inputs
+
+    # -- the whole ----------------------------------------------------------------------------------------------
+
+    def anatomy(self) -> Anatomy:
+        layers = self.layers()
+        first = {}
+        for layer in layers:
+            first.setdefault(layer.stack, layer)
+        inside = tuple(layer.path + "." for layer in layers)
+        embedding = self._embedding(first, inside)
+        outside = [n for n in self.trace.nodes if n.path and not n.path.startswith(inside)]
+        norms = []
+        for node in outside:
+            if node.kind == "norm" and node.path not in {n.path for n in norms}:
+                norms.append(self._norm(node, "embedding" if node.path in embedding else "final", ()))
+        stacks = tuple(self._stack(name, [la for la in layers if la.stack == name], embedding) for name in first)
+        pooler = self._pooler(outside, embedding)
+        head = self._head()
+        return Anatomy(
+            self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
+            tuple(norms), pooler, head, self._tensors(layers, embedding, pooler, head), tuple(self.hidden),
+        )  # fmt: skip
+
+    def _embedding(self, first: dict[StackName, Layer], inside: tuple[str, ...]) -> set[str]:
+        """Paths of the modules outside the layers that the first layer of some stack depends on."""
+        entries = {a.reads for layer in first.values() for a in layer.attentions if a.kind == "self"}
+        queue = [n for n in self.trace.nodes if n.path in entries and n.kind == "linear"]
+        start = {path: next(n for n in queue if n.path == path) for path in entries}
+        seen: set[int] = set()
+        found: set[str] = set()
+        queue = list(start.values())
+        while queue:
+            node = queue.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if node.path and not node.path.startswith(inside):
+                found.add(node.path)
+            queue.extend(node.parents)
+        return found
+
+    def _stack(self, name: StackName, layers: list[Layer], embedding: set[str]) -> Stack:
+        paths = [layer.path for layer in layers]
+        container = _common(paths, self.trace, proper=True)
+        entry = container
+        while "inputs_embeds" not in _parameters(self.trace.entered[entry][0]) or not (
+            self.trace.entered[entry][1] & {"input_ids", "inputs_embeds"}
+        ):
+            if entry == self.base_path:
+                break
+            entry = _common([entry], self.trace, proper=True)
+        prefix = f"{entry}." if entry else ""
+        own = [
+            n for n in self.trace.of_kind("embedding")
+            if n.path in embedding and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
+        ]  # fmt: skip
+        words = next((n.path for n in own if self._reads_ids(n)), None)
+        positions = next((n.path for n in own if n.path != words and self._is_positional(n)), None)
+        first = next(n for n in self.trace.nodes if n.path == layers[0].attentions[0].output.path)
+        causal = any(a.causal for layer in layers for a in layer.attentions) or (
+            name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
+        )
+        depth = sum(layer.passes for layer in layers)
+        return Stack(name, entry, container, depth, first.outputs[0].shape[-1], causal, words, positions)
+
+    def _reads_ids(self, node: Node) -> bool:
+        """An embedding fed by the dummy token ids themselves (through views)."""
+        sources = back(node.parents, {"view"}, {"input", "op"})
+        return any(s.kind == "input" and s.order % 2 == 0 for s in sources)
+
+    def _is_positional(self, node: Node) -> bool:
+        """Indexed by something counted (an arange), with more rows than there are token types."""
+        types = getattr(self.model.config, "type_vocab_size", None)
+        return node.module.weight.shape[0] != types
+
+    def _pooler(self, outside: list[Node], embedding: set[str]) -> str | None:
+        """The child of the base model whose linear reads one position after the last layer."""
+        for node in outside:
+            if node.kind == "linear" and node.path not in embedding and node.outputs[0].dim() == 2:
+                inner = node.path[len(self.base_path) + 1 :] if self.base_path else node.path
+                return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
+        return None
+
+    def _head(self) -> tuple[str, ...]:
+        """Modules outside the base model that map to labels; a vocabulary projection is no head."""
+        if self.base is self.model or self.model.get_output_embeddings() is not None:
+            return ()
+        top = self.base_path.split(".")[0]
+        return tuple(n for n, m in self.model.named_children() if n not in (top, "deltune") and any(m.parameters()))
+
+    def _tensors(
+        self, layers: list[Layer], embedding: set[str], pooler: str | None, head: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
+        names: dict[int, list[str]] = {}
+        held: dict[int, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not name.startswith("deltune."):
+                names.setdefault(id(parameter), []).append(name)
+                held[id(parameter)] = parameter
+        final = {n.path for n in self.trace.nodes if n.path} - embedding
+        where = [(layer.path + ".", i) for i, layer in enumerate(layers)]
+        inside_base = f"{self.base_path}." if self.base_path else ""
+        tensors = []
+        for key, aliases in names.items():
+            owners = [a.rpartition(".")[0] for a in aliases]
+            layer = next((i for prefix, i in where if aliases[0].startswith(prefix)), None)
+            executed = next((o for o in owners if o in kinds), owners[0])
+            if layer is not None:
+                area = "layers"
+            elif head and aliases[0].startswith(tuple(h + "." for h in head)):
+                area = "head"
+            elif any(o in embedding for o in owners):
+                area = "embedding"
+            elif pooler and aliases[0].startswith(pooler):
+                area = "pooler"
+            elif not aliases[0].startswith(inside_base):
+                area = "vocabulary"
+            else:
+                area = "final" if executed in final else "other"
+            role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
+            tensors.append(Tensor(aliases[0], tuple(held[key].shape), area, role, layer, tuple(aliases[1:])))
+        return tuple(tensors)
+
+
+def _role(kind: str, leaf: str) -> str:
+    term = "bias" if leaf == "bias" else "gain" if kind == "norm" else "weight"
+    if kind == "embedding":
+        return "embedding"
+    return f"{kind}.{term}" if kind in ("norm", "linear") else term
+
+
+def _parameters(module: torch.nn.Module) -> set[str]:
+    return set(signature(module.forward).parameters)
+
+
+def _common(paths: Sequence[str], trace: Trace, proper: bool = False) -> str:
+    """The innermost module that ran and holds all the paths (`proper`: strictly holds them, and ran once)."""
+    split = [p.split(".") for p in paths]
+    shared: list[str] = []
+    for names in zip(*split, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    if proper and ".".join(shared) in paths:
+        shared.pop()
+    while shared and (".".join(shared) not in trace.entered or (proper and trace.runs[".".join(shared)] > 1)):
+        shared.pop()
+    return ".".join(shared)
+
+
+def _parts(tensor: torch.Tensor, source: Node | None, linear: Node) -> list[torch.Tensor]:
+    """What reaches `tensor` from the linear's output: the last tensors on each way that still lie in its storage."""
+    storage = linear.outputs[0].untyped_storage()._cdata
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    queue = [(tensor, source)]
+    while queue:
+        tensor, source = queue.pop()
+        if id(tensor) in seen or source is None or source.order < linear.order:
+            continue
+        seen.add(id(tensor))
+        if tensor.untyped_storage()._cdata == storage:
+            found.append(tensor)
+        else:
+            queue.extend(zip(source.inputs, source.sources, strict=True))
+    return found
+
+
+def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
+    """Which of the linear's outputs the views cover, read from their offsets and strides."""
+    width = linear.outputs[0].shape[-1]
+    if not views:
+        return None
+    covered: set[int] = set()
+    for view in (v for v in views if v.numel()):
+        total = linear.outputs[0].untyped_storage().nbytes() // view.element_size()
+        index = torch.arange(total, device="cpu").as_strided(view.shape, view.stride(), view.storage_offset())
+        covered |= set((index.flatten() % width).unique().tolist())
+    if len(covered) == width:
+        return None
+    ordered = sorted(covered)
+    runs = [i for i, c in enumerate(ordered) if i == 0 or c != ordered[i - 1] + 1]
+    groups, size = len(runs), len(ordered) // len(runs)
+    block = width // groups
+    start = ordered[0]
+    expected = [g * block + start + k for g in range(groups) for k in range(size)]
+    if expected != ordered or width % groups:
+        raise DeltuneError(f"the fused projection {linear.path!r} is cut into parts of irregular shape")
+    return Columns(groups, start, start + size)
+

@@ -1,0 +1,17 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of data sets and small models beside the repository; a test that needs it is skipped without it."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip("no ../shared beside the repository")
+    return SHARED
