@@ -56,7 +56,9 @@ def test_minilm() -> None:
 
 
 def test_config_from_file_and_folder(folder: Path) -> None:
-    assert models.load_config(str(folder)).to_dict() == models.load_config(str(folder / "config.json")).to_dict()
+    assert (
+        models.load_config(str(folder)).to_diff_dict() == models.load_config(str(folder / "config.json")).to_diff_dict()
+    )
     assert len(models.load_tokenizer(str(folder / "config.json"))) == 30522
     assert "has no weights" in message(models.load_model, str(folder / "config.json"), "base")
 
@@ -70,9 +72,12 @@ def test_head_is_seeded_and_the_callers_random_state_is_kept(recwarn: pytest.War
     assert not [w for w in recwarn if "initialised" in str(w.message)]
 
 
-def test_loading_is_quiet_and_leaves_transformers_settings(caplog: pytest.LogCaptureFixture, capfd: object) -> None:
+def test_loading_is_quiet_and_leaves_transformers_settings(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     models.load_model("minilm", "classification", ["a", "b"])
-    assert capfd.readouterr() == ("", "") and not caplog.records  # type: ignore[attr-defined]
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
     assert transformers.utils.logging.is_progress_bar_enabled()
 
 
@@ -93,22 +98,20 @@ def test_dtype(folder: Path, dtype: torch.dtype | str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "cls"),
     [
-        ("g2p-en-us-bart", "seq2seq-lm"),
-        ("aren-translit-blenderbot", "seq2seq-lm"),
-        ("stories260k-llama", "causal-lm"),
-        ("stories260k-llama", "classification"),
-        ("minilm-d128", "base"),
+        ("g2p-en-us-bart", "seq2seq-lm", "BartForConditionalGeneration"),
+        ("aren-translit-blenderbot", "seq2seq-lm", "BlenderbotForConditionalGeneration"),
+        ("stories260k-llama", "causal-lm", "LlamaForCausalLM"),
+        ("stories260k-llama", "classification", "LlamaForSequenceClassification"),
+        ("minilm-d128", "base", "BertModel"),
     ],
 )
-def test_small_real_models(shared: Path, name: str, kind: str) -> None:
+def test_small_real_models(shared: Path, name: str, kind: str, cls: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = models.load_model(str(shared / "models" / name), kind)
-    assert type(model).__name__.endswith({"base": "Model", "classification": "Classification"}.get(kind, "Generation")) or (
-        kind == "causal-lm" and type(model).__name__.endswith("ForCausalLM")
-    )
+    assert type(model).__name__ == cls
 
 
 def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:
@@ -125,7 +128,8 @@ def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:
 
 
 def test_padding_without_any_token(folder: Path) -> None:
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer = models.load_tokenizer(str(folder))
+    tokenizer.pad_token = tokenizer.eos_token = None
     assert "pad_token" in message(models.fit_padding, models.load_model(str(folder), "base"), tokenizer)
 
 
@@ -171,7 +175,8 @@ def test_packaged_model_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.22.1")
+    current = sys.modules["transformers"]  # transformers replaces itself there when it imports its own processors
+    monkeypatch.setattr(current, "__version__", "5.22.1")
     said = message(models.load_config, "minilm")
     assert "transformers 5.22.1 is too old" in said and "5.23" in said and "pip install -U" in said
 
@@ -199,7 +204,7 @@ def test_own_code_runs_only_when_asked(folder: Path) -> None:
     (folder / "code.py").write_text(
         "from transformers import PretrainedConfig\nclass Mine(PretrainedConfig):\n    model_type = 'mine'\n"
     )
-    assert "own Python code" in message(models.load_config, str(folder))
+    assert "its own Python code" in message(models.load_config, str(folder))
     assert models.load_config(str(folder), trust_remote_code=True).model_type == "mine"
 
 
@@ -240,7 +245,9 @@ def test_bad_folder(folder: Path, damage: object, expected: str) -> None:
 
 def test_fresh_pooler_is_a_warning(tmp_path: Path) -> None:
     small("BertForMaskedLM").save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"freshly initialised: bert\.pooler\.dense\.bias, bert\.pooler\.dense\.weight"):
+    with pytest.warns(
+        UserWarning, match=r"freshly initialised: bert\.pooler\.dense\.bias, bert\.pooler\.dense\.weight"
+    ):
         models.load_model(str(tmp_path), "classification", ["a", "b"])
 
 

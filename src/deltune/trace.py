@@ -18,6 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from .errors import DeltuneError
 
+PORT = "_deltune_port"
+"""Where an attention module keeps its port: in __dict__, so that it is no sub-module and deepcopy carries it over."""
+
 OBSERVE = "deltune_observe"
 """Name of the attention that only observes."""
 
@@ -175,6 +178,11 @@ def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any)
 _current: _Recorder | None = None
 
 
+def observing() -> bool:
+    """True while a model is only looked at: hooks then mark that they fired and compute nothing."""
+    return _current is not None
+
+
 def _observing_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -186,6 +194,9 @@ def _observing_attention(
     """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out."""
     if _current is None:
         raise DeltuneError(f"attention {OBSERVE!r} only runs inside deltune.inspect; set attn_implementation='sdpa'")
+    port = module.__dict__.get(PORT)
+    if port is not None:
+        port.mark()
     _current.opaque += 1
     batch, heads, tokens, _ = query.shape
     output = query.new_empty(batch, tokens, heads, value.shape[-1])

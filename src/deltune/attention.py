@@ -1,0 +1,126 @@
+"""The one attention function: a model's own attention with trained keys and values before its own (UV eq. 5).
+
+Registered once for each implementation it extends; a module without a prefix in use runs the original untouched. A
+prefix is no cache entry: it joins after the cache was read, so positions, cache lengths and beams do not see it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from .errors import DeltuneError
+from .trace import PORT
+
+PREFIX = "deltune_"
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The family's own eager attention, which transformers keeps beside each attention module's class."""
+    own: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if own is None:
+        raise DeltuneError(f"{type(module).__name__} has no eager attention; load the model with sdpa attention")
+    return own(module, *args, **kwargs)
+
+
+def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
+    """`original` with prefixes. additive: it adds its masks to the scores (eager) instead of reading truth values."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """query (B, N_h, n, d_h), key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
+        port = module.__dict__.get(PORT)
+        edits = port.edits() if port is not None else ()
+        if not edits:
+            return original(module, query, key, value, attention_mask, **kwargs)
+        gated = [edit.tensors() for edit in edits if edit.gated]
+        length = sum(t["keys"].shape[0] for t in gated)
+        whole = (key, value)
+        if gated:
+            attention_mask = _mask(module, query, key, attention_mask, length, kwargs.get("is_causal"))
+            if additive and attention_mask is not None and attention_mask.dtype == torch.bool:
+                hidden = torch.finfo(query.dtype).min
+                attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
+            if (bias := kwargs.get("position_bias")) is not None:
+                kwargs["position_bias"] = F.pad(bias, (length, 0))
+            whole = (_join(gated, "keys", key), _join(gated, "values", value))
+        output, weights = original(module, query, *whole, attention_mask, **kwargs)
+        for edit in edits:
+            if not edit.gated:
+                output = edit.change(output, _on_prefix(query, edit.tensors(), kwargs.get("scaling")))
+        # the caller's picture has a column a token; the mass on the prefix is what is missing to one
+        return output, weights[..., length:] if weights is not None and length else weights
+
+    return attention
+
+
+def _join(prefixes: list[dict[str, torch.Tensor]], name: str, own: torch.Tensor) -> torch.Tensor:
+    """[P; own] along the keys: P (l, N_kv, d) for every row of own (B, N_kv, m, d)."""
+    rows = [t[name].to(own.dtype).transpose(0, 1).expand(own.shape[0], -1, -1, -1) for t in prefixes]
+    return torch.cat([*rows, own], dim=2)
+
+
+def _mask(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    length: int,
+    is_causal: bool | None,
+) -> torch.Tensor | None:
+    """The mask with `length` columns before it that every query sees. A causal mask left to the kernel is written out:
+    the kernel would align it to the first key, which is the prefix's."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if mask is None:
+        if not causal or query.shape[2] == 1:
+            return None
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype == torch.bool:
+        return F.pad(mask, (length, 0), value=True)
+    return F.pad(mask, (length, 0), value=0.0)
+
+
+def _on_prefix(query: torch.Tensor, tensors: dict[str, torch.Tensor], scaling: float | None) -> torch.Tensor:
+    """softmax(q P_kᵀ) P_v per head (UV eq. 9 without the gate): (B, n, N_h, d_v)."""
+    keys, values = (tensors[name].to(query.dtype).transpose(0, 1)[None] for name in ("keys", "values"))
+    repeat = query.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(repeat, dim=1).expand(query.shape[0], -1, -1, -1) for t in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
+
+
+_EXTENDED = {
+    "sdpa": (_extended(sdpa_attention_forward, additive=False), sdpa_mask),
+    "eager": (_extended(_eager, additive=True), eager_mask),
+}
+
+for _name, (_function, _own_mask) in _EXTENDED.items():
+    AttentionInterface.register(PREFIX + _name, _function)
+    AttentionMaskInterface.register(PREFIX + _name, _own_mask)
+
+
+def extended_name(name: str | None) -> str:
+    """The name under which an implementation is registered with prefixes. Error: one that cannot take them."""
+    if name is not None and name.startswith(PREFIX):
+        return name
+    plain = name or "eager"
+    if plain not in _EXTENDED:
+        raise DeltuneError(
+            f"a prefix cannot join attention {plain!r}; load the model with attn_implementation= one of "
+            f"{', '.join(sorted(_EXTENDED))}"
+        )
+    return PREFIX + plain

@@ -1,0 +1,185 @@
+"""Prompt vectors around a stack: rows before its input embeddings, and everything that counts tokens made to agree.
+
+Encoder or decoder alone: the rows' outputs are removed before pooler, head and loss. Encoder of an encoder-decoder: the
+decoder attends to the rows' outputs (Lester et al. 2021), so they stay and its mask grows. With a cache the rows enter
+once, with the first tokens; later steps only see longer masks and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .anatomy import Anatomy
+from .edits import Edit
+from .errors import DeltuneError
+from .forms import Prompt
+from .trace import observing
+
+
+class TokenTap:
+    """The prompt edits in use at one model's first stack."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        stack = anatomy.stacks[0]
+        self.active: list[Edit] = []
+        self.added = 0  # rows that the pass under way has before its tokens
+        self.total = 0  # its length with them
+        self.words = model.get_submodule(stack.words or "")
+        self.positions = model.get_submodule(stack.positions) if stack.positions else None
+        entry = model.get_submodule(stack.entry) if stack.entry else model
+        self.arguments = list(signature(entry.forward).parameters)
+        self.handles = [entry.register_forward_pre_hook(self.before, with_kwargs=True)]
+        if self.positions is not None:
+            self.handles.append(self.positions.register_forward_hook(self.without_positions))
+        if len(anatomy.stacks) > 1:
+            decoder = model.get_submodule(anatomy.stacks[1].entry)
+            self.decoder_arguments = list(signature(decoder.forward).parameters)
+            self.handles.append(decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True))
+        else:
+            for path in dict.fromkeys((stack.container, stack.entry)):  # inside first: a pooler may follow
+                module = model.get_submodule(path) if path else model
+                self.handles.append(module.register_forward_hook(self.trim))
+
+    def serve(self, edits: Iterable[Edit]) -> None:
+        self.active = [e for e in edits if e.place.target.side == "tokens"]
+        self.added = 0
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    @property
+    def length(self) -> int:
+        return sum(self.form(edit).length for edit in self.active)
+
+    @staticmethod
+    def form(edit: Edit) -> Prompt:
+        assert isinstance(edit.modification.form, Prompt)
+        return edit.modification.form
+
+    @property
+    def shifts(self) -> bool:
+        return all(self.form(edit).positions == "shift" for edit in self.active)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace token ids by embeddings with the rows in front, and lengthen masks and positions."""
+        if not self.active:
+            return None
+        if observing():
+            for edit in self.active:
+                edit.fired = True
+            return None
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        embeds = given.get("inputs_embeds")
+        if embeds is None:
+            embeds = self.words(given["input_ids"])
+        batch, tokens = embeds.shape[:2]
+        cache = given.get("past_key_values")
+        seen = int(cache.get_seq_length()) if cache is not None else 0
+        self.added = self.length if seen == 0 else 0
+        self.total = self.added + tokens
+        if self.added:
+            rows = torch.cat([edit.tensors()["rows"] for edit in self.active]).to(embeds.dtype)
+            embeds = torch.cat([rows.expand(batch, -1, -1), embeds], dim=1)
+            _lengthen_cache(cache, self.added)
+        given |= {"input_ids": None, "inputs_embeds": embeds}
+        given["attention_mask"] = self.mask(given.get("attention_mask"))
+        if given.get("token_type_ids") is not None and self.added:
+            given["token_type_ids"] = F.pad(given["token_type_ids"], (self.added, 0))
+        if "position_ids" in self.arguments:
+            given["position_ids"] = self.position_ids(given.get("position_ids"), seen, tokens, embeds.device)
+        self.check_length(seen)
+        return (), {name: value for name, value in given.items() if name in kwargs or value is not None}
+
+    def mask(self, mask: Any) -> Any:
+        """A padding mask (B, n), or prepared masks (B, 1, q, k) alone or by layer type, with the rows visible."""
+        if isinstance(mask, dict):
+            return {name: self.mask(value) for name, value in mask.items()}
+        if mask is None:
+            return None
+        seen = True if mask.dtype == torch.bool else 1 if mask.dim() == 2 else 0.0
+        longer = F.pad(mask, (self.length, 0), value=seen)
+        if mask.dim() == 2 or not self.added:
+            return longer
+        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        top = torch.full_like(longer[..., :1, :], hidden).expand(*longer.shape[:-2], self.added, -1).clone()
+        among = torch.ones(self.added, self.added, dtype=torch.bool, device=mask.device).tril()
+        top[..., : self.added] = top[..., : self.added].masked_fill(among, seen)
+        return torch.cat([top, longer], dim=-2)
+
+    def position_ids(self, given: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> Any:
+        """Positions of rows and text; None where the family's own counting already gives them."""
+        if given is None and self.shifts:
+            return None
+        length = self.length
+        if given is None:
+            start = seen - (length if seen else 0)
+            given = torch.arange(start, start + tokens, device=device)[None]
+        shifted = given + length if self.shifts else given
+        if not self.added:
+            return shifted
+        rows = torch.arange(length, device=device) if self.shifts else torch.zeros(length, dtype=torch.long, device=device)
+        return torch.cat([rows.expand(given.shape[0], -1), shifted], dim=1)
+
+    def without_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
+        """positions="none": the rows get no position; where the family counts by itself, the text gets its own."""
+        if not self.active or self.shifts or not self.added or observing():
+            return None
+        text = output[..., self.added :, :] if "position_ids" in self.arguments else output[..., : -self.added, :]
+        return torch.cat([torch.zeros_like(output[..., : self.added, :]), text], dim=-2)
+
+    def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The decoder's view of the encoder grows with the rows."""
+        if not self.active or observing():
+            return None
+        given = {**dict(zip(self.decoder_arguments, args, strict=False)), **kwargs}
+        mask = given.get("encoder_attention_mask")
+        if mask is None:
+            return None
+        return (), {**given, "encoder_attention_mask": F.pad(mask, (self.length, 0), value=1)}
+
+    def trim(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Outputs without the rows."""
+        if not self.active or not self.added or observing():
+            return None
+        if isinstance(output, tuple):
+            return tuple(self._trimmed(value) for value in output)
+        for name, value in output.items():
+            output[name] = self._trimmed(value)
+        return output
+
+    def _trimmed(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._trimmed(v) for v in value)
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == self.total:
+            return value[:, self.added :]
+        if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape[2] == self.total:
+            return value[:, :, self.added :, self.added :]
+        return value
+
+    def check_length(self, seen: int) -> None:
+        """Rows and text must fit the position table."""
+        if self.positions is None or not self.shifts:
+            return
+        rows = self.positions.weight.shape[0]  # type: ignore[union-attr]
+        if seen + self.total > rows:
+            raise DeltuneError(
+                f"{seen + self.total - self.length} tokens and a prompt of {self.length} take {seen + self.total} positions, "
+                f"and this model has {rows}; shorten the text or the prompt, or use prompt(positions='none')"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "added": 0, "total": 0}
+
+
+def _lengthen_cache(cache: Any, length: int) -> None:
+    """Room for the rows in a cache of fixed size that is still empty."""
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "max_cache_len", None) and not getattr(layer, "is_initialized", True):
+            layer.max_cache_len += length
