@@ -171,10 +171,11 @@ AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 @dataclass(frozen=True)
 class Named(Method):
-    """A method of the table with its arguments; `given` holds those that differ from their defaults."""
+    """A method of the table with all its arguments; `given` holds those that differ from their defaults."""
 
     name: str
     given: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, Any], ...]
     built: tuple[Modification | Selection, ...]
 
     @property
@@ -188,8 +189,7 @@ class Named(Method):
         return hash((self.name, self.given))
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in self.given)
-        return f"{self.name}({arguments})" if arguments else self.name
+        return _call(self.name, self.given)
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,6 +208,16 @@ class Sum(Method):
 
     def __repr__(self) -> str:
         return " + ".join(repr(member) for member in self.members)
+
+
+def _call(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
+    inside = ", ".join(f"{key}={value!r}" for key, value in arguments)
+    return f"{name}({inside})" if inside else name
+
+
+def explicit(method: Method) -> str:
+    """The expression with every argument of its named methods written out, for files that must outlive a default."""
+    return " + ".join(_call(t.name, t.arguments) if isinstance(t, Named) else repr(t) for t in method.terms)
 
 
 def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:

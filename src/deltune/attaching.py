@@ -111,7 +111,7 @@ class Tuned(nn.Module):
             outgoing = self.delta()
             for owned in outgoing.owned:
                 outgoing.held[slot_key(owned)] = self._slot(owned)
-                self._put(owned, self.base[slot_key(owned)])
+                self.put(owned, self.base[slot_key(owned)])
                 del self.base[slot_key(owned)]
             outgoing.requires_grad_(False)
         self.active = name
@@ -119,11 +119,11 @@ class Tuned(nn.Module):
             incoming.requires_grad_(True)
             for owned in incoming.owned:
                 self.base[slot_key(owned)] = self._slot(owned)
-                self._put(owned, incoming.held[slot_key(owned)])
+                self.put(owned, incoming.held[slot_key(owned)])
                 del incoming.held[slot_key(owned)]
             for frozen in incoming.head if incoming.head_mode == "freeze" else ():
                 self._slot(frozen).requires_grad_(frozen in incoming.selected)
-        self._label(self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
+        self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
         edits = [] if incoming is None else list(incoming.all_edits())
         for tap in self.taps.values():
             tap.serve(edits)
@@ -176,17 +176,22 @@ class Tuned(nn.Module):
 
         return save(self, folder, name)
 
+    def fit(self, delta: Delta) -> Delta:
+        """Move a new delta's own tensors to where they act: float32, or float64 in a float64 model."""
+        default = next(self.model.parameters()).device
+        wide = any(p.dtype == torch.float64 for p in self.model.parameters())
+        dtype = torch.float64 if wide else torch.float32
+        for edit in delta.all_edits():
+            edit.to(self._device(edit, default), dtype)
+        for shared in delta.shared.values():
+            shared.to(default, dtype)
+        return delta
+
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def add(self, name: str, delta: Delta, labels: Labels) -> None:
         """Take a built delta in, put it in use, and see every edit fire; on failure the model is as it was."""
         before = self.active
-        device = next(self.model.parameters()).device
-        wide = any(p.dtype == torch.float64 for p in self.model.parameters())
-        for edit in delta.all_edits():
-            edit.to(self._device(edit, device), torch.float64 if wide else None)
-        for shared in delta.shared.values():
-            shared.to(device, torch.float64 if wide else None)
         delta.labels = labels
         delta.train(self.model.training)
         self.deltas[name] = delta
@@ -250,21 +255,23 @@ class Tuned(nn.Module):
         assert found is not None
         return found
 
-    def _put(self, name: str, parameter: nn.Parameter) -> None:
+    def put(self, name: str, parameter: nn.Parameter) -> None:
         """Put a parameter into every slot of a (possibly tied) tensor."""
         for module, leaf in self.slots[name]:
             module._parameters[leaf] = parameter
             if leaf == "weight" and isinstance(module, nn.Linear):
                 module.out_features = parameter.shape[0]
 
-    def _label(self, labels: Labels) -> None:
-        config = self.model.config
+    @staticmethod
+    def label(model: PreTrainedModel, labels: Labels) -> None:
+        """Give a model the label facts of a head."""
+        config = model.config
         if Labels.of(config) != labels:
             config.id2label = dict(labels.id2label)
             config.label2id = {label: index for index, label in labels.id2label}
             config.problem_type = labels.problem_type
-        if hasattr(self.model, "num_labels"):
-            self.model.num_labels = len(labels.id2label)
+        if hasattr(model, "num_labels"):
+            model.num_labels = len(labels.id2label)
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -299,9 +306,8 @@ def attach(
             extended_name(config._attn_implementation)
     handle = handle or Tuned(model)
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    delta = Delta(parsed, planned, heads, head)
-    if next(model.parameters()).device.type != "meta":
-        delta.start()
+    delta = handle.fit(Delta(parsed, planned, heads, head))
+    delta.start()
     for owned in delta.owned:
         delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
     handle.add(name, delta, handle.base_labels)

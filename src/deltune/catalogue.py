@@ -31,7 +31,7 @@ def _named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callabl
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
         given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
-        return Named(make.__name__, given, make(**arguments))
+        return Named(make.__name__, given, tuple(arguments.items()), make(**arguments))
 
     return method
 

@@ -375,7 +375,7 @@ class _Reader:
         if self.base is self.model or self.model.get_output_embeddings() is not None:
             return ()
         top = self.base_path.split(".")[0]
-        return tuple(n for n, m in self.model.named_children() if n not in (top, "deltune") and any(m.parameters()))
+        return tuple(n for n, m in self.model.named_children() if n not in (top, "deltune") and list(m.parameters()))
 
     def _tensors(
         self, layers: list[Layer], embedding: set[str], pooler: str | None, head: tuple[str, ...]
