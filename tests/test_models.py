@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def edit(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def message(call: object, *args: object, **kwargs: object) -> str:
+def message(call: Callable[..., object], *args: object, **kwargs: object) -> str:
     with pytest.raises(DeltuneError) as caught:
-        call(*args, **kwargs)  # type: ignore[operator]
+        call(*args, **kwargs)
     return str(caught.value)
 
 
@@ -237,8 +238,8 @@ def lose_shard(folder: Path) -> None:
         (lambda f: edit(f, num_attention_heads=3), "multiple of the number of attention heads"),
     ],
 )
-def test_bad_folder(folder: Path, damage: object, expected: str) -> None:
-    damage(folder)  # type: ignore[operator]
+def test_bad_folder(folder: Path, damage: Callable[[Path], object], expected: str) -> None:
+    damage(folder)
     said = message(models.load_model, str(folder), "classification", ["a", "b"])
     assert str(folder) in said and expected in said
 

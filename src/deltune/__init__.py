@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .algebra import Add, Gate, Modification, Scale, Selection
     from .attaching import Tuned, attach, tuned
+    from .catalogue import methods, parse
     from .counting import Count, count
     from .errors import DeltuneError
     from .forms import Bottleneck, LowRank, Prefix, Prompt, Vector
-    from .catalogue import methods, parse
     from .observe import inspect
     from .store import load
 

@@ -28,7 +28,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection in_width -> out_width; `columns` is None when it is the whole module. `transposed`: weight (in, out)."""
+    """A projection in_width -> out_width; `columns`: None when it is all of it; `transposed`: weight (in, out)."""
 
     path: str
     in_width: int
@@ -63,7 +63,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class FFN:
-    """A feed-forward network: x -> inputs -> activation (times a gate) -> output. `gate_fused`: one module holds both inputs."""
+    """A feed-forward network: x -> inputs -> activation (times a gate) -> output."""
 
     path: str
     reads: str
@@ -76,8 +76,11 @@ class FFN:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm. `of`: the sub-layers it belongs to. place: pre (a sub-layer reads it), post (normalises the residual sum),
-    output (normalises the sub-layer's output before the sum), query, key, inner, embedding, final."""
+    """A norm. `of`: the sub-layers it belongs to.
+
+    place: pre (a sub-layer reads it), post (normalises the residual sum), output (normalises the sub-layer's output
+    before the sum), query, key, inner, embedding, final.
+    """
 
     path: str
     width: int
@@ -117,8 +120,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. area: embedding, layers, pooler, final, vocabulary, head, other. role: norm.gain, norm.bias,
-    linear.weight, linear.bias, embedding, weight, bias. `layer`: index into Anatomy.layers. `aliases`: its other names."""
+    """A parameter. area: embedding, layers, pooler, final, vocabulary, head, other.
+
+    role: norm.gain, norm.bias, linear.weight, linear.bias, embedding, weight, bias. `layer`: index into Anatomy.layers.
+    `aliases`: its other names.
+    """
 
     name: str
     shape: tuple[int, ...]

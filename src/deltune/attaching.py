@@ -23,7 +23,7 @@ from .catalogue import parse
 from .counting import Count, base_size, count_plan
 from .edits import Delta, Edit, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
-from .observe import inspect
+from .observe import base_model, inspect
 from .prompting import TokenTap
 from .sites import plan
 from .taps import AttentionPort, Tap
@@ -41,7 +41,7 @@ class Tuned(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.__dict__["model"] = model  # the parent, not a child
+        self.__dict__["parent"] = model  # not a child
         self.anatomy: Anatomy = inspect(model)
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
@@ -54,7 +54,15 @@ class Tuned(nn.Module):
         model.requires_grad_(False)
         model.add_module(NAME, self)
 
-    # -- what there is --------------------------------------------------------------------------------------------------
+    # -- what there is
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model this handle stands in. Error: it was detached."""
+        if self.__dict__["parent"] is None:
+            raise DeltuneError("this handle was detached from its model; attach or load again")
+        found: PreTrainedModel = self.__dict__["parent"]
+        return found
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,11 +109,10 @@ class Tuned(nn.Module):
         key = slot_key(name)
         return delta.held[key] if key in delta.held else self._slot(name)
 
-    # -- the life cycle -------------------------------------------------------------------------------------------------
+    # -- the life cycle
 
     def use(self, name: str | None) -> Tuned:
         """Put a delta in use, its head and labels included; None: the base model as it was before attaching."""
-        self._alive()
         incoming = None if name is None else self.delta(name)
         if self.active is not None:
             outgoing = self.delta()
@@ -141,13 +148,12 @@ class Tuned(nn.Module):
 
     def detach(self, name: str | None = None) -> PreTrainedModel:
         """Take a delta (None: all of them) off; without any left the model is bit for bit what it was."""
-        self._alive()
+        model = self.model
         going = list(self.names) if name is None else [name]
         if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
             self.use(None)
         for gone in going:
             del self.deltas[gone]
-        model: PreTrainedModel = self.model
         if len(self.deltas):
             self._wire()
             return model
@@ -158,7 +164,7 @@ class Tuned(nn.Module):
         del model._modules[NAME]
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(self.flags.get(parameter_name, True))
-        self.__dict__["model"] = None
+        self.__dict__["parent"] = None
         return model
 
     def merge(self) -> PreTrainedModel:
@@ -187,7 +193,7 @@ class Tuned(nn.Module):
             shared.to(default, dtype)
         return delta
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside
 
     def add(self, name: str, delta: Delta, labels: Labels) -> None:
         """Take a built delta in, put it in use, and see every edit fire; on failure the model is as it was."""
@@ -209,7 +215,8 @@ class Tuned(nn.Module):
         modules = dict(self.model.named_modules())
         wanted: dict[tuple[str, str], type] = {}
         for delta in self.deltas.values():
-            for edit in delta.all_edits():  # type: ignore[union-attr]
+            assert isinstance(delta, Delta)
+            for edit in delta.all_edits():
                 side = edit.place.target.side
                 kinds = {"attention": AttentionPort, "tokens": TokenTap}
                 wanted[(edit.place.target.path, side if side in kinds else "hook")] = kinds.get(side, Tap)
@@ -232,7 +239,7 @@ class Tuned(nn.Module):
         for edit in delta.all_edits():
             edit.fired = False
         if len(delta.edits):
-            trace(self.model.base_model)
+            trace(base_model(self.model))
         silent = [edit.place.name for edit in delta.all_edits() if not edit.fired]
         if silent:
             raise all_problems(
@@ -244,10 +251,6 @@ class Tuned(nn.Module):
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
         return next((p.device for p in module.parameters()), default)
-
-    def _alive(self) -> None:
-        if self.__dict__.get("model") is None:
-            raise DeltuneError("this handle was detached from its model; attach or load again")
 
     def _slot(self, name: str) -> nn.Parameter:
         module, leaf = self.slots[name][0]
@@ -269,9 +272,9 @@ class Tuned(nn.Module):
         if Labels.of(config) != labels:
             config.id2label = dict(labels.id2label)
             config.label2id = {label: index for index, label in labels.id2label}
-            config.problem_type = labels.problem_type
+            config.problem_type = labels.problem_type  # type: ignore[assignment]
         if hasattr(model, "num_labels"):
-            model.num_labels = len(labels.id2label)
+            model.num_labels = len(labels.id2label)  # type: ignore[assignment]
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

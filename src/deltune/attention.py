@@ -54,8 +54,8 @@ def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
         if gated:
             attention_mask = _mask(module, query, key, attention_mask, length, kwargs.get("is_causal"))
             if additive and attention_mask is not None and attention_mask.dtype == torch.bool:
-                hidden = torch.finfo(query.dtype).min
-                attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
+                visible = torch.zeros_like(attention_mask, dtype=query.dtype)
+                attention_mask = visible.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
             if (bias := kwargs.get("position_bias")) is not None:
                 kwargs["position_bias"] = F.pad(bias, (length, 0))
             whole = (_join(gated, "keys", key), _join(gated, "values", value))
@@ -103,7 +103,7 @@ def _on_prefix(query: torch.Tensor, tensors: dict[str, torch.Tensor], scaling: f
     return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
 
 
-_EXTENDED = {
+_EXTENDED: dict[str, tuple[AttentionFunction, Callable[..., Any]]] = {
     "sdpa": (_extended(sdpa_attention_forward, additive=False), sdpa_mask),
     "eager": (_extended(_eager, additive=True), eager_mask),
 }

@@ -1,4 +1,4 @@
-"""The named methods: each a few lines over the algebra. Sources: LN (LN-tuning), UV (Towards a Unified View), AP (APET)."""
+"""The named methods, each a few lines over the algebra. LN is LN-tuning, UV Towards a Unified View, AP APET."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def layernorm(
     norms outside the layers; on when neither `of` nor `layers` is restricted. Error: terms="bias" without any bias.
     """
     whole = of == "both" and layers == "all"
-    areas = ("layers",)
+    areas: tuple[str, ...] = ("layers",)
     areas += ("embedding",) if (whole if embedding is None else embedding) else ()
     areas += ("final",) if (whole if final is None else final) else ()
     roles = {"both": ("norm.gain", "norm.bias"), "gain": ("norm.gain",), "bias": ("norm.bias",)}[terms]
@@ -100,8 +100,8 @@ def bitfit(
 ) -> tuple[Modification | Selection, ...]:
     """b: existing biases alone are trained (Ben Zaken et al. 2022).
 
-    which: all (every bias of the base model, pooler included), layers (linears and norms of the layers), linear (linears
-    of the layers), query+ffn_up (two biases a layer), norm (the norms of the layers). Error: a model without biases.
+    which: all (every bias of the base model, pooler included), layers (linears and norms of the layers), linear
+    (linears of the layers), query+ffn_up (two a layer), norm (the norms of the layers). Error: a model without biases.
     """
     if which == "all":
         if layers != "all":
@@ -130,7 +130,7 @@ def adapter(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + f(h W_down) W_up after the attention and after the FFN (houlsby), or after the FFN alone (pfeiffer) (UV eq. 4).
+    """h + f(h W_down) W_up after attention and FFN (houlsby), or after the FFN alone (pfeiffer) (UV eq. 4).
 
     pfeiffer in post-norm models stands after the FFN's add & norm, and that norm is applied again, as its authors do.
     """
@@ -234,13 +234,15 @@ def lora(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021). at: query, key, value, output, ffn_up, ffn_down, or
-    "ffn" for all linears of the FFN. alpha is an alias: s = alpha / rank."""
+    """h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021).
+
+    at: query, key, value, output, ffn_up, ffn_down, or "ffn" for all linears of the FFN. alpha: s = alpha / rank.
+    """
     if alpha is not None:
         if scale != 1:
             raise DeltuneError("lora: give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
-    sites = []
+    sites: list[str] = []
     for site in _sites(at, (*algebra.PROJECTIONS, "ffn")):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     form = LowRank(rank, dropout)
@@ -292,9 +294,9 @@ VOCABULARY: Mapping[str, Callable[..., Any]] = {
 
 
 def parse(text: str | Method) -> Method:
-    """The method that an expression describes, for example "prefix(length=16) + layernorm"; a method is returned as is.
+    """The method of an expression such as "prefix(length=16) + layernorm"; a method is returned as is.
 
-    Errors: DeltuneError listing every unknown name, argument, site and value with its place and the nearest that exists.
+    Errors: DeltuneError with every unknown name, argument, site and value, its place and the nearest that exists.
     """
     if isinstance(text, Method):
         return text

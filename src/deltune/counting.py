@@ -51,7 +51,8 @@ class Count:
 
     def __str__(self) -> str:
         base = DENOMINATORS.get(self.denominator, "the number given")
-        text = f"{self.method:,} scalars, {self.percent:.4f} % of {self.denominator_size:,} ({self.denominator}: {base})"
+        text = f"{self.method:,} scalars, {self.percent:.4f} % of {self.denominator_size:,}"
+        text += f" ({self.denominator}: {base})"
         text += f"; head {self.head:,}" if self.head else ""
         return text + (f"; while training {self.training_only:,} more" if self.training_only else "")
 

@@ -1,4 +1,4 @@
-"""Reading labelled text: a folder of train, validation and test files, or a hub id, checked as a whole before training."""
+"""Reading labelled text: a folder of train, validation and test files, or a hub id, checked before any training."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def load(
     raw = _folder(folder, problems) if folder.is_dir() else _hub(source)
     files = raw.files
     used = _columns(files["train"], columns, raw.fields, problems) if "train" in files else {}
-    if not used:
+    if not used or not files["train"].rows:
         raise failure(f"data {source}", problems)
     _check_texts(files, used, problems)
     known = labels or raw.names.get(used["label"]) or raw.names.get("")
@@ -87,12 +87,11 @@ def load(
     splits: dict[str, dict[str, list]] = {}
     for split in ids:
         rows = [row for _, row in files[split].rows]
-        own = [str(row.get("id")) for row in rows]
-        numbered = (
-            own if len(set(own)) == len(rows) and "id" in rows[0] else [f"{split}-{i + 1}" for i in range(len(rows))]
-        )
+        own = [str(row["id"]) for row in rows if "id" in row]
+        if len(set(own)) < len(rows):
+            own = [f"{split}-{i + 1}" for i in range(len(rows))]
         texts = {role: [row[used[role]] for row in rows] for role in ROLES[:2] if role in used}
-        splits[split] = {"id": numbered, **texts, "label": ids[split]}
+        splits[split] = {"id": own, **texts, "label": ids[split]}
     if max_train_rows is not None and max_train_rows < len(ids["train"]):
         chosen = sorted(random.Random(seed).sample(range(len(ids["train"])), max_train_rows))
         splits["train"] = {key: [values[i] for i in chosen] for key, values in splits["train"].items()}
@@ -121,10 +120,18 @@ def _folder(folder: Path, problems: list[str]) -> _Raw:
     if meta.is_file():
         try:
             told = json.loads(meta.read_text(encoding="utf-8"))
-            fields, raw.names[""] = told.get("fields"), told.get("label_names") or ()
-            raw.fields = _names(fields) if isinstance(fields, str) else fields
+            fields, names = told.get("fields"), told.get("label_names")
         except (ValueError, AttributeError) as error:
             problems.append(f"meta.json is not a JSON object: {error}")
+            return raw
+        raw.fields = _names(fields) if isinstance(fields, str) else fields
+        if not isinstance(fields, str | list | dict | None):
+            problems.append(f"meta.json: fields names the columns, it is not {brief(fields)}")
+            raw.fields = None
+        if isinstance(names, list):
+            raw.names[""] = names
+        elif names is not None:
+            problems.append(f"meta.json: label_names is a list, not {brief(names)}")
     return raw
 
 
@@ -176,26 +183,24 @@ def _columns(train: File, asked: Fields | None, fields: Fields | None, problems:
         roles = ROLES if len(given) == 3 else ("text", "label")
         used = dict(given) if isinstance(given, Mapping) else dict(zip(roles, given, strict=False))
         wrong = [unknown("role of a column", role, ROLES) for role in used if role not in ROLES]
-        if {"text", "label"} - set(used) or len(used) < len(given):
-            wrong.append(f"columns are text, (pair,) label; given were {given}")
+        if {"text", "label"} - set(used) or len(set(used.values())) < len(given):
+            wrong.append(f"columns are different ones for text, (pair,) label; given were {given}")
         problems += wrong
         return {} if wrong else {role: used[role] for role in ROLES if role in used}
     if not train.rows:
         return {}
     there = [c for c in fields or train.columns if c in train.columns] or train.columns
     label = next((c for name in LABELS for c in there if c.lower() == name), "")
-    texts = [c for c in there if c != label and c.lower() not in IDS and _is_text(train, c)]
+    texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(train, c)]
     listed, todo = ", ".join(train.columns), "Say which is which: columns={'text': …, 'pair': …, 'label': …}"
     if not label:
         problems.append(f"{train.name} has no column named {' or '.join(LABELS)}. Its columns: {listed}. {todo}")
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
         problems.append(f"{train.name} has {which} where one or two are wanted. Its columns: {listed}. {todo}")
-    return (
-        dict(zip(("text", "pair")[: len(texts)], texts, strict=True)) | {"label": label}
-        if label and 0 < len(texts) < 3
-        else {}
-    )
+    if not label or len(texts) not in (1, 2):
+        return {}
+    return {**dict(zip(ROLES, texts, strict=False)), "label": label}
 
 
 def _is_text(file: File, column: str) -> bool:
@@ -212,55 +217,60 @@ def _check_texts(files: Mapping[str, File], used: Mapping[str, str], problems: l
         for role, column in used.items():
             if file.rows and column not in there:
                 problems.append(unknown("column", column, there, where=file.name))
-            elif role != "label":
-                bad = [(n, row) for n, row in file.rows if not isinstance(row.get(column), str)]
-                for n, row in bad:
-                    what = f"is not text but {brief(row[column])}" if column in row else "is missing"
-                    problems.append(f"{file.at(n)}: column {column!r} {what}")
+                continue
+            for n, row in file.rows:
+                if column not in row:
+                    problems.append(f"{file.at(n)}: column {column!r} is missing")
+                elif role != "label" and not isinstance(row[column], str):
+                    problems.append(f"{file.at(n)}: column {column!r} is not text but {brief(row[column])}")
+                elif role != "label" and not row[column].isascii() and re.search("[\ud800-\udfff]", row[column]):
+                    problems.append(f"{file.at(n)}: column {column!r} holds half a character (a lone surrogate)")
 
 
 def _label_ids(
     files: Mapping[str, File], column: str, known: Sequence[str] | None, problems: list[str]
 ) -> tuple[tuple[str, ...], dict[str, list[int]]]:
     """The label names, and the label ids of every split whose labels are not hidden (all -1, as in GLUE's tests)."""
-    values: dict[str, list[tuple[int, str]]] = {}  # split -> line, label
-    for split, file in files.items():
-        rows = [(n, row[column]) for n, row in file.rows if column in row]
-        if split != "train" and rows and all(value == -1 for _, value in rows):
-            warnings.warn(f"{file.name}: every label is -1, so hidden; the split is left out", stacklevel=3)
-            continue
-        values[split] = []
-        for n, value in rows:
-            if isinstance(value, str | int) and value != "":
-                values[split].append((n, str(value)))
-            else:
-                problems.append(f"{file.at(n)}: a label is text or a whole number, not {brief(value)}")
-        if rows:
-            missing = [n for n, row in file.rows if column not in row]
-            problems += [f"{file.at(n)}: column {column!r} is missing" for n in missing]
-    trained = {label for _, label in values["train"]}
-    numbers = all(_is_id(label) for label in trained)
-    names = tuple(known or sorted(trained, key=lambda label: (int(label) if numbers else 0, label)))
-    if len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
-        problems.append(f"label names are different strings, not {brief(list(names))}")
+    values = {split: _labels(file, column, problems) for split, file in files.items()}
+    for split in [s for s, found in values.items() if found and {label for _, label in found} == {"-1"}]:
+        warnings.warn(f"every label in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
+        del values[split]
+    train = {label for _, label in values.get("train", [])}
+    numbers = all(map(_is_id, train))
+    names = tuple(known or sorted(train, key=lambda label: (int(label) if numbers else 0, label)))
+    if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
+        problems.append(f"label names are different strings, not {list(names)}")
+        return (), {}
+    if len(train) == 1:
+        problems.append(f"{files['train'].name} has one label only, {train.pop()!r}; a classifier needs two or more")
         return (), {}
     ids = {name: i for i, name in enumerate(names)}
-    if not any(_is_id(name) for name in names):  # then a number in the data is an id
+    if not any(map(_is_id, names)):  # then a number in the data is an index into the names
         ids |= {str(i): i for i in range(len(names))}
-    if len({ids[label] for label in trained if label in ids}) < 2 and values["train"]:
-        problems.append(f"{files['train'].name} has rows of one label only: {', '.join(sorted(trained))}")
-    seen = {ids[label] for label in trained if label in ids}
-    for split, labels in values.items():
-        first = dict(reversed(labels_to_lines(labels)))
-        for label, count in Counter(label for _, label in labels).items():
-            where = f"{files[split].at(first[label])}{f' and {count - 1} more' if count > 1 else ''}"
-            if label not in ids and (known or split == "train"):
+    trained = {ids.get(label) for label in train}
+    for split, found in values.items():
+        file, first = files[split], {label: n for n, label in reversed(found)}
+        for label, count in Counter(label for _, label in found).items():
+            where = file.at(first[label]) + (f" and {count - 1} more" if count > 1 else "")
+            if label not in ids and known:
                 problems.append(unknown("label", label, names, where=where))
-            elif ids.get(label) not in seen:
-                guess = nearest(label, names)
-                hint = f" Did you mean {guess!r}?" if guess and guess != label else ""
+            elif ids.get(label) not in trained or label not in ids:
+                guess = nearest(label, train)
+                hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train))}"
                 problems.append(f"label {label!r} is in {where} but nowhere in {files['train'].name}.{hint}")
-    return names, {split: [ids.get(label, -1) for _, label in labels] for split, labels in values.items()}
+    return names, {split: [ids.get(label, -1) for _, label in found] for split, found in values.items()}
+
+
+def _labels(file: File, column: str, problems: list[str]) -> list[tuple[int, str]]:
+    """The labels of a split as strings, each with its line."""
+    found = []
+    for n, row in file.rows:
+        value = row.get(column)
+        if isinstance(value, str | int) and value != "":
+            found.append((n, str(value)))
+        elif column in row:
+            problems.append(f"{file.at(n)}: a label is text or a whole number, not {brief(value)}")
+    return found
 
 
 def _is_id(label: str) -> bool:

@@ -32,7 +32,7 @@ class Labels:
 class Edit(nn.Module):
     """One modification at one place: h <- compose(h, form(u)).
 
-    Its parameters are the form's tensors (and a learned scale). `folded`: they are the kept ones, no reparameterisation.
+    Its parameters are the form's tensors (and a learned scale). `folded`: the kept ones, without a reparameterisation.
     """
 
     def __init__(self, modification: Modification, place: Place, shared: nn.ParameterDict | None, folded: bool) -> None:
@@ -107,7 +107,9 @@ class Delta(nn.Module):
     registered exactly once at any time and follows .to(), state_dict and deepcopy like every parameter.
     """
 
-    def __init__(self, method: Method, planned: Plan, head: tuple[str, ...], head_mode: str, folded: bool = False) -> None:
+    def __init__(
+        self, method: Method, planned: Plan, head: tuple[str, ...], head_mode: str, folded: bool = False
+    ) -> None:
         super().__init__()
         self.method, self.planned = method, planned
         self.selected = tuple(t.name for t in planned.selected)
@@ -137,8 +139,13 @@ class Delta(nn.Module):
                 with torch.no_grad():
                     edit.modification.form.start(shared)
 
+    def named_edits(self) -> Iterator[tuple[str, Edit]]:
+        for key, edit in self.edits.items():
+            assert isinstance(edit, Edit)
+            yield key, edit
+
     def all_edits(self) -> Iterator[Edit]:
-        yield from self.edits.values()  # type: ignore[misc]
+        yield from (edit for _, edit in self.named_edits())
 
     @property
     def owned(self) -> tuple[str, ...]:

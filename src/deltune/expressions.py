@@ -152,12 +152,16 @@ class _Reader:
         return self.build(node, node.func, positional, named)
 
     def build(
-        self, node: ast.AST, name: ast.Name, positional: list[tuple[ast.AST, Any]], named: dict[str, tuple[ast.AST, Any]]
+        self,
+        node: ast.AST,
+        name: ast.Name,
+        positional: list[tuple[ast.AST, Any]],
+        named: dict[str, tuple[ast.AST, Any]],
     ) -> Any:
         """Bind the arguments against the signature, check their types, and make the value."""
         make = self.vocabulary[name.id]
         parameters = signature(make).parameters
-        hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
+        hints = typing.get_type_hints(make)
         before = len(self.problems)
         bound: dict[str, Any] = {}
         for (at, given), key in zip(positional, parameters, strict=False):

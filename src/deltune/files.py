@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deltune.errors import DeltuneError, all_problems, unknown
+from deltune.models import first_line
 
 SHOWN = 10  # problems of one data set that are listed
 
@@ -44,8 +45,8 @@ def read(path: Path, problems: list[str] | None = None) -> File:
     found: list[str] = []
     file = File(path.name, unit="row" if path.suffix == ".parquet" else "line")
     suffix = suffix_of(path)
-    if suffix not in READERS:
-        found.append(unknown("file format", suffix, READERS, where=path.name))
+    if not suffix:
+        found.append(unknown("file format", path.suffix, READERS, where=path.name))
     else:
         try:
             file.rows.extend(READERS[suffix](path, found))
@@ -60,16 +61,16 @@ def read(path: Path, problems: list[str] | None = None) -> File:
     return file
 
 
-def failure(source: str, problems: list[str]) -> DeltuneError:
+def failure(title: str, problems: list[str]) -> DeltuneError:
     """One error for everything that is wrong with a source; of many problems the first ten and their number."""
     if len(problems) > SHOWN:
-        return all_problems(f"data {source} has {len(problems)} problems; the first of them", problems[:SHOWN])
-    return all_problems(f"data {source}", problems)
+        return all_problems(f"{title} has {len(problems)} problems; the first of them", problems[:SHOWN])
+    return all_problems(title, problems)
 
 
 def suffix_of(path: Path) -> str:
-    """Everything from the first dot of the file name on: .jsonl.gz."""
-    return path.name[path.name.find(".") :] if "." in path.name else ""
+    """The part of the file name that tells its format, such as .jsonl.gz; empty if it is none of the formats."""
+    return next((suffix for suffix in READERS if path.name.endswith(suffix)), "")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -100,17 +101,19 @@ def _csv(path: Path, problems: list[str]) -> Places:
     with _open(path) as stream:
         reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
         header = next(reader, [])
+        if len(set(header)) < len(header):
+            problems.append(f"{path.name} line 1: a column name occurs twice: {', '.join(header)}")
+            return
         for cells in reader:
             if cells and len(cells) != len(header):
-                problems.append(
-                    f"{path.name} line {reader.line_num}: {len(cells)} fields, the header has {len(header)}"
-                )
+                sizes = f"{len(cells)} fields, the header has {len(header)}"
+                problems.append(f"{path.name} line {reader.line_num}: {sizes}")
             elif cells:
                 yield reader.line_num, dict(zip(header, cells, strict=True))
 
 
 def _parquet(path: Path, problems: list[str]) -> Places:
-    from pyarrow import parquet
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
     yield from enumerate(parquet.ParquetFile(path).read().to_pylist(), 1)
 

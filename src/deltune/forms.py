@@ -106,9 +106,10 @@ def _start_pair(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool)
 
 @dataclass(frozen=True, repr=False)
 class Bottleneck(Form):
-    """Δh = f(dropout-free u W_down + b_down) W_up + b_up, biases and an input LayerNorm by choice (UV eq. 4).
+    """Δh = f(u W_down + b_down) W_up + b_up, biases and an input LayerNorm by choice (UV eq. 4).
 
-    rank r >= 1; activation f; init "bert" or "lora"; zero_up: Δh = 0 at the start. Tensors: down (r, d_in), up (d_out, r).
+    rank r >= 1; activation f; dropout on f's output; init "bert" or "lora"; zero_up: Δh = 0 at the start.
+    Tensors: down (r, d_in), up (d_out, r).
     """
 
     rank: int
@@ -242,9 +243,7 @@ class Prefix(Form):
             return trained
         inner = torch.tanh(F.linear(shared["rows"], shared["down"], shared["down_bias"]))
         rows = F.linear(inner, trained["up"], trained["up_bias"])
-        keys, values = rows.split(
-            [widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1
-        )
+        keys, values = rows.split([widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1)
         shapes = self.shapes(widths)
         return {"keys": keys.reshape(shapes["keys"]), "values": values.reshape(shapes["values"])}
 

@@ -47,6 +47,13 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     return anatomy
 
 
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head: itself where it has none."""
+    base = model.base_model
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """AutoModel of the configuration on the meta device: shapes without numbers."""
     try:
@@ -72,7 +79,7 @@ class _SubLayer:
 class _Reader:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.base: PreTrainedModel = model.base_model
+        self.base = base_model(model)
         self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
         self.trace: Trace = trace(self.base, self.base_path)
         self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
@@ -114,8 +121,9 @@ class _Reader:
         attention = next((n for n in found if n.kind == "attention"), None)
         if attention is not None:
             sub = _SubLayer(add, output, attention, [])
-            for role, *read in zip(("query", "key", "value"), attention.inputs, attention.sources, strict=True):
-                sub.projections[role] = self._projection(*read)
+            reads = zip(attention.inputs, attention.sources, strict=True)
+            for role, (tensor, source) in zip(("query", "key", "value"), reads, strict=True):
+                sub.projections[role] = self._projection(tensor, source)
             sub.kind = "self" if self._stream(sub, "key") is self._stream(sub, "query") else "cross"
             return sub
         if any(n.kind == "mix" for n in found):
@@ -195,8 +203,8 @@ class _Reader:
         if any(n.kind == "attention" for n in nodes):
             return any(bool(getattr(n.module, "is_causal", False)) for n in nodes)
         family = self.model.config.model_type  # no interface to ask: the library's own tables say what it is for
-        return family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
-            family in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        return family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
+            family not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         )
 
     def layers(self) -> list[Layer]:
@@ -267,9 +275,10 @@ class _Reader:
         adds = {id(s.add) for s in group}
         summed = any(n.kind == "add" for n in below)
         for sub in group:  # query and key norms stand between a projection and the attention
-            for role in ("query", "key"):
+            sides: tuple[Place, ...] = ("query", "key")
+            for role in sides:
                 if role in sub.projections and sub.projections[role][0] in above:
-                    return role, [sub]  # type: ignore[return-value]
+                    return role, [sub]
         outputs = [s for s in group if s.output in above]
         if outputs:
             return "output", outputs
@@ -292,13 +301,13 @@ class _Reader:
 
     def anatomy(self) -> Anatomy:
         layers = self.layers()
-        first = {}
+        first: dict[StackName, Layer] = {}
         for layer in layers:
             first.setdefault(layer.stack, layer)
         inside = tuple(layer.path + "." for layer in layers)
         embedding = self._embedding(first, inside)
         outside = [n for n in self.trace.nodes if n.path and not n.path.startswith(inside)]
-        norms = []
+        norms: list[Norm] = []
         for node in outside:
             if node.kind == "norm" and node.path not in {n.path for n in norms}:
                 norms.append(self._norm(node, "embedding" if node.path in embedding else "final", ()))
@@ -477,4 +486,3 @@ def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
     if expected != ordered or width % groups:
         raise DeltuneError(f"the fused projection {linear.path!r} is cut into parts of irregular shape")
     return Columns(groups, start, start + size)
-

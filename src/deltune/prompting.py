@@ -124,7 +124,7 @@ class TokenTap:
         shifted = given + length if self.shifts else given
         if not self.added:
             return shifted
-        rows = torch.arange(length, device=device) if self.shifts else torch.zeros(length, dtype=torch.long, device=device)
+        rows = torch.arange(length, device=device) * int(self.shifts)
         return torch.cat([rows.expand(given.shape[0], -1), shifted], dim=1)
 
     def without_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
@@ -167,11 +167,11 @@ class TokenTap:
         """Rows and text must fit the position table."""
         if self.positions is None or not self.shifts:
             return
-        rows = self.positions.weight.shape[0]  # type: ignore[union-attr]
-        if seen + self.total > rows:
+        rows, needed = self.positions.get_parameter("weight").shape[0], seen + self.total
+        if needed > rows:
             raise DeltuneError(
-                f"{seen + self.total - self.length} tokens and a prompt of {self.length} take {seen + self.total} positions, "
-                f"and this model has {rows}; shorten the text or the prompt, or use prompt(positions='none')"
+                f"{needed - self.length} tokens and a prompt of {self.length} take {needed} positions, and this "
+                f"model has {rows}; shorten the text or the prompt, or use prompt(positions='none')"
             )
 
     def __getstate__(self) -> dict[str, Any]:

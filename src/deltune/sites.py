@@ -29,7 +29,7 @@ class Place:
     """One concrete place of a modification: h is written at `target`, u read at `source` (None: from h itself).
 
     `name` is unique and stable, "encoder.3.self.query"; `group` says which places share what is shared; `again`: the
-    target is a norm, applied to h before the form reads it (x="normed"); `linear`: the projection, where the place is one.
+    target is a norm, applied to h before the form reads it (x="normed"); `linear`: the projection, where it is one.
     """
 
     name: str
@@ -72,7 +72,7 @@ def plan(anatomy: Anatomy, method: Method) -> Plan:
     return Plan(tuple(edits), tuple(selected.values()))
 
 
-# -- which layers -------------------------------------------------------------------------------------------------------
+# -- which layers
 
 
 def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
@@ -103,7 +103,7 @@ def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
     return found
 
 
-# -- modifications --------------------------------------------------------------------------------------------------------
+# -- modifications
 
 
 def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
@@ -126,7 +126,8 @@ def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
     if not found:
         kinds = sorted({a.kind for layer in anatomy.layers for a in layer.attentions})
         if modification.attention not in ("all", *kinds):
-            raise DeltuneError(f"attention={modification.attention!r}: this model has {' and '.join(kinds)} attention only")
+            wanted = modification.attention
+            raise DeltuneError(f"attention={wanted!r}: this model has {' and '.join(kinds)} attention only")
         raise DeltuneError(f"this model has no site {modification.site!r} that can be seen")
     return found
 
@@ -201,7 +202,7 @@ def _ffn(layer: Layer, ffn: FFN, number: int, modification: Modification) -> Ite
 
 
 def _read(part: Attention | FFN, modification: Modification) -> Port:
-    """Where x is read: the sub-layer's own input, or the residual stream before its pre-norm (the same in post-norm)."""
+    """Where x is read: the sub-layer's own input, or the residual stream before its pre-norm (post-norm: the same)."""
     if modification.x == "residual" and part.pre is not None:
         return Port(part.pre, "input")
     return Port(part.reads, "input")
@@ -224,7 +225,7 @@ def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
     return Place(f"{stack.name}.embedding", Port(stack.entry, "tokens"), None, Widths(width, width), stack.name)
 
 
-# -- selections -----------------------------------------------------------------------------------------------------------
+# -- selections
 
 
 def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:

@@ -42,9 +42,13 @@ def save(tuned: Tuned, folder: str | Path, name: str | None = None) -> Path:
     delta = tuned.delta(name)
     target = Path(folder)
     if target.exists():
-        foreign = sorted(p.name for p in target.iterdir() if p.name not in (FACTS, NUMBERS)) if target.is_dir() else ["."]
+        foreign = (
+            sorted(p.name for p in target.iterdir() if p.name not in (FACTS, NUMBERS)) if target.is_dir() else ["."]
+        )
         if foreign:
-            raise DeltuneError(f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder")
+            raise DeltuneError(
+                f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
+            )
     numbers = delta_tensors(tuned, delta)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -67,7 +71,9 @@ def save(tuned: Tuned, folder: str | Path, name: str | None = None) -> Path:
         shutil.rmtree(fresh, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
         reason = "no space left on the device" if full else str(error)
-        raise DeltuneError(f"the delta could not be written to {target}: {reason}; nothing was changed there") from error
+        raise DeltuneError(
+            f"the delta could not be written to {target}: {reason}; nothing was changed there"
+        ) from error
     return target
 
 
@@ -75,9 +81,7 @@ def delta_tensors(tuned: Tuned, delta: Delta) -> dict[str, torch.Tensor]:
     """All numbers of a delta by their names in the file: edit.PLACE.TENSOR and base.NAME."""
     with torch.no_grad():
         found = {
-            f"edit.{key}.{leaf}": tensor
-            for key, edit in delta.edits.items()
-            for leaf, tensor in edit.kept().items()  # type: ignore[operator,union-attr]
+            f"edit.{key}.{leaf}": tensor for key, edit in delta.named_edits() for leaf, tensor in edit.kept().items()
         }
         found |= {f"base.{name}": tuned.value(delta, name) for name in delta.owned}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
@@ -175,7 +179,9 @@ def read_facts(folder: str | Path) -> dict[str, Any]:
     if not isinstance(facts, dict) or any(key not in facts for key in needed):
         raise DeltuneError(f"{where / FACTS} was not written by deltune (it lacks {', '.join(needed)} or some of them)")
     if facts["format"] != FORMAT:
-        raise DeltuneError(f"{where / FACTS} has format {facts['format']!r}, this deltune reads {FORMAT}; update deltune")
+        raise DeltuneError(
+            f"{where / FACTS} has format {facts['format']!r}, this deltune reads {FORMAT}; update deltune"
+        )
     return facts
 
 
@@ -209,15 +215,15 @@ def _build(
     delta = handle.fit(Delta(method, plan(handle.anatomy, method), head, facts["head"]["mode"], folded=True))
     wanted: dict[str, tuple[int, ...] | None] = {
         f"edit.{key}.{leaf}": tuple(tensor.shape)
-        for key, edit in delta.edits.items()
-        for leaf, tensor in edit.kept().items()  # type: ignore[operator,union-attr]
+        for key, edit in delta.named_edits()
+        for leaf, tensor in edit.kept().items()
     }
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
     wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}
     _check_tensors(wanted, numbers, where)
     with torch.no_grad():
-        for key, edit in delta.edits.items():
-            for leaf, tensor in edit.kept().items():  # type: ignore[operator,union-attr]
+        for key, edit in delta.named_edits():
+            for leaf, tensor in edit.kept().items():
                 tensor.copy_(numbers[f"edit.{key}.{leaf}"])
         for name in delta.owned:
             like = handle.original(name)
@@ -234,19 +240,20 @@ def _build(
 def _check_base(handle: Tuned, facts: dict[str, Any], where: Path) -> None:
     base, anatomy = facts["base"], handle.anatomy
     if base["family"] != anatomy.family:
-        raise DeltuneError(f"{where} was tuned on a {base['family']} model ({base['name']}); this is a {anatomy.family} model")
+        raise DeltuneError(
+            f"{where} was tuned on a {base['family']} model ({base['name']}); this is a {anatomy.family} model"
+        )
     own = fingerprint(handle)
     differing = [area for area, digest in base["fingerprint"].items() if area in own and own[area] != digest]
     if differing:
+        here = handle.model.config.name_or_path or type(handle.model).__name__
         raise DeltuneError(
-            f"{where} was tuned on another base model ({base['name'] or base['model']}): the {' and '.join(differing)} of "
-            f"this one ({handle.model.config.name_or_path or type(handle.model).__name__}) differ"
+            f"{where} was tuned on another base model ({base['name'] or base['model']}): "
+            f"the {' and '.join(differing)} of this one ({here}) differ"
         )
 
 
-def _check_tensors(
-    wanted: dict[str, tuple[int, ...] | None], numbers: dict[str, torch.Tensor], where: Path
-) -> None:
+def _check_tensors(wanted: dict[str, tuple[int, ...] | None], numbers: dict[str, torch.Tensor], where: Path) -> None:
     problems = [f"missing tensor {name}" for name in wanted if name not in numbers]
     problems += [f"extra tensor {name}" for name in numbers if name not in wanted]
     problems += [

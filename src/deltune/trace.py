@@ -46,7 +46,7 @@ class Node:
     path: str = ""
     module: Any = None
     inputs: list[torch.Tensor] = field(default_factory=list)
-    sources: list[Node | None] = field(default_factory=list)  # who had produced each input (an in-place step may follow)
+    sources: list[Node | None] = field(default_factory=list)  # who had produced each input by then
     outputs: list[torch.Tensor] = field(default_factory=list)
     transposed: bool = False
     children: list[Node] = field(default_factory=list)

@@ -1,0 +1,381 @@
+"""Reading data: every format and shape, the real data sets, and one clear error for everything that can be wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltune import data, files
+from deltune.errors import DeltuneError
+
+ROWS = [
+    {"text": "Where is my parcel?", "label": "delivery"},
+    {"text": "I want my money back.", "label": "refund"},
+    {"text": "It says delivered, but nothing came.", "label": "delivery"},
+    {"text": "Please cancel and refund “all” of it,\nüber and out.", "label": "refund"},
+]
+
+
+def lines(rows: Sequence[object]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write(folder: Path, **texts: str | Sequence[object]) -> str:
+    """Files by name (train_jsonl -> train.jsonl), each a text or a list of rows."""
+    for name, text in texts.items():
+        stem, _, suffix = name.partition("_")
+        (folder / f"{stem}.{suffix}").write_text(text if isinstance(text, str) else lines(text), encoding="utf-8")
+    return str(folder)
+
+
+def message(source: str, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(DeltuneError) as caught:
+        data.load(source, *args, **kwargs)
+    return str(caught.value)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "labels"),
+    [
+        ("sst2", (67349, 872, 1821), "sentence", "negative positive"),
+        ("imdb", (8000, 1000, 5000), "text", "negative positive"),
+        ("sick", (4500, 500, 4927), "premise hypothesis", "entailment neutral contradiction"),
+        ("snli", (8842, 1000, 9824), "premise hypothesis", "entailment neutral contradiction"),
+        ("mnli", (6969, 1000, 2500), "premise hypothesis", "entailment neutral contradiction"),
+        ("rte", (2240, 250, 277), "premise hypothesis", "entailment not_entailment"),
+        ("cb", (200, 50, 56), "premise hypothesis", "entailment neutral contradiction"),
+        ("qnli", (3963, 500, 1000), "question sentence", "entailment not_entailment"),
+        ("qqp", (6600, 1000, 2000), "question1 question2", "not_duplicate duplicate"),
+    ],
+)
+def test_real_data(shared: Path, name: str, rows: tuple[int, ...], columns: str, labels: str) -> None:
+    got = data.load(str(shared / "data" / name))
+    assert tuple(len(got.splits[s]) for s in ("train", "validation", "test")) == rows
+    assert got.labels == tuple(labels.split())
+    assert got.columns == {**dict(zip(("text", "pair"), columns.split(), strict=False)), "label": "label"}
+    assert set(got.splits["train"]["label"]) == set(range(len(got.labels)))
+    with gzip.open(shared / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as stream:
+        last = [json.loads(line) for line in stream][-1]
+    want = {role: last[column] for role, column in got.columns.items()}
+    assert got.splits["test"][-1] == {"id": f"test-{rows[2]}", **want}
+
+
+@pytest.mark.parametrize("name", ["dart", "conll04", "nq_open", "wikitext2_eval"])
+def test_real_data_of_other_tasks_is_refused(shared: Path, name: str) -> None:
+    said = message(str(shared / "data" / name))
+    assert "no column named label" in said or "no train file" in said
+
+
+def as_csv(path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        table = csv.DictWriter(stream, ["text", "label"])
+        table.writeheader()
+        table.writerows(ROWS)
+
+
+def as_parquet(path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).to_parquet(path)
+
+
+def as_gzip(path: Path) -> None:
+    path.write_bytes(gzip.compress(lines(ROWS).encode()))
+
+
+FORMATS = {
+    "jsonl": lambda path: path.write_text(lines(ROWS)),
+    "json": lambda path: path.write_text("\ufeff" + lines(ROWS) + "\n\n", encoding="utf-8"),
+    "jsonl.gz": as_gzip,
+    "csv": as_csv,
+    "parquet": as_parquet,
+}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_formats_give_the_same(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "a").mkdir()
+    want = data.load(write(tmp_path / "a", train_jsonl=ROWS))
+    FORMATS[suffix](tmp_path / f"train.{suffix}")
+    got = data.load(str(tmp_path))
+    assert got.labels == ("delivery", "refund") and list(got.splits) == ["train"]
+    assert got.splits["train"]["text"][:] == [row["text"] for row in ROWS]
+    assert got.splits["train"]["label"][:] == [0, 1, 0, 1]
+    assert got.fingerprint == want.fingerprint
+
+
+@pytest.mark.parametrize("stem", ["validation", "valid", "dev"])
+def test_names_of_validation(tmp_path: Path, stem: str) -> None:
+    assert list(
+        data.load(write(tmp_path, train_jsonl=ROWS, **{f"{stem}_csv": "text,label\nHello,refund\n"})).splits
+    ) == [
+        "train",
+        "validation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        ([{"q": "a b", "a": "c", "Intent": "x"}, {"q": "d", "a": "e", "Intent": "y"}], None, "q a Intent"),
+        ([{"label": 1, "s": "a b", "score": 4.5, "pair_id": 3}, {"label": 0, "s": "c", "score": 1.0}], None, "s label"),
+        ([{"x": "a", "y": "b", "z": "c", "k": "u"}, {"x": "d", "y": "e", "z": "f", "k": "v"}], ["y", "k"], "y k"),
+        (
+            [{"x": "a", "y": "b", "z": "c", "k": "u"}, {"x": "d", "y": "e", "z": "f", "k": "v"}],
+            ["z", "x", "k"],
+            "z x k",
+        ),
+        (
+            [{"x": "a", "y": "b", "z": "c", "k": "u"}, {"x": "d", "y": "e", "z": "f", "k": "v"}],
+            {"label": "k", "pair": "x", "text": "z"},
+            "z x k",
+        ),
+        ([{"id": f"n{i}", "text": f"t{i}", "label": i % 2, "genre": "fiction"} for i in range(50)], None, "text label"),
+        ([{"text": f"t{i}", "label": i % 2, "category": f"c{i}"} for i in range(5)], None, "text label"),
+    ],
+)
+def test_columns(tmp_path: Path, rows: list[dict], columns: Any, expected: str) -> None:
+    assert list(data.load(write(tmp_path, train_jsonl=rows), columns).columns.values()) == expected.split()
+
+
+def test_csv_columns_of_numbers_are_not_text(tmp_path: Path) -> None:
+    got = data.load(write(tmp_path, train_csv="n,text,score,label\n1,a,4.5,10\n2,b,1.0,9\n3,c,,10\n"))
+    assert got.columns == {"text": "text", "label": "label"}
+    assert got.labels == ("9", "10") and got.splits["train"]["label"][:] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "meta", "expected", "ids"),
+    [
+        (["b", "a", "b"], None, None, ("a", "b"), [1, 0, 1]),
+        (["b", "a", "b"], ["b", "c", "a"], None, ("b", "c", "a"), [0, 2, 0]),
+        ([2, 10, 2], None, None, ("2", "10"), [0, 1, 0]),
+        ([True, False], None, None, ("False", "True"), [1, 0]),
+        ([0, 1], None, ["no", "yes"], ("no", "yes"), [0, 1]),
+        (["1", "0"], None, ["no", "yes"], ("no", "yes"), [1, 0]),
+        (["yes", "no"], None, ["no", "yes"], ("no", "yes"), [1, 0]),
+        ([0, 1], ["n", "y"], ["no", "yes"], ("n", "y"), [0, 1]),
+        ([1, 2], ["2", "1"], None, ("2", "1"), [1, 0]),  # names that are numbers are names, not indices
+    ],
+)
+def test_labels(
+    tmp_path: Path, values: list, labels: list | None, meta: list | None, expected: tuple[str, ...], ids: list[int]
+) -> None:
+    source = write(tmp_path, train_jsonl=[{"text": f"t {i}", "label": v} for i, v in enumerate(values)])
+    if meta:
+        write(tmp_path, meta_json=json.dumps({"fields": "text, label (index)", "label_names": meta}))
+    got = data.load(source, labels=labels)
+    assert (got.labels, got.splits["train"]["label"][:]) == (expected, ids)
+
+
+def test_ids(tmp_path: Path) -> None:
+    own = [{"id": f"q{i}", **row} for i, row in enumerate(ROWS)]
+    got = data.load(write(tmp_path, train_jsonl=own, test_jsonl=[{**row, "id": 1} for row in own]))
+    assert got.splits["train"]["id"][:] == ["q0", "q1", "q2", "q3"]
+    assert got.splits["test"]["id"][:] == ["test-1", "test-2", "test-3", "test-4"]  # the file's own are not distinct
+
+
+def test_sample_of_train(tmp_path: Path) -> None:
+    rows = [{"text": f"text {i}", "label": i % 2} for i in range(40)]
+    source = write(tmp_path, train_jsonl=rows, test_jsonl=rows)
+    one, same, other = (data.load(source, max_train_rows=10, seed=s) for s in (1, 1, 2))
+    assert len(one.splits["train"]) == 10 and len(one.splits["test"]) == 40
+    assert one.splits["train"][:] == same.splits["train"][:] and one.fingerprint == same.fingerprint
+    assert one.splits["train"][:] != other.splits["train"][:] and one.fingerprint != other.fingerprint
+    assert data.load(source, max_train_rows=99).fingerprint == data.load(source).fingerprint
+    for row in one.splits["train"]:  # ids are those of the whole file
+        assert row["id"] == f"train-{int(row['text'].split()[1]) + 1}"
+
+
+def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    before = data.load(write(tmp_path, train_jsonl=ROWS)).fingerprint
+    assert data.load(str(tmp_path), labels=["refund", "delivery"]).fingerprint != before
+    assert data.load(write(tmp_path, test_jsonl=ROWS)).fingerprint != before
+
+
+def test_hidden_labels_leave_the_split_out(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"every label in test\.jsonl is -1"):
+        got = data.load(write(tmp_path, train_jsonl=ROWS, test_jsonl=[{"text": "a", "label": -1}]))
+    assert list(got.splits) == ["train"]
+
+
+def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversion of what `load_dataset` gives; the download itself needs a network."""
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+
+    features = Features({"idx": Value("int32"), "sentence": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    table = Dataset.from_dict({"idx": [0, 1], "sentence": ["ay", "nay"], "label": [1, 0]}, features)
+    asked = []
+
+    def load_dataset(*args: object) -> DatasetDict:
+        asked.append(args)
+        return DatasetDict(train=table, dev=table, other=table)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(data, "why_not_on_hub", lambda name, kind: "")
+    got = data.load("some/set:part")
+    assert asked == [("some/set", "part")]
+    assert got.labels == ("no", "yes") and got.columns == {"text": "sentence", "label": "label"}
+    assert {split: d["label"][:] for split, d in got.splits.items()} == {"train": [1, 0], "validation": [1, 0]}
+
+
+# --- what can be wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ({}, ["no train file (train.jsonl, train.json, train.csv, ", "the folder holds: nothing"]),
+        ({"test_jsonl": ROWS, "train_tsv": "a\tb\n"}, ["no train file", "the folder holds: test.jsonl, train.tsv"]),
+        ({"train_jsonl": ROWS, "train_csv": "text,label\n"}, ["more than one file for train: train.csv, train.jsonl"]),
+        ({"train_jsonl": ROWS, "dev_jsonl": ROWS, "valid_jsonl": ROWS}, ["for validation: dev.jsonl, valid.jsonl"]),
+        ({"train_jsonl": ""}, ["train.jsonl is empty"]),
+        ({"train_csv": "text,label\n"}, ["train.csv is empty"]),
+        ({"train_parquet": ""}, ["train.parquet: cannot be read"]),
+        ({"train_jsonl": ROWS, "test_jsonl": "\n"}, ["test.jsonl is empty"]),
+        ({"train_jsonl": lines(ROWS) + '{"text": "a"\n'}, ["train.jsonl line 5: broken JSON"]),
+        ({"train_jsonl": [*ROWS, 3]}, ["train.jsonl line 5: not a JSON object but 3 (int)"]),
+        ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; wanted is one JSON object a line"]),
+        ({"train_csv": "text,label\na,x\nb\n"}, ["train.csv line 3: 1 fields, the header has 2"]),
+        ({"train_csv": 'text,label\na,x\n"b,y\n'}, ["train.csv: cannot be read to its end, 1 rows in"]),
+        ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),
+        (
+            {"train_jsonl": [{"text": "a", "lable": 1}]},
+            ["no column named label", "Its columns: text, lable", "columns="],
+        ),
+        ({"train_jsonl": [{"n": 3, "label": 1}]}, ["no column of text", "Its columns: n, label"]),
+        (
+            {"train_jsonl": [{"x": "a", "y": "b", "z": "c", "label": 1}]},
+            ["3 columns of text (x, y, z) where one or two are wanted", "Say which is which: columns="],
+        ),
+        (
+            {"train_jsonl": ROWS, "test_csv": "txt,label\na,refund\n"},
+            ["unknown column 'text' in test.csv. Did you mean 'txt'? Known: label, txt."],
+        ),
+        ({"train_jsonl": [*ROWS, {"label": "refund"}]}, ["train.jsonl line 5: column 'text' is missing"]),
+        ({"train_jsonl": [*ROWS, {"text": "a"}]}, ["train.jsonl line 5: column 'label' is missing"]),
+        (
+            {"train_jsonl": [*ROWS, {"text": ["a"], "label": "refund"}]},
+            ["train.jsonl line 5: column 'text' is not text but ['a'] (list)"],
+        ),
+        ({"train_jsonl": [*ROWS, {"text": None, "label": "refund"}]}, ["line 5: column 'text' is not text but None"]),
+        ({"train_jsonl": [*ROWS, {"text": "\ud83d", "label": "refund"}]}, ["line 5: column 'text' holds half a char"]),
+        ({"train_jsonl": [*ROWS, {"text": "a", "label": 0.5}]}, ["line 5: a label is text or a whole number, not 0.5"]),
+        (
+            {"train_jsonl": [*ROWS, {"text": "a", "label": None}]},
+            ["line 5: a label is text or a whole number, not None"],
+        ),
+        ({"train_csv": "text,label\na,x\nb,y\nc,\n"}, ["train.csv line 4: a label is text or a whole number, not ''"]),
+        ({"train_jsonl": ROWS[:1]}, ["train.jsonl has one label only, 'delivery'"]),
+        (
+            {
+                "train_jsonl": ROWS,
+                "test_jsonl": [ROWS[0], {"text": "a", "label": "refnd"}, {"text": "b", "label": "refnd"}],
+            },
+            ["label 'refnd' is in test.jsonl line 2 and 1 more but nowhere in train.jsonl. Did you mean 'refund'?"],
+        ),
+        (
+            {
+                "train_jsonl": ROWS,
+                "meta_json": '{"label_names": ["delivery", "refund", "praise"]}',
+                "test_jsonl": [{"text": "a", "label": 2}, {"text": "a", "label": 3}],
+            },
+            ["label '2' is in test.jsonl line 1 but nowhere in train.jsonl", "unknown label '3' in test.jsonl line 2"],
+        ),
+        (
+            {"train_jsonl": ROWS, "meta_json": '{"label_names": ["deliver", "refund"]}'},
+            ["unknown label 'delivery' in train.jsonl line 1 and 1 more.", "'deliver'? Known: deliver, refund."],
+        ),
+        ({"train_jsonl": ROWS, "meta_json": '{"label_names": ["refund", "refund"]}'}, ["label names are different"]),
+        ({"train_jsonl": ROWS, "meta_json": '{"label_names": {"0": "a"}}'}, ["meta.json: label_names is a list"]),
+        (
+            {"train_jsonl": ROWS, "meta_json": '{"fields": 3}'},
+            ["meta.json: fields names the columns, it is not 3 (int)"],
+        ),
+        ({"train_jsonl": ROWS, "meta_json": "{"}, ["meta.json is not a JSON object"]),
+        ({"train_jsonl": ROWS, "meta_json": "[]"}, ["meta.json is not a JSON object"]),
+    ],
+)
+def test_error(tmp_path: Path, texts: dict[str, Any], expected: list[str]) -> None:
+    said = message(write(tmp_path, **texts))
+    assert said.startswith(f"data {tmp_path}")
+    for part in expected:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"text": "tekst", "label": "label"}, "unknown column 'tekst' in train.jsonl. Did you mean 'text'?"),
+        ({"txt": "text", "label": "label"}, "unknown role of a column 'txt'. Did you mean 'text'?"),
+        ({"text": "text"}, "columns are different ones for text, (pair,) label"),
+        (["text"], "columns are different ones for text, (pair,) label"),
+        (["text", "text"], "columns are different ones for text, (pair,) label"),
+        (["a", "b", "c", "d"], "columns are different ones for text, (pair,) label"),
+    ],
+)
+def test_wrong_columns(tmp_path: Path, columns: Any, expected: str) -> None:
+    assert expected in message(write(tmp_path, train_jsonl=ROWS), columns)
+
+
+def test_truncated_gzip(tmp_path: Path) -> None:
+    rows = [{"text": f"text number {i * i}", "label": i % 2} for i in range(3000)]
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(lines(rows).encode())[:-2000])
+    assert "train.jsonl.gz: cannot be read to its end" in message(str(tmp_path))
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_bytes("text,label\nnaïve,x\nb,y\n".encode("latin-1"))
+    assert "train.csv: cannot be read to its end" in message(str(tmp_path))
+
+
+def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:
+    said = message(
+        write(
+            tmp_path,
+            train_jsonl=[*ROWS, {"text": 1, "label": "refund"}],
+            dev_jsonl="",
+            test_jsonl=[{"text": "a", "label": "other"}],
+        ),
+        max_train_rows=0,
+    )
+    assert "4 problems" in said
+    for part in ("max_train_rows must be at least 1", "train.jsonl line 5", "dev.jsonl is empty", "label 'other'"):
+        assert part in said
+    said = message(write(tmp_path, train_jsonl=[*ROWS, *[{"text": i, "label": "refund"} for i in range(50)]]))
+    assert "has 52 problems; the first of them" in said and said.count("\n") == files.SHOWN
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    (tmp_path / "tickets").mkdir()
+    said = message(str(tmp_path / "tikets"))
+    assert f"unknown data set '{tmp_path / 'tikets'}'. Did you mean '{tmp_path / 'tickets'}'?" in said
+    assert "no such folder here" in said and "Give a folder with train.jsonl" in said
+
+
+def test_hub_id_that_cannot_be_had() -> None:
+    """Offline: cannot be reached; online: not on the hub. Either way at once, without retries."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    said = message("deltune-tests/no-such-data")
+    assert "'deltune-tests/no-such-data'" in said and "no such folder here" in said
+    assert "cannot be reached" in said or "hub has no such dataset" in said
+    assert before == constants.HF_HUB_OFFLINE
+
+
+def test_read_one_file(tmp_path: Path) -> None:
+    write(tmp_path, more_jsonl=ROWS)
+    assert files.read(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
+    for name, expected in (("more.txt", "unknown file format '.txt'"), ("none.csv", "cannot be read")):
+        with pytest.raises(DeltuneError, match=expected):
+            files.read(tmp_path / name)
