@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .algebra import Add, Gate, Modification, Scale, Selection
-    from .attaching import Tuned, attach, tuned
+    from .attaching import attach, load, tuned
     from .catalogue import methods, parse
     from .counting import Count, count
     from .errors import DeltuneError
     from .forms import Bottleneck, LowRank, Prefix, Prompt, Vector
+    from .handle import Tuned
     from .observe import inspect
-    from .store import load
 
 __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(("Modification", "Selection", "Add", "Scale", "Gate"), "algebra"),
     **dict.fromkeys(("Bottleneck", "LowRank", "Prefix", "Prompt", "Vector"), "forms"),
-    **dict.fromkeys(("attach", "tuned", "Tuned"), "attaching"),
+    **dict.fromkeys(("attach", "load", "tuned"), "attaching"),
+    "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),
     **dict.fromkeys(("methods", "parse"), "catalogue"),
     "DeltuneError": "errors",
     "inspect": "observe",
-    "load": "store",
 }
 
 __all__ = [

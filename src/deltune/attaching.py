@@ -1,14 +1,9 @@
-"""The life cycle on a live model: attach, use, disable, detach. The model stays itself.
-
-Edits work through hooks and the one attention function; selected tensors stand in the model's own slots while their
-delta is in use, and what they displace is kept, untouched, in the tuned object.
-"""
+"""Attaching a method to a live model, and attaching what a folder holds."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,277 +11,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from . import store
 from .algebra import Method
-from .anatomy import Anatomy
 from .attention import extended_name
 from .catalogue import parse
-from .counting import Count, base_size, count_plan
-from .edits import Delta, Edit, Labels, slot_key
-from .errors import DeltuneError, all_problems, unknown
-from .observe import base_model, inspect
-from .prompting import TokenTap
+from .edits import Delta, Labels, slot_key
+from .errors import DeltuneError, unknown
+from .handle import NAME, Tuned
+from .observe import inspect
 from .sites import plan
-from .taps import AttentionPort, Tap
-from .trace import configurations, trace
-
-NAME = "deltune"
-"""The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
-
-
-class Tuned(nn.Module):
-    """The handle on a model with deltas: named deltas, the one in use, and what it displaced.
-
-    It is the sub-module `deltune` of the model; deltune.tuned(model) finds it.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.__dict__["parent"] = model  # not a child
-        self.anatomy: Anatomy = inspect(model)
-        self.deltas = nn.ModuleDict()
-        self.base = nn.ParameterDict()
-        self.active: str | None = None
-        self.base_labels = Labels.of(model.config)
-        self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
-        self.taps: dict[tuple[str, str], Tap | AttentionPort | TokenTap] = {}
-        self.slots = _slots(model)
-        model.requires_grad_(False)
-        model.add_module(NAME, self)
-
-    # -- what there is
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model this handle stands in. Error: it was detached."""
-        if self.__dict__["parent"] is None:
-            raise DeltuneError("this handle was detached from its model; attach or load again")
-        found: PreTrainedModel = self.__dict__["parent"]
-        return found
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the attached deltas."""
-        return tuple(self.deltas)
-
-    @property
-    def method(self) -> Method | None:
-        """The method in use, or None."""
-        return None if self.active is None else self.delta().method
-
-    def delta(self, name: str | None = None) -> Delta:
-        """The delta of a name (default: the one in use)."""
-        wanted = self.active if name is None else name
-        if wanted is None:
-            raise DeltuneError(f"no delta is in use; use(name) one of: {', '.join(self.names)}")
-        if wanted not in self.deltas:
-            raise DeltuneError(unknown("delta", wanted, self.names))
-        found = self.deltas[wanted]
-        assert isinstance(found, Delta)
-        return found
-
-    def count(self, denominator: str | int = "model", name: str | None = None) -> Count:
-        """The exact count of the delta in use (or of the one named)."""
-        delta = self.delta(name)
-        return count_plan(self.anatomy, delta.planned, *base_size(self.model, denominator), head=delta.head_mode)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The trained parameters of the delta in use, for an optimiser."""
-        yield from (p for _, p in self.trained())
-
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trained parameters of the delta in use with their names in the model."""
-        if self.active is not None:
-            yield from ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-
-    def original(self, name: str) -> nn.Parameter:
-        """The base model's own value of a tensor, whether displaced or in its slot."""
-        key = slot_key(name)
-        return self.base[key] if key in self.base else self._slot(name)
-
-    def value(self, delta: Delta, name: str) -> nn.Parameter:
-        """A delta's own value of a tensor that it owns."""
-        key = slot_key(name)
-        return delta.held[key] if key in delta.held else self._slot(name)
-
-    # -- the life cycle
-
-    def use(self, name: str | None) -> Tuned:
-        """Put a delta in use, its head and labels included; None: the base model as it was before attaching."""
-        incoming = None if name is None else self.delta(name)
-        if self.active is not None:
-            outgoing = self.delta()
-            for owned in outgoing.owned:
-                outgoing.held[slot_key(owned)] = self._slot(owned)
-                self.put(owned, self.base[slot_key(owned)])
-                del self.base[slot_key(owned)]
-            outgoing.requires_grad_(False)
-        self.active = name
-        if incoming is not None:
-            incoming.requires_grad_(True)
-            for owned in incoming.owned:
-                self.base[slot_key(owned)] = self._slot(owned)
-                self.put(owned, incoming.held[slot_key(owned)])
-                del incoming.held[slot_key(owned)]
-            for frozen in incoming.head if incoming.head_mode == "freeze" else ():
-                self._slot(frozen).requires_grad_(frozen in incoming.selected)
-        self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
-        edits = [] if incoming is None else list(incoming.all_edits())
-        for tap in self.taps.values():
-            tap.serve(edits)
-        return self
-
-    @contextlib.contextmanager
-    def disable(self) -> Iterator[None]:
-        """The base model, inside the context."""
-        before = self.active
-        self.use(None)
-        try:
-            yield
-        finally:
-            self.use(before)
-
-    def detach(self, name: str | None = None) -> PreTrainedModel:
-        """Take a delta (None: all of them) off; without any left the model is bit for bit what it was."""
-        model = self.model
-        going = list(self.names) if name is None else [name]
-        if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
-            self.use(None)
-        for gone in going:
-            del self.deltas[gone]
-        if len(self.deltas):
-            self._wire()
-            return model
-        for tap in self.taps.values():
-            tap.remove()
-        for config, implementation in self.implementations:
-            config._attn_implementation = implementation
-        del model._modules[NAME]
-        for parameter_name, parameter in model.named_parameters():
-            parameter.requires_grad_(self.flags.get(parameter_name, True))
-        self.__dict__["parent"] = None
-        return model
-
-    def merge(self) -> PreTrainedModel:
-        """Fold the delta in use into the weights and take everything off: a plain model with the tuned outputs.
-
-        Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
-        """
-        from .merging import merge
-
-        return merge(self)
-
-    def save(self, folder: str | Path, name: str | None = None) -> Path:
-        """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
-        from .store import save
-
-        return save(self, folder, name)
-
-    def fit(self, delta: Delta) -> Delta:
-        """Move a new delta's own tensors to where they act: float32, or float64 in a float64 model."""
-        default = next(self.model.parameters()).device
-        wide = any(p.dtype == torch.float64 for p in self.model.parameters())
-        dtype = torch.float64 if wide else torch.float32
-        for edit in delta.all_edits():
-            edit.to(self._device(edit, default), dtype)
-        for shared in delta.shared.values():
-            shared.to(default, dtype)
-        return delta
-
-    # -- inside
-
-    def add(self, name: str, delta: Delta, labels: Labels) -> None:
-        """Take a built delta in, put it in use, and see every edit fire; on failure the model is as it was."""
-        before = self.active
-        delta.labels = labels
-        delta.train(self.model.training)
-        self.deltas[name] = delta
-        try:
-            self._wire()
-            self.use(name)
-            self._rehearse(delta)
-        except BaseException:
-            self.use(before)
-            self.detach(name)
-            raise
-
-    def _wire(self) -> None:
-        """A tap for every module that some delta reads or writes, and the attention function where one needs it."""
-        modules = dict(self.model.named_modules())
-        wanted: dict[tuple[str, str], type] = {}
-        for delta in self.deltas.values():
-            assert isinstance(delta, Delta)
-            for edit in delta.all_edits():
-                side = edit.place.target.side
-                kinds = {"attention": AttentionPort, "tokens": TokenTap}
-                wanted[(edit.place.target.path, side if side in kinds else "hook")] = kinds.get(side, Tap)
-                if edit.place.source is not None:
-                    wanted[(edit.place.source.path, "hook")] = Tap
-        for key in [k for k in self.taps if k not in wanted]:
-            self.taps.pop(key).remove()
-        for key, kind in wanted.items():
-            if key not in self.taps:
-                if kind is TokenTap:
-                    self.taps[key] = TokenTap(self.model, self.anatomy)
-                else:
-                    self.taps[key] = kind(modules[key[0]], key[0])
-        inside = any(isinstance(tap, AttentionPort) for tap in self.taps.values())
-        for config, implementation in self.implementations:
-            config._attn_implementation = extended_name(implementation) if inside else implementation
-
-    def _rehearse(self, delta: Delta) -> None:
-        """One pass on shapes: every edit must fire, or attaching fails and says which did not."""
-        for edit in delta.all_edits():
-            edit.fired = False
-        if len(delta.edits):
-            trace(base_model(self.model))
-        silent = [edit.place.name for edit in delta.all_edits() if not edit.fired]
-        if silent:
-            raise all_problems(
-                f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
-                [f"{place}: the module is not called as its anatomy says" for place in silent],
-            )
-
-    def _device(self, edit: Edit, default: torch.device) -> torch.device:
-        path = edit.place.target.path
-        module = self.model.get_submodule(path) if path else self.model
-        return next((p.device for p in module.parameters()), default)
-
-    def _slot(self, name: str) -> nn.Parameter:
-        module, leaf = self.slots[name][0]
-        found = module._parameters[leaf]
-        assert found is not None
-        return found
-
-    def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Put a parameter into every slot of a (possibly tied) tensor."""
-        for module, leaf in self.slots[name]:
-            module._parameters[leaf] = parameter
-            if leaf == "weight" and isinstance(module, nn.Linear):
-                module.out_features = parameter.shape[0]
-
-    @staticmethod
-    def label(model: PreTrainedModel, labels: Labels) -> None:
-        """Give a model the label facts of a head."""
-        config = model.config
-        if Labels.of(config) != labels:
-            config.id2label = dict(labels.id2label)
-            config.label2id = {label: index for index, label in labels.id2label}
-            config.problem_type = labels.problem_type  # type: ignore[assignment]
-        if hasattr(model, "num_labels"):
-            model.num_labels = len(labels.id2label)  # type: ignore[assignment]
-
-
-def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For every parameter, all the places that hold it; a tied tensor has several."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
-    names: dict[str, int] = {}
-    for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                held.setdefault(id(parameter), []).append((module, leaf))
-                names[f"{path}.{leaf}".strip(".")] = id(parameter)
-    return {name: held[key] for name, key in names.items()}
+from .trace import configurations
 
 
 def attach(
@@ -315,6 +49,64 @@ def attach(
         delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
     handle.add(name, delta, handle.base_labels)
     return handle
+
+
+def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> Tuned:
+    """Attach a saved delta (a RUN, its delta folder, or any folder that save wrote) under a name and put it in use.
+
+    Errors (DeltuneError; the model stays as it was): no delta there, a truncated, altered or foreign file, another base
+    model, missing or extra tensors, a head that this model class does not have.
+    """
+    where = store.delta_folder(folder)
+    facts, numbers = store.read(where)
+    handle = existing(model)
+    check_name(name, handle.names if handle else ())
+    fresh = handle is None
+    handle = handle or Tuned(model)
+    try:
+        delta, labels = _read_delta(handle, facts, numbers, where)
+    except BaseException:
+        if fresh:
+            handle.detach()
+        raise
+    handle.add(name, delta, labels or handle.base_labels)
+    return handle
+
+
+def _read_delta(
+    handle: Tuned, facts: dict[str, Any], numbers: dict[str, torch.Tensor], where: Path
+) -> tuple[Delta, Labels | None]:
+    """The delta of a folder for this model, after every check."""
+    store.check_base(facts, store.base_facts(handle.model, handle.anatomy, handle.original), where)
+    head = tuple(facts["head"]["tensors"])
+    own = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    if head and head != own:
+        raise DeltuneError(
+            f"{where} holds a head for {facts['base']['model']} ({', '.join(head)}); {type(handle.model).__name__} has "
+            f"{', '.join(own) or 'none'}: load the base model as {facts['base']['model']}"
+        )
+    method = parse(facts["explicit"])
+    delta = handle.fit(Delta(method, plan(handle.anatomy, method), head, facts["head"]["mode"], folded=True))
+    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
+    wanted: dict[str, tuple[int, ...] | None] = {
+        f"edit.{key}.{leaf}": tuple(t.shape) for key, edit in delta.named_edits() for leaf, t in edit.kept().items()
+    }
+    wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}
+    store.check_tensors(wanted, numbers, where)
+    with torch.no_grad():
+        for key, edit in delta.named_edits():
+            for leaf, tensor in edit.kept().items():
+                tensor.copy_(numbers[f"edit.{key}.{leaf}"])
+        for name in delta.owned:
+            like = handle.original(name)
+            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
+            delta.held[slot_key(name)] = nn.Parameter(value)
+    delta.method = parse(facts["method"])
+    labels = facts.get("labels")
+    if not labels:
+        return delta, None
+    pairs = tuple(sorted((int(k), str(v)) for k, v in labels["id2label"].items()))
+    return delta, Labels(pairs, labels.get("problem_type"))
 
 
 def check_name(name: str, taken: Iterable[str]) -> None:

@@ -2,62 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from .algebra import Gate, Scale
-from .edits import Edit
+from .anatomy import Anatomy
+from .edits import Delta, Edit
 from .errors import all_problems
 from .forms import LowRank, Vector
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from .attaching import Tuned
+Values = Callable[[str], torch.Tensor]
 
 
-def merge(tuned: Tuned) -> PreTrainedModel:
-    """Fold the delta in use into the model's weights and take every delta off; returns the plain model.
+def merged(anatomy: Anatomy, delta: Delta, original: Values, own: Values) -> dict[str, torch.Tensor]:
+    """The weights into which a delta folds, by name; `original` gives the base's values and `own` the delta's.
 
     W + s (W_down W_up) for a low-rank modification of a projection, b + v for a vector, the tuned value for a tensor
-    tuned in place; sums in at least float32. Errors: every term that is no weight, named; the model is unchanged.
+    tuned in place; sums in at least float32. Error: every term that is no weight, named.
     """
-    delta = tuned.delta()
-    reasons: dict[str, list[str]] = {}
-    for edit in delta.all_edits():
-        if why := _obstacle(tuned, edit):
-            reasons.setdefault(f"{edit.modification!r}: {why}", []).append(edit.place.name)
+    reasons = {f"{e.modification!r}: {why}": None for e in delta.all_edits() if (why := _obstacle(anatomy, e))}
     if reasons:
         raise all_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     with torch.no_grad():
-        merged = {name: tuned.value(delta, name).detach() for name in delta.owned}
+        values = {name: own(name).detach() for name in delta.owned}
         for edit in delta.all_edits():
-            name, value = _folded(tuned, edit, merged)
-            merged[name] = value
-    labels = delta.labels
-    model = tuned.detach()
-    for name, value in merged.items():
-        before = tuned.original(name)
-        tuned.put(name, nn.Parameter(value.clone(), requires_grad=before.requires_grad))
-    if labels is not None:
-        tuned.label(model, labels)
-    return model
+            name = _tensor_name(anatomy, edit, "bias" if isinstance(edit.modification.form, Vector) else "weight")
+            values[name] = _folded(edit, values.get(name, original(name).detach()))
+    return values
 
 
-def _linear_name(tuned: Tuned, edit: Edit, leaf: str) -> str:
+def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
     """The name under which the model holds a tensor of the edit's projection."""
     wanted = f"{edit.place.target.path}.{leaf}"
-    return next((t.name for t in tuned.anatomy.tensors if wanted in (t.name, *t.aliases)), "")
+    return next((t.name for t in anatomy.tensors if wanted in (t.name, *t.aliases)), "")
 
 
-def _obstacle(tuned: Tuned, edit: Edit) -> str | None:
+def _obstacle(anatomy: Anatomy, edit: Edit) -> str | None:
     modification = edit.modification
     if isinstance(modification.compose, Gate):
         return "its gate depends on the input"
     if isinstance(modification.form, Vector):
-        if edit.place.target.side == "output" and _linear_name(tuned, edit, "bias"):
+        if edit.place.target.side == "output" and _tensor_name(anatomy, edit, "bias"):
             return None
         return f"{edit.place.target.path!r} has no bias to fold it into"
     if not isinstance(modification.form, LowRank):
@@ -67,12 +53,10 @@ def _obstacle(tuned: Tuned, edit: Edit) -> str | None:
     return None
 
 
-def _folded(tuned: Tuned, edit: Edit, merged: dict[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+def _folded(edit: Edit, old: torch.Tensor) -> torch.Tensor:
     """The new value of the one tensor that an edit changes."""
     tensors, compose = edit.kept(), edit.modification.compose
     leaf = "bias" if isinstance(edit.modification.form, Vector) else "weight"
-    name = _linear_name(tuned, edit, leaf)
-    old = merged.get(name, tuned.original(name).detach())
     wide = torch.promote_types(old.dtype, torch.float32)
     change = tensors["vector"] if leaf == "bias" else tensors["up"].to(wide) @ tensors["down"].to(wide)
     scale = tensors["scale"].to(wide) if "scale" in tensors else compose.value if isinstance(compose, Scale) else 1.0
@@ -85,4 +69,4 @@ def _folded(tuned: Tuned, edit: Edit, merged: dict[str, torch.Tensor]) -> tuple[
     else:
         part = new.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
         part += change.unflatten(0, (columns.groups, -1))
-    return name, (new.T if transposed else new).to(old.dtype).contiguous()
+    return (new.T if transposed else new).to(old.dtype).contiguous()

@@ -11,35 +11,30 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from . import __version__
 from .algebra import explicit
-from .catalogue import parse
-from .edits import Delta, Labels, slot_key
+from .anatomy import Anatomy
+from .edits import Delta
 from .errors import DeltuneError, all_problems
-from .sites import plan
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from .attaching import Tuned
 
 FORMAT = 1
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
 
-def save(tuned: Tuned, folder: str | Path, name: str | None = None) -> Path:
-    """Write one delta of a tuned model into `folder`, replacing a delta that is there.
+def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
+    """Write one delta into `folder`, replacing a delta that is there, all or nothing.
 
     Errors: a folder that holds anything else, no space left, no permission; what was there before stays whole.
     """
-    delta = tuned.delta(name)
     target = Path(folder)
     if target.exists():
         foreign = (
@@ -49,12 +44,12 @@ def save(tuned: Tuned, folder: str | Path, name: str | None = None) -> Path:
             raise DeltuneError(
                 f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
             )
-    numbers = delta_tensors(tuned, delta)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
-        facts = _facts(tuned, delta, numbers, _digest(fresh / NUMBERS))
+        shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
+        facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
         with open(fresh / FACTS, "w", encoding="utf-8") as file:
             json.dump(facts, file, indent=1, ensure_ascii=False)
             file.flush()
@@ -77,18 +72,9 @@ def save(tuned: Tuned, folder: str | Path, name: str | None = None) -> Path:
     return target
 
 
-def delta_tensors(tuned: Tuned, delta: Delta) -> dict[str, torch.Tensor]:
-    """All numbers of a delta by their names in the file: edit.PLACE.TENSOR and base.NAME."""
-    with torch.no_grad():
-        found = {
-            f"edit.{key}.{leaf}": tensor for key, edit in delta.named_edits() for leaf, tensor in edit.kept().items()
-        }
-        found |= {f"base.{name}": tuned.value(delta, name) for name in delta.owned}
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
-
-
-def _facts(tuned: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], digest: str) -> dict[str, Any]:
-    config, labels = tuned.model.config, delta.labels
+def facts_of(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
+    """What delta.json says: the method, the head and its labels, and the base model it belongs to."""
+    labels = delta.labels
     return {
         "format": FORMAT,
         "deltune": __version__,
@@ -96,14 +82,17 @@ def _facts(tuned: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], digest:
         "explicit": explicit(delta.method),
         "head": {"mode": delta.head_mode, "tensors": list(delta.head)},
         "labels": {"id2label": dict(labels.id2label), "problem_type": labels.problem_type} if labels else None,
-        "base": {
-            "family": config.model_type,
-            "model": type(tuned.model).__name__,
-            "name": config.name_or_path,
-            "fingerprint": fingerprint(tuned),
-        },
-        "tensors": {name: list(t.shape) for name, t in numbers.items()},
-        "sha256": digest,
+        "base": base,
+    }
+
+
+def base_facts(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """Which base model this is; `original` gives the base's own value of a tensor."""
+    return {
+        "family": anatomy.family,
+        "model": type(model).__name__,
+        "name": model.config.name_or_path,
+        "fingerprint": fingerprint(anatomy, original),
     }
 
 
@@ -112,17 +101,17 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(tuned: Tuned) -> dict[str, str]:
+def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, str]:
     """A digest for each area of the base model: names, shapes and 64 values of every tensor, read as bfloat16.
 
     So it is the same in float32 and bfloat16, whatever head the model has, and whatever delta is in use.
     """
     areas: dict[str, Any] = {}
-    prefix = f"{tuned.anatomy.base}." if tuned.anatomy.base else ""
-    for tensor in sorted(tuned.anatomy.tensors, key=lambda t: t.name):
+    prefix = f"{anatomy.base}." if anatomy.base else ""
+    for tensor in sorted(anatomy.tensors, key=lambda t: t.name):
         if tensor.area in ("head", "vocabulary"):
             continue
-        values = tuned.original(tensor.name).detach().reshape(-1)
+        values = original(tensor.name).detach().reshape(-1)
         if values.device.type == "meta":
             return {}
         step = torch.linspace(0, values.numel() - 1, min(64, values.numel())).long()
@@ -130,30 +119,6 @@ def fingerprint(tuned: Tuned) -> dict[str, str]:
         digest = areas.setdefault(tensor.area, hashlib.sha256())
         digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + sample)
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
-
-
-def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> Tuned:
-    """Attach a saved delta (a RUN, its delta folder, or any folder that save wrote) under a name and put it in use.
-
-    Errors (DeltuneError; the model stays as it was): no delta there, a truncated, altered or foreign file, another base
-    model, missing or extra tensors, a head that this model class does not have.
-    """
-    from .attaching import Tuned, check_name, existing
-
-    where = delta_folder(folder)
-    facts, numbers = _read(where)
-    handle = existing(model)
-    check_name(name, handle.names if handle else ())
-    fresh = handle is None
-    handle = handle or Tuned(model)
-    try:
-        delta, labels = _build(handle, facts, numbers, where)
-    except BaseException:
-        if fresh:
-            handle.detach()
-        raise
-    handle.add(name, delta, labels or handle.base_labels)
-    return handle
 
 
 def delta_folder(folder: str | Path) -> Path:
@@ -185,7 +150,8 @@ def read_facts(folder: str | Path) -> dict[str, Any]:
     return facts
 
 
-def _read(where: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def read(where: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Facts and numbers of a delta folder. Errors: incomplete, truncated, altered, not ours."""
     facts = read_facts(where)
     path = where / NUMBERS
     if not path.is_file():
@@ -199,61 +165,24 @@ def _read(where: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return facts, numbers
 
 
-def _build(
-    handle: Tuned, facts: dict[str, Any], numbers: dict[str, torch.Tensor], where: Path
-) -> tuple[Delta, Labels | None]:
-    """The delta of a file for this model, after every check."""
-    _check_base(handle, facts, where)
-    head = tuple(facts["head"]["tensors"])
-    own = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    if head and head != own:
+def check_base(facts: dict[str, Any], own: dict[str, Any], where: Path) -> None:
+    """Error when a delta belongs to another base model than the one that `own` describes."""
+    base = facts["base"]
+    if base["family"] != own["family"]:
         raise DeltuneError(
-            f"{where} holds a head for {facts['base']['model']} ({', '.join(head)}); {type(handle.model).__name__} has "
-            f"{', '.join(own) or 'none'}: load the base model as {facts['base']['model']}"
+            f"{where} was tuned on a {base['family']} model ({base['name']}); this is a {own['family']} model"
         )
-    method = parse(facts["explicit"])
-    delta = handle.fit(Delta(method, plan(handle.anatomy, method), head, facts["head"]["mode"], folded=True))
-    wanted: dict[str, tuple[int, ...] | None] = {
-        f"edit.{key}.{leaf}": tuple(tensor.shape)
-        for key, edit in delta.named_edits()
-        for leaf, tensor in edit.kept().items()
-    }
-    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}
-    _check_tensors(wanted, numbers, where)
-    with torch.no_grad():
-        for key, edit in delta.named_edits():
-            for leaf, tensor in edit.kept().items():
-                tensor.copy_(numbers[f"edit.{key}.{leaf}"])
-        for name in delta.owned:
-            like = handle.original(name)
-            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
-            delta.held[slot_key(name)] = torch.nn.Parameter(value)
-    delta.method = parse(facts["method"])
-    labels = facts.get("labels")
-    if not labels:
-        return delta, None
-    pairs = tuple(sorted((int(k), str(v)) for k, v in labels["id2label"].items()))
-    return delta, Labels(pairs, labels.get("problem_type"))
-
-
-def _check_base(handle: Tuned, facts: dict[str, Any], where: Path) -> None:
-    base, anatomy = facts["base"], handle.anatomy
-    if base["family"] != anatomy.family:
-        raise DeltuneError(
-            f"{where} was tuned on a {base['family']} model ({base['name']}); this is a {anatomy.family} model"
-        )
-    own = fingerprint(handle)
-    differing = [area for area, digest in base["fingerprint"].items() if area in own and own[area] != digest]
+    here = own["fingerprint"]
+    differing = [area for area, digest in base["fingerprint"].items() if area in here and here[area] != digest]
     if differing:
-        here = handle.model.config.name_or_path or type(handle.model).__name__
         raise DeltuneError(
             f"{where} was tuned on another base model ({base['name'] or base['model']}): "
-            f"the {' and '.join(differing)} of this one ({here}) differ"
+            f"the {' and '.join(differing)} of this one ({own['name'] or own['model']}) differ"
         )
 
 
-def _check_tensors(wanted: dict[str, tuple[int, ...] | None], numbers: dict[str, torch.Tensor], where: Path) -> None:
+def check_tensors(wanted: dict[str, tuple[int, ...] | None], numbers: dict[str, torch.Tensor], where: Path) -> None:
+    """Error listing every tensor that is missing, extra or of another shape; a shape of None fits any."""
     problems = [f"missing tensor {name}" for name in wanted if name not in numbers]
     problems += [f"extra tensor {name}" for name in numbers if name not in wanted]
     problems += [
