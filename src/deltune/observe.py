@@ -21,12 +21,11 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from .anatomy import FFN, Anatomy, Attention, Columns, Kind, Layer, Linear, Norm, Place, Stack, StackName, Tensor
+from .anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Place, Stack, StackName, Tensor
 from .errors import DeltuneError
-from .trace import Node, Trace, back, forth, trace
-
-_ALONG = {"view", "pass"}  # what hands a tensor on unchanged up to shape and scale
-_INSIDE = {"view", "pass", "op", "add", "norm"}  # what may stand between two linears of one sub-layer
+from .graph import Node, Trace, back
+from .sublayers import SubLayer, place_of, sub_layers
+from .trace import trace
 
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
 
@@ -63,19 +62,6 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
 
 
-class _SubLayer:
-    """A residual addition's sub-layer while it is being read: its output linear and what that linear reads."""
-
-    def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
-        self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
-        self.projections: dict[str, tuple[Node, Columns | None]] = {}
-        self.kind: Kind = "self"
-
-    @property
-    def reads(self) -> Node:
-        return self.projections["query"][0] if "query" in self.projections else self.inputs[0]
-
-
 class _Reader:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -85,70 +71,7 @@ class _Reader:
         self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
         self.hidden: list[str] = []
 
-    # -- sub-layers ---------------------------------------------------------------------------------------------
-
-    def sub_layers(self) -> list[_SubLayer]:
-        found: dict[int, _SubLayer] = {}
-        for add in self.trace.of_kind("add"):
-            sources = [self._source(node) for node in add.sources]
-            if self._one_linear(add, sources):
-                continue  # x + f(x) inside an activation, or a rotation
-            if any(n.kind in ("attention", "mix") for n in forth(add, _INSIDE, {"linear", "attention", "mix"})):
-                continue  # a rotary embedding or a score, not the residual stream
-            for output in sources:
-                if output is not None and id(output) not in found:
-                    sub = self._sub_layer(add, output)
-                    if sub is not None:
-                        found[id(output)] = sub
-        return sorted(found.values(), key=lambda s: s.output.order)
-
-    @staticmethod
-    def _one_linear(add: Node, sources: list[Node | None]) -> bool:
-        """Both operands are made, element by element, from the same linear's output."""
-        stops = {"linear", "add", "norm", "mix", "attention", "embedding"}
-        reached = [back([node] if node else [], _ALONG | {"op"}, stops) for node in add.sources]
-        return any(s in reached[1 - i] for i, s in enumerate(sources) if s is not None)
-
-    @staticmethod
-    def _source(producer: Node | None) -> Node | None:
-        """The one linear that a residual operand comes from, or None."""
-        stops = {"linear", "add", "op", "mix", "attention", "embedding", "input"}
-        found = back([producer], _ALONG | {"norm"}, stops) if producer else []
-        return found[0] if len(found) == 1 and found[0].kind == "linear" else None
-
-    def _sub_layer(self, add: Node, output: Node) -> _SubLayer | None:
-        found = back(output.parents, _INSIDE, {"attention", "mix", "linear", "embedding"})
-        attention = next((n for n in found if n.kind == "attention"), None)
-        if attention is not None:
-            sub = _SubLayer(add, output, attention, [])
-            reads = zip(attention.inputs, attention.sources, strict=True)
-            for role, (tensor, source) in zip(("query", "key", "value"), reads, strict=True):
-                sub.projections[role] = self._projection(tensor, source)
-            sub.kind = "self" if self._stream(sub, "key") is self._stream(sub, "query") else "cross"
-            return sub
-        if any(n.kind == "mix" for n in found):
-            inputs = back([n for n in found if n.kind == "mix"], _INSIDE | {"mix"}, {"linear", "embedding"})
-            inputs = [n for n in inputs if n.kind == "linear"]
-            return _SubLayer(add, output, found[0], inputs) if inputs else None
-        if found and all(n.kind == "linear" for n in found):
-            return _SubLayer(add, output, None, found)
-        return None
-
-    @staticmethod
-    def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None]:
-        found = back([producer] if producer else [], _INSIDE, {"linear", "attention"})
-        linears = [n for n in found if n.kind == "linear"]
-        if len(linears) != 1:
-            raise DeltuneError("an attention's query, key or value does not come from one linear projection")
-        linear = linears[0]
-        return linear, _columns(linear, _parts(tensor, producer, linear))
-
-    def _stream(self, sub: _SubLayer, role: str) -> Node:
-        """The node whose output a projection reads."""
-        nodes = back(sub.projections[role][0].parents, {"view"}, {"linear", "add", "norm", "op", "pass", "embedding"})
-        return nodes[0]
-
-    # -- parts --------------------------------------------------------------------------------------------------
+    # -- parts
 
     def linear(self, node: Node, columns: Columns | None = None) -> Linear:
         bias = node.module._parameters.get("bias") is not None
@@ -158,7 +81,7 @@ class _Reader:
         read = next(t for t in node.inputs if t.is_floating_point())
         return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns)
 
-    def attention_of(self, sub: _SubLayer, norms: dict[str, str]) -> Attention:
+    def attention_of(self, sub: SubLayer, norms: dict[str, str]) -> Attention:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
         if node.kind == "mix":
@@ -173,16 +96,16 @@ class _Reader:
             causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), **norms,
         )  # fmt: skip
 
-    def ffn_of(self, sub: _SubLayer, norms: dict[str, str]) -> FFN:
+    def ffn_of(self, sub: SubLayer, norms: dict[str, str]) -> FFN:
         output = self.linear(sub.output)
         inputs = tuple(self.linear(n) for n in sub.inputs)
         fused = len(inputs) == 1 and inputs[0].out_width == 2 * output.in_width
         path = _common([n.path for n in [*sub.inputs, sub.output]], self.trace)
         return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
 
-    # -- layers -------------------------------------------------------------------------------------------------
+    # -- layers
 
-    def stack_of(self, subs: Sequence[_SubLayer]) -> dict[int, StackName]:
+    def stack_of(self, subs: Sequence[SubLayer]) -> dict[int, StackName]:
         """Encoder: what some cross-attention's keys depend on; alone: decoder when causal."""
         everything = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
         crosses = [s for s in subs if s.kind == "cross"]
@@ -198,7 +121,7 @@ class _Reader:
         causal = self._causal(subs)
         return {id(s): "decoder" if causal else "encoder" for s in subs}
 
-    def _causal(self, subs: Sequence[_SubLayer]) -> bool:
+    def _causal(self, subs: Sequence[SubLayer]) -> bool:
         nodes = [s.attention for s in subs if s.attention is not None]
         if any(n.kind == "attention" for n in nodes):
             return any(bool(getattr(n.module, "is_causal", False)) for n in nodes)
@@ -208,11 +131,11 @@ class _Reader:
         )
 
     def layers(self) -> list[Layer]:
-        subs = self.sub_layers()
+        subs = sub_layers(self.trace)
         if not any(s.attention for s in subs):
             raise DeltuneError(f"{type(self.model).__name__}: no attention shows in its forward pass")
         stacks = self.stack_of(subs)
-        groups: list[list[_SubLayer]] = []
+        groups: list[list[SubLayer]] = []
         for sub in subs:
             opens = sub.attention is not None and sub.kind == "self"
             if opens and groups and not any(s.attention for s in groups[-1]):
@@ -239,15 +162,15 @@ class _Reader:
         return list(layers.values())
 
     @staticmethod
-    def _paths_of(sub: _SubLayer) -> list[str]:
+    def _paths_of(sub: SubLayer) -> list[str]:
         inner = [node.path for node, _ in sub.projections.values()] or [n.path for n in sub.inputs]
         return [*inner, sub.output.path]
 
-    def _layer(self, path: str, stack: StackName, index: int, group: list[_SubLayer]) -> Layer:
-        placed: dict[str, tuple[Norm, list[_SubLayer]]] = {}
+    def _layer(self, path: str, stack: StackName, index: int, group: list[SubLayer]) -> Layer:
+        placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
         for node in self.trace.of_kind("norm"):
             if node.path.startswith(path + ".") and node.path not in placed:
-                place, of = self._place(node, group)
+                place, of = place_of(node, group)
                 roles = tuple(sorted({"attention" if s.attention else "ffn" for s in of}))
                 placed[node.path] = (self._norm(node, place, roles), of)
         attentions, ffns = [], []
@@ -268,36 +191,7 @@ class _Reader:
         width = node.module.weight.shape[0]
         return Norm(node.path, width, has.get("weight") is not None, has.get("bias") is not None, place, of)
 
-    def _place(self, node: Node, group: list[_SubLayer]) -> tuple[Place, list[_SubLayer]]:
-        above = back(node.parents, _ALONG, {"linear", "add", "norm", "op", "mix", "attention", "embedding"})
-        below = forth(node, _ALONG, {"linear", "add", "attention", "op", "mix"})
-        readers = [s for s in group if any(n in below for n in self._entries(s))]
-        adds = {id(s.add) for s in group}
-        summed = any(n.kind == "add" for n in below)
-        for sub in group:  # query and key norms stand between a projection and the attention
-            sides: tuple[Place, ...] = ("query", "key")
-            for role in sides:
-                if role in sub.projections and sub.projections[role][0] in above:
-                    return role, [sub]
-        outputs = [s for s in group if s.output in above]
-        if outputs:
-            return "output", outputs
-        sums = [s for s in group if s.add in above]
-        if sums and id(sums[0].add) in adds and (summed or not readers):
-            return "post", sums
-        if readers:
-            return "pre", readers
-        for sub in group:
-            inner = [sub.attention] if sub.attention else sub.inputs
-            if any(n in back(node.parents, _INSIDE, {"attention", "linear", "mix"}) for n in inner):
-                return "inner", [sub]
-        return "unknown", []
-
-    @staticmethod
-    def _entries(sub: _SubLayer) -> list[Node]:
-        return [node for node, _ in sub.projections.values()] or sub.inputs
-
-    # -- the whole ----------------------------------------------------------------------------------------------
+    # -- the whole
 
     def anatomy(self) -> Anatomy:
         layers = self.layers()
@@ -445,44 +339,3 @@ def _common(paths: Sequence[str], trace: Trace, proper: bool = False) -> str:
     while shared and (".".join(shared) not in trace.entered or (proper and trace.runs[".".join(shared)] > 1)):
         shared.pop()
     return ".".join(shared)
-
-
-def _parts(tensor: torch.Tensor, source: Node | None, linear: Node) -> list[torch.Tensor]:
-    """What reaches `tensor` from the linear's output: the last tensors on each way that still lie in its storage."""
-    storage = linear.outputs[0].untyped_storage()._cdata
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    queue = [(tensor, source)]
-    while queue:
-        tensor, source = queue.pop()
-        if id(tensor) in seen or source is None or source.order < linear.order:
-            continue
-        seen.add(id(tensor))
-        if tensor.untyped_storage()._cdata == storage:
-            found.append(tensor)
-        else:
-            queue.extend(zip(source.inputs, source.sources, strict=True))
-    return found
-
-
-def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
-    """Which of the linear's outputs the views cover, read from their offsets and strides."""
-    width = linear.outputs[0].shape[-1]
-    if not views:
-        return None
-    covered: set[int] = set()
-    for view in (v for v in views if v.numel()):
-        total = linear.outputs[0].untyped_storage().nbytes() // view.element_size()
-        index = torch.arange(total, device="cpu").as_strided(view.shape, view.stride(), view.storage_offset())
-        covered |= set((index.flatten() % width).unique().tolist())
-    if len(covered) == width:
-        return None
-    ordered = sorted(covered)
-    runs = [i for i, c in enumerate(ordered) if i == 0 or c != ordered[i - 1] + 1]
-    groups, size = len(runs), len(ordered) // len(runs)
-    block = width // groups
-    start = ordered[0]
-    expected = [g * block + start + k for g in range(groups) for k in range(size)]
-    if expected != ordered or width % groups:
-        raise DeltuneError(f"the fused projection {linear.path!r} is cut into parts of irregular shape")
-    return Columns(groups, start, start + size)

@@ -1,0 +1,67 @@
+"""The recorded graph of one forward pass, and walking up and down in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(eq=False)
+class Node:
+    """One recorded step. kind: linear, norm, embedding, attention, add, mix, view, pass, op, input."""
+
+    kind: str
+    parents: list[Node]
+    order: int
+    path: str = ""
+    module: Any = None
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    sources: list[Node | None] = field(default_factory=list)  # who had produced each input by then
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    transposed: bool = False
+    children: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """The recorded graph: nodes in order of execution, and the modules entered with the names of their arguments."""
+
+    nodes: list[Node]
+    entered: dict[str, tuple[torch.nn.Module, set[str]]]
+    runs: dict[str, int]
+
+    def of_kind(self, kind: str) -> list[Node]:
+        return [node for node in self.nodes if node.kind == kind]
+
+
+def back(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:
+    """Nodes of a kind in `stop` reached by going up from `nodes` (inclusive) through kinds in `through`."""
+    found, seen, queue = [], set(), list(nodes)
+    while queue:
+        node = queue.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.kind in stop:
+            found.append(node)
+        elif node.kind in through:
+            queue.extend(node.parents)
+    return sorted(found, key=lambda n: n.order)
+
+
+def forth(node: Node, through: set[str], stop: set[str]) -> list[Node]:
+    """Nodes of a kind in `stop` reached by going down from `node` (exclusive) through kinds in `through`."""
+    found, seen, queue = [], set(), list(node.children)
+    while queue:
+        child = queue.pop()
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if child.kind in stop:
+            found.append(child)
+        elif child.kind in through:
+            queue.extend(child.children)
+    return sorted(found, key=lambda n: n.order)
