@@ -258,12 +258,17 @@ def mam(length: int = 16, rank: int = 16, scale: float = 4) -> tuple[Modificatio
     return (prefix(length) + scaled_parallel_adapter("ffn", rank, scale)).parts
 
 
+RATE = 1e-3
+"""The learning rate of what has none of its own."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table: the function, and the paper it comes from."""
+    """A row of the table: the function, the paper it comes from, and the learning rate where none is given."""
 
     make: Callable[..., Named]
     paper: str
+    rate: float = RATE
 
     @property
     def formula(self) -> str:
@@ -271,15 +276,15 @@ class Entry:
 
 
 TABLE: Mapping[str, Entry] = {
-    "full": Entry(full, "all three"),
+    "full": Entry(full, "all three", rate=5e-5),
     "head": Entry(head, "LN, table 1"),
-    "layernorm": Entry(layernorm, "LN §3.1"),
+    "layernorm": Entry(layernorm, "LN §3.1", rate=1e-2),
     "bitfit": Entry(bitfit, "Ben Zaken et al. 2022"),
     "adapter": Entry(adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021"),
     "parallel_adapter": Entry(parallel_adapter, "UV §3.3"),
     "scaled_parallel_adapter": Entry(scaled_parallel_adapter, "UV §3.3, §4.5"),
-    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021"),
-    "prompt": Entry(prompt, "Lester et al. 2021"),
+    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", rate=1e-2),
+    "prompt": Entry(prompt, "Lester et al. 2021", rate=3e-2),
     "lora": Entry(lora, "UV eq. 6; Hu et al. 2021"),
     "mam": Entry(mam, "UV §4.6"),
 }
@@ -306,9 +311,17 @@ def parse(text: str | Method) -> Method:
     return value
 
 
+def rate(method: str | Method) -> float:
+    """The learning rate where none is given: the smallest rate of the terms, so that none of them diverges.
+
+    full 5e-5; layernorm, prefix and so their sum 1e-2; prompt 3e-2; everything else 1e-3.
+    """
+    return min(TABLE[term.name].rate if isinstance(term, Named) else RATE for term in parse(method).terms)
+
+
 def methods() -> tuple[str, ...]:
     """Names of all methods of the table."""
     return tuple(TABLE)
 
 
-__all__ = ["TABLE", "VOCABULARY", "Entry", "methods", "parse", *TABLE]
+__all__ = ["TABLE", "VOCABULARY", "Entry", "methods", "parse", "rate", *TABLE]

@@ -1,0 +1,151 @@
+"""What a resumption needs, in two files without pickle: tensors as safetensors, everything else as JSON.
+
+Folder STEP of the run's `checkpoint`: tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.NAME) and facts.json,
+beside trainer_state.json, the Trainer's own. It appears whole, and then older ones go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .errors import DeltuneError
+from .runs import FULL, no_room, write_json
+
+TENSORS, FACTS = "tensors.safetensors", "facts.json"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint, or None."""
+    steps = [p for p in folder.glob("*") if p.name.isdigit()] if folder.is_dir() else []
+    return max(steps, key=lambda p: int(p.name), default=None)
+
+
+def save(
+    folder: Path,
+    step: int,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    facts: dict[str, Any],
+    state: Callable[[str], None],
+) -> Path:
+    """Write the checkpoint of a step; `state` writes the Trainer's own state to the path it is given.
+
+    Error: no space left; the checkpoint before stays.
+    """
+    held = optimizer.state_dict()
+    tensors = {f"trained.{name}": p for name, p in trained.items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, values in held["state"].items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{index}.{name}"] = value
+            else:
+                scalars.setdefault(str(index), {})[name] = value
+    random_tensors, random_facts = _random_state()
+    tensors |= {f"rng.{name}": value for name, value in random_tensors.items()}
+    facts = facts | {
+        "optimizer": {"groups": held["param_groups"], "scalars": scalars},
+        "scheduler": scheduler.state_dict(),
+        "rng": random_facts,
+    }
+    target = folder / str(step)
+    fresh: Path | None = None
+    try:
+        folder.mkdir(exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+        save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}, fresh / TENSORS)
+        with open(fresh / TENSORS, "rb") as file:
+            os.fsync(file.fileno())
+        write_json(fresh / FACTS, facts)
+        state(str(fresh / "trainer_state.json"))
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(fresh, target)
+    except (OSError, safetensors.SafetensorError) as error:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+        if getattr(error, "errno", None) in FULL or isinstance(error, safetensors.SafetensorError):
+            raise no_room(folder.parent) from error
+        raise
+    for older in folder.iterdir():
+        if older != target:
+            shutil.rmtree(older, ignore_errors=True)
+    return target
+
+
+def facts(checkpoint: Path) -> dict[str, Any]:
+    """The facts of a checkpoint. Error: it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(checkpoint, error) from error
+    return found
+
+
+def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> None:
+    """Put the trained values back. Error: they are not those of these parameters."""
+    found = _tensors(checkpoint, "trained.")
+    if set(found) != set(trained) or any(found[n].shape != p.shape for n, p in trained.items()):
+        raise DeltuneError(f"{checkpoint} is not of this model and method; start afresh (--fresh)")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(found[name])
+
+
+def restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Put the states of optimiser and scheduler back."""
+    told = facts(checkpoint)
+    states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in told["optimizer"]["scalars"].items()}
+    for key, value in _tensors(checkpoint, "optimizer.").items():
+        index, name = key.split(".", 1)
+        states.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": states, "param_groups": told["optimizer"]["groups"]})
+    scheduler.load_state_dict(told["scheduler"])
+
+
+def restore_random(checkpoint: Path) -> None:
+    """Put the random states of Python, NumPy and torch back."""
+    told, found = facts(checkpoint)["rng"], _tensors(checkpoint, "rng.")
+    version, values, gauss = told["python"]
+    random.setstate((version, tuple(values), gauss))
+    kind, keys, place, has_gauss, cached = told["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached))
+    torch.set_rng_state(found["cpu"])
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if f"cuda.{i}" in found:
+                torch.cuda.set_rng_state(found[f"cuda.{i}"], i)
+
+
+def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    kind, keys, place, has_gauss, cached = numpy.random.get_state()
+    return tensors, {"python": random.getstate(), "numpy": [kind, keys.tolist(), place, has_gauss, cached]}  # type: ignore[union-attr]
+
+
+def _tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+    try:
+        found = load_file(checkpoint / TENSORS)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise _unreadable(checkpoint, error) from error
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+
+
+def _unreadable(checkpoint: Path, error: Exception) -> DeltuneError:
+    return DeltuneError(f"{checkpoint} cannot be read ({error}); start afresh (--fresh)")

@@ -1,0 +1,158 @@
+"""Texts as token ids: cut to a length that the model holds, in padded batches of similar length and random order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from .attaching import existing
+from .errors import DeltuneError
+from .observe import inspect
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CHUNK = 1000  # texts a call of the tokenizer
+POOL = 50  # batches' worth of rows that are sorted by length together
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Encoded(Dataset[Row]):
+    """Rows of input ids (and masks, token types, labels); `truncated`: how many lost their end."""
+
+    rows: list[Row]
+    truncated: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row["input_ids"]) for row in self.rows]
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    columns: Mapping[str, Sequence[Any]],
+    max_length: int,
+) -> Encoded:
+    """The columns text, (pair) and (label) as rows that the model takes, each cut to `max_length` tokens."""
+    taken = signature(model.forward).parameters
+    rows: list[Row] = []
+    truncated = 0
+    for start in range(0, len(columns["text"]), CHUNK):
+        texts = [list(columns[c][start : start + CHUNK]) for c in ("text", "pair") if c in columns]
+        found = tokenizer(*texts, truncation=True, max_length=max_length)
+        fields = {name: values for name, values in found.items() if name in taken}
+        if "label" in columns:
+            fields["labels"] = columns["label"][start : start + CHUNK]
+        rows += [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
+        full = [i for i, ids in enumerate(found["input_ids"]) if len(ids) >= max_length]
+        if full:  # only these may have been longer
+            whole = tokenizer(*[[text[i] for i in full] for text in texts], truncation=False, verbose=False)
+            truncated += sum(len(ids) > max_length for ids in whole["input_ids"])
+    return Encoded(rows, truncated)
+
+
+def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """One batch, padded to its longest row."""
+    inputs = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
+    width = max(len(row["input_ids"]) for row in rows)
+    batch = dict(tokenizer.pad(inputs, padding="max_length", max_length=width, return_tensors="pt", verbose=False))
+    if "labels" in rows[0]:
+        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+    return batch
+
+
+class ByLength(Sampler[int]):
+    """Batches of rows of similar length, in random order: decided by seed and epoch alone.
+
+    Rows are shuffled, sorted within pools of 50 batches, cut into batches, and the batches shuffled; the rows that fill
+    no batch come last.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of the next pass; the loader calls it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        chance = random.Random(f"{self.seed} {self.epoch}")
+        order = list(range(len(self.lengths)))
+        chance.shuffle(order)
+        whole = len(order) - len(order) % self.batch_size
+        batches = []
+        for start in range(0, whole, POOL * self.batch_size):
+            pool = sorted(order[start : min(start + POOL * self.batch_size, whole)], key=self.lengths.__getitem__)
+            batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
+        chance.shuffle(batches)
+        yield from (i for batch in batches for i in batch)
+        yield from order[whole:]
+
+
+class _EnoughError(Exception):
+    """The first layer was reached."""
+
+
+def check_length(model: PreTrainedModel, max_length: int) -> None:
+    """Error if rows of `max_length` tokens, together with what is attached, take more positions than the model holds.
+
+    Found out by trying: embeddings alone are run, up to the first layer. A model without a table of positions holds
+    what its configuration says, if anything.
+    """
+    if _fits(model, max_length):
+        return
+    low, high = 0, max_length
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(model, middle) else (low, middle)
+    bare = existing(model)
+    method = "" if bare is None else f" with {bare.method!r}"
+    raise DeltuneError(
+        f"max_length={max_length} is more than {type(model).__name__} holds{method}: {low} tokens. "
+        f"Give max_length={low} or less; longer texts are cut to it"
+    )
+
+
+def _fits(model: PreTrainedModel, length: int) -> bool:
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(stated, int) and length > stated > 0:
+        return False
+    handle = existing(model)
+    anatomy = handle.anatomy if handle else inspect(model)
+    first = model.get_submodule(anatomy.layers[0].path)
+    padding = getattr(model.config, "pad_token_id", None) or 0
+    ids = torch.full((1, length), 1 if padding == 0 else 0, device=next(model.parameters()).device)
+
+    def stop(*_: Any) -> None:
+        raise _EnoughError
+
+    hook = first.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    except _EnoughError:
+        return True
+    except (DeltuneError, IndexError, RuntimeError):
+        return False
+    finally:
+        hook.remove()
+    return True

@@ -1,0 +1,152 @@
+"""The spec of one run: a frozen value, validated all at once, named by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
+from pydantic import model_validator as validator
+
+from .catalogue import parse, rate
+from .errors import DeltuneError, all_problems, unknown
+
+SILENT = ("report_to",)
+"""Fields that cannot change the result, and so do not count in a spec's name."""
+
+Metric = Literal["accuracy", "loss", "f1", "f1_macro", "matthews"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class RunSpec(BaseModel):
+    """Everything that decides the result of one run; where the result goes is no part of it.
+
+    A folder given as model or data is kept as an absolute path, a method as its shortest expression. Errors:
+    DeltuneError with every problem of the values at once.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, description="hub id, folder or minilm")
+    data: str = Field(min_length=1, description="folder with train, validation and test files, or a hub id")
+    method: str = Field(description='expression, such as "prefix(length=16) + layernorm"')
+    head: Literal["train", "freeze"] = Field("train", description="train the task head with the method, or freeze it")
+    columns: dict[str, str] | tuple[str, ...] | None = Field(None, description="the columns of text, (pair,) label")
+    labels: tuple[str, ...] | None = Field(None, description="label names in the order of their ids")
+    max_train_rows: int | None = Field(None, ge=1, description="train on a sample of that many rows")
+    epochs: int = Field(3, ge=1, description="passes over the training rows, at most")
+    lr: float | None = Field(None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method")
+    batch_size: int = Field(32, ge=1, description="rows a step")
+    gradient_accumulation: int = Field(1, ge=1, description="batches a step")
+    max_length: int = Field(128, ge=2, description="tokens a row, at most; what is longer is cut")
+    seed: int = Field(0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
+    patience: int | None = Field(None, ge=1, description="stop after that many epochs without a better validation")
+    schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
+        "linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
+    )
+    warmup: float = Field(0.0, ge=0, allow_inf_nan=False, description="share of all steps if below 1, else steps")
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of AdamW")
+    clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or bf16 by autocast")
+    metric: Metric = Field("accuracy", description="chooses the best epoch; equal ones by the lower validation loss")
+    report_to: tuple[Tracker, ...] = Field((), description="tensorboard, wandb, mlflow")
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method(cls, value: Any) -> str:
+        try:
+            return repr(parse(value))
+        except DeltuneError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("model", "data")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        path = Path(value).expanduser()
+        return value if value == "minilm" or not path.exists() else str(path.resolve())
+
+    @field_validator("columns", "labels", "report_to", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
+        if not isinstance(value, str):
+            return value
+        items = [item.strip() for item in value.split(",") if item.strip()]
+        if items and all("=" in item for item in items):
+            return {key.strip(): name.strip() for key, name in (item.split("=", 1) for item in items)}
+        return tuple(items)
+
+    @validator(mode="wrap")
+    @classmethod
+    def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise all_problems("the spec is wrong", [_problem(e) for e in error.errors()]) from None
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: lr, or what the method says (catalogue.rate)."""
+        return rate(self.method) if self.lr is None else self.lr
+
+    def canonical(self) -> dict[str, Any]:
+        """The fields that are not at their default and can change the result, as JSON values."""
+        values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
+        if self.lr == rate(self.method):
+            del values["lr"]
+        return values
+
+    @property
+    def name(self) -> str:
+        """The first 16 digits of the SHA-256 of the canonical JSON: equal for specs that mean the same run."""
+        text = json.dumps(self.canonical(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """Fields that differ, with both values; empty for specs of the same name."""
+        mine, theirs = self.canonical(), other.canonical()
+        fields = [f for f in type(self).model_fields if mine.get(f) != theirs.get(f)]
+        return [f"{f}: {_value(self, f)!r} there, {_value(other, f)!r} now" for f in fields]
+
+    def yaml(self) -> str:
+        """The whole spec, defaults written out, so that the file outlives a change of them."""
+        values = self.model_dump(mode="json") | {"lr": self.rate}
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _value(spec: RunSpec, field: str) -> Any:
+    return spec.rate if field == "lr" else getattr(spec, field)
+
+
+def _problem(error: Any) -> str:
+    """One problem that pydantic found, in our words."""
+    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple[")))
+    if error["type"] == "extra_forbidden":
+        return unknown("option", error["loc"][0], RunSpec.model_fields)
+    if error["type"] == "missing":
+        return f"{place} is missing: {RunSpec.model_fields[place].description}"
+    told = error.get("ctx", {}).get("error")
+    message = str(told) if told is not None else error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {message}" + ("" if told is not None else f", not {error['input']!r}")
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The mapping of a YAML file, unchecked. Errors: no such file, broken YAML, anything but a mapping."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise DeltuneError(f"{path} is no spec: wanted is a mapping such as `model: minilm`")
+    return values
+
+
+def read(path: str | Path, changes: Mapping[str, Any] | None = None) -> RunSpec:
+    """The spec of a YAML file, with some of its values replaced."""
+    return RunSpec(**{**read_values(path), **(changes or {})})

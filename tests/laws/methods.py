@@ -1,0 +1,107 @@
+"""One row per method: every name of the catalogue, and every variant that computes something else.
+
+A row says what a family must have for it, by a property; where the family lacks it, the law is a clear refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from .families import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Need:
+    """A property of the family, and what the refusal must say where it is missing."""
+
+    name: str
+    holds: Callable[[Family], bool]
+    says: str
+
+
+INTERFACE = Need("interface", lambda f: f.interface, "attention interface")
+ABSOLUTE = Need("absolute", lambda f: f.positions == "absolute", "absolute position embeddings")
+OWN_LAYERS = Need("own layers", lambda f: not f.shared, "shares one set of modules between its layers")
+BIAS = Need("bias", lambda f: bool(f.biases), r"no bias in .*tensors there: .*norm\.gain")
+LAYER_BIAS = Need("layer bias", lambda f: bool(f.biases), r"no norm\.bias or linear\.bias in layers; .*norm\.gain")
+LINEAR_BIAS = Need("linear bias", lambda f: bool({*f.biases} - {"norm"}), r"no linear\.bias in layers; .*norm\.gain")
+NORM_BIAS = Need("norm bias", lambda f: "norm" in f.biases, "no norm of this model has a bias")
+QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface, "no query projection .* has a bias")
+UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up projection .* has a bias")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method. identity: it leaves the outputs as they are until it is trained; merges: it folds into the weights."""
+
+    text: str
+    identity: bool = True
+    merges: bool = False
+    needs: tuple[Need, ...] = ()
+
+    def lacking(self, family: Family) -> list[Need]:
+        return [need for need in self.needs if not need.holds(family)]
+
+
+ROWS = (
+    Row("full", merges=True),
+    Row("head", merges=True),
+    Row("layernorm", merges=True),
+    Row("layernorm(terms='gain')", merges=True),
+    Row("layernorm(terms='bias')", merges=True, needs=(NORM_BIAS,)),
+    Row("layernorm(of='attention')", merges=True),
+    Row("layernorm(of='ffn')", merges=True),
+    Row("layernorm(layers='lower half')", merges=True, needs=(OWN_LAYERS,)),
+    Row("layernorm(embedding=False, final=False)", merges=True),
+    Row("bitfit", merges=True, needs=(BIAS,)),
+    Row("bitfit(which='layers')", merges=True, needs=(LAYER_BIAS,)),
+    Row("bitfit(which='linear')", merges=True, needs=(LINEAR_BIAS,)),
+    Row("bitfit(which='query+ffn_up')", merges=True, needs=(INTERFACE, QUERY_BIAS, UP_BIAS)),
+    Row("bitfit(which='norm')", merges=True, needs=(NORM_BIAS,)),
+    Row("adapter(rank=4)"),
+    Row("adapter(rank=4, bias=True, layer_norm=True, activation='gelu')"),
+    Row("adapter(style='pfeiffer', rank=4)"),
+    Row("adapter(style='pfeiffer', rank=4, bias=True, layer_norm=True)"),
+    Row("parallel_adapter(rank=4)"),
+    Row("parallel_adapter(at='attention', rank=4, bias=True)"),
+    Row("parallel_adapter(at='heads', rank=4)"),
+    Row("parallel_adapter(at=('ffn', 'attention', 'heads'), rank=4, scale='learned(4)', layer_norm=True)"),
+    Row("parallel_adapter(at=('ffn', 'attention'), rank=4, x='residual')"),
+    Row("scaled_parallel_adapter(rank=4)"),
+    Row("scaled_parallel_adapter(rank=4, scale='learned', x='residual')"),
+    Row("prefix(length=3)", identity=False, needs=(INTERFACE,)),
+    Row("prefix(length=3, reparameterise=8)", identity=False, needs=(INTERFACE,)),
+    Row("prefix(length=3, gate=False)", identity=False, needs=(INTERFACE,)),
+    Row("prompt(length=3)", identity=False),
+    Row("prompt(length=3, init_from=(7, 8))", identity=False),
+    Row("prompt(length=3, positions='none')", identity=False, needs=(ABSOLUTE,)),
+    Row("lora(rank=2)", merges=True, needs=(INTERFACE,)),
+    *(Row(f"lora(rank=2, at={site!r}, scale=3)", merges=True, needs=(INTERFACE,)) for site in ("query", "key", "value")),
+    *(Row(f"lora(rank=2, at={site!r})", merges=True) for site in ("output", "ffn_up", "ffn_down")),
+    Row("lora(rank=2, at='ffn', alpha=6)", merges=True),
+    Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),
+    Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),
+    Row("prefix(length=3) + lora(rank=2) + layernorm", identity=False, needs=(INTERFACE,)),
+    Row("lora(rank=2, at='output') + layernorm", merges=True),
+)
+
+METHODS = {row.text: row for row in ROWS}
+
+
+def cells(*texts: str, families: Callable[[Family], bool] = lambda f: True) -> pytest.MarkDecorator:
+    """Parametrise `family` and `row`: every method (or those of the texts) on every family that can have it."""
+    chosen = [METHODS[text] for text in texts] or list(ROWS)
+    found = [(f, row) for f in FAMILIES.values() if families(f) for row in chosen if not row.lacking(f)]
+    return _marked(found)
+
+
+def refused() -> pytest.MarkDecorator:
+    """Parametrise `family` and `row`: every method on every family that lacks something it needs."""
+    return _marked([(f, row) for f in FAMILIES.values() for row in ROWS if row.lacking(f)])
+
+
+def _marked(found: list[tuple[Family, Row]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("family", "row"), found, ids=[f"{f.name}: {row.text}" for f, row in found])

@@ -1,0 +1,75 @@
+"""The architecture as a test: imports go down, files stay small, names stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from deltune.catalogue import TABLE
+
+SOURCE = Path(__file__).parents[2] / "src" / "deltune"
+
+FLOORS = (
+    ("errors", "expressions"),
+    ("anatomy", "graph", "trace", "sublayers", "observe"),
+    ("forms", "attention"),
+    ("algebra", "catalogue", "sites", "counting"),
+    ("edits", "taps", "prompting", "merging", "store", "handle", "attaching"),
+    ("models", "files", "data", "metrics"),
+    ("specs", "runs", "evaluate", "train"),
+    ("quickstart", "cli", "__main__"),
+)
+"""From the ground up; a module imports only what stands before it here."""
+
+FREE = {"__init__"}
+"""The lazy front door points at every floor and imports none."""
+
+FAMILIES = ("bert", "roberta", "electra", "albert", "gpt2", "gpt_neo", "llama", "qwen", "mistral", "gemma", "bart", "t5")
+
+MODULES = sorted(path.stem for path in SOURCE.glob("*.py"))
+
+
+def imported(module: str) -> set[str]:
+    """Our own modules that a module imports at run time, wherever the import stands."""
+    tree = ast.parse((SOURCE / f"{module}.py").read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+    return found & set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    order = [name for floor in FLOORS for name in floor]
+    if module in FREE:
+        return
+    assert module in order, f"give {module}.py a floor in CONTRIBUTING.md and here"
+    above = [other for other in imported(module) if other not in FREE and order.index(other) >= order.index(module)]
+    assert not above, f"{module} imports {above}, which stand above it"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_is_about_a_screenful_of_one_thing(module: str) -> None:
+    lines = (SOURCE / f"{module}.py").read_text().count("\n")
+    assert lines <= 350, f"{module}.py has {lines} lines: would two rooms be easier to live in?"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_family_name_decides_anything(module: str) -> None:
+    """No string constant of the code (docstrings aside) is a model family's name."""
+    tree = ast.parse((SOURCE / f"{module}.py").read_text())
+    named = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    allowed = {"bert"} if module in ("forms", "catalogue") else set()  # the name of an initialisation
+    assert not (named & set(FAMILIES)) - allowed
+
+
+@pytest.mark.parametrize("module", [m for floor in FLOORS[4:] for m in floor if m not in ("quickstart", "cli")])
+def test_above_attach_no_method_is_named(module: str) -> None:
+    path = SOURCE / f"{module}.py"
+    if not path.exists():
+        pytest.fail(f"{module}.py is on a floor but does not exist")
+    named = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+    assert not named & (set(TABLE) - {"head"}), "code above the algebra must not know which method is in use"

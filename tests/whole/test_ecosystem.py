@@ -1,0 +1,124 @@
+"""A tuned model in the tools people already have: Trainer, Seq2SeqTrainer, pipeline, save_pretrained."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import deltune
+from deltune import data, models
+
+
+@pytest.fixture(scope="module")
+def tickets() -> data.Data:
+    return data.load(str(Path(deltune.__file__).parent / "demo" / "tickets"))
+
+
+@pytest.mark.parametrize("method", ["prefix(length=8) + layernorm", "lora", "prompt(length=5)", "adapter"])
+def test_trainer_and_pipeline(method: str, tickets: data.Data, tmp_path: Path) -> None:
+    """A stock Trainer lowers the loss, its checkpoint resumes, and a pipeline answers with the delta's labels."""
+    tokenizer = models.load_tokenizer("minilm")
+    model = models.load_model("minilm", "classification", labels=tickets.labels)
+    tuned = deltune.attach(model, method)
+    rows = tickets.splits["train"].select(range(24))[:]
+    train = Dataset.from_dict(
+        {"input_ids": tokenizer(rows["text"], truncation=True)["input_ids"], "labels": rows["label"]}
+    )
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=8, per_device_train_batch_size=24, learning_rate=1e-2, save_steps=4, report_to=[],
+        disable_tqdm=True, seed=0, logging_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer)
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]  # every step sees the same 24 rows
+    after = {name: p.detach().clone() for name, p in tuned.trained()}
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for name, parameter in tuned.trained():
+        torch.testing.assert_close(parameter, after[name])
+    model.eval()
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
+    answer = classify(rows["text"][0])[0]
+    with torch.no_grad():
+        logits = model(**tokenizer(rows["text"][0], return_tensors="pt")).logits
+    assert answer["label"] == tickets.labels[int(logits.argmax())]
+
+
+def test_save_pretrained_holds_base_and_delta(tickets: data.Data, tmp_path: Path) -> None:
+    """save_pretrained of a tuned model writes the base's keys and the delta's under `deltune.`."""
+    from safetensors.torch import load_file
+
+    model = models.load_model("minilm", "classification", labels=tickets.labels)
+    keys = set(model.state_dict())
+    deltune.attach(model, "lora + layernorm")
+    model.save_pretrained(tmp_path)
+    saved = set(load_file(tmp_path / "model.safetensors"))
+    assert {k for k in saved if not k.startswith("deltune.")} == keys
+
+
+@pytest.mark.parametrize("method", ["prefix(length=8) + layernorm", "lora(rank=8, at=('query', 'value', 'ffn'))"])
+def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> None:
+    """A real small BART learns British pronunciation: exact match rises under generate, detach restores it exactly."""
+    folder = shared / "models" / "g2p-en-us-bart"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
+
+    def rows(split: str, count: int) -> list[dict[str, str]]:
+        with gzip.open(shared / "data" / "g2p_us_to_gb" / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+
+    def said(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    test = rows("test", 300)
+
+    def answers() -> list[str]:
+        model.eval()
+        batch = tokenizer([r["source"] for r in test], return_tensors="pt", padding=True)
+        output = model.generate(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=40, num_beams=1
+        )
+        return [said(ids) for ids in output]
+
+    wanted = [said(tokenizer(r["targets"][0])["input_ids"]) for r in test]
+    before = answers()
+    train = rows("train", 4000)
+    encoded = Dataset.from_dict(
+        {
+            "input_ids": tokenizer([r["source"] for r in train])["input_ids"],
+            "labels": tokenizer([r["targets"][0] for r in train])["input_ids"],
+        }
+    )
+    deltune.attach(model, method)
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=64, learning_rate=5e-3, report_to=[],
+        save_strategy="no", disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    Seq2SeqTrainer(
+        model=model, args=arguments, train_dataset=encoded, data_collator=DataCollatorForSeq2Seq(tokenizer, model=model)
+    ).train()
+    after = answers()
+
+    def exact(given: list[str]) -> float:
+        return sum(a == b for a, b in zip(given, wanted, strict=True)) / len(wanted)
+
+    assert exact(after) > exact(before) + 0.05
+    deltune.tuned(model).detach()
+    assert answers() == before
