@@ -6,20 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .algebra import Add, Gate, Modification, Scale, Selection
+    from .algebra import Modification, Selection
     from .attaching import attach, load, tuned
     from .catalogue import methods, parse
+    from .compositions import Add, Gate, Scale, SigmoidGate
     from .counting import Count, count
     from .errors import DeltuneError
-    from .forms import Bottleneck, LowRank, Prefix, Prompt, Vector
+    from .forms import Bottleneck, LowRank, Mixture, MultiHead, OwnMultiHead, Prefix, Prompt, Rescale, Vector
     from .handle import Tuned
     from .observe import inspect
 
 __version__ = "0.1.0"
 
+_FORMS = (
+    "Bottleneck", "LowRank", "Mixture", "MultiHead", "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Vector",
+)  # fmt: skip
+
 _HOME = {
-    **dict.fromkeys(("Modification", "Selection", "Add", "Scale", "Gate"), "algebra"),
-    **dict.fromkeys(("Bottleneck", "LowRank", "Prefix", "Prompt", "Vector"), "forms"),
+    **dict.fromkeys(("Modification", "Selection"), "algebra"),
+    **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "compositions"),
+    **dict.fromkeys(_FORMS, "forms"),
     **dict.fromkeys(("attach", "load", "tuned"), "attaching"),
     "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),
@@ -29,8 +35,9 @@ _HOME = {
 }
 
 __all__ = [
-    "Add", "Bottleneck", "Count", "DeltuneError", "Gate", "LowRank", "Modification", "Prefix", "Prompt", "Scale",
-    "Selection", "Tuned", "Vector", "attach", "count", "inspect", "load", "methods", "parse", "tuned",
+    "Add", "Bottleneck", "Count", "DeltuneError", "Gate", "LowRank", "Mixture", "Modification", "MultiHead",
+    "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "attach",
+    "count", "inspect", "load", "methods", "parse", "tuned",
 ]  # fmt: skip
 
 

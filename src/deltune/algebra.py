@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .compositions import Add, Composition, Gate, SigmoidGate
 from .errors import DeltuneError, unknown
-from .forms import Form, Prefix, Prompt, Vector, expression
+from .forms import Form, Prefix, Vector, expression
 
 SITES = {
     "heads": "per-head attention output, before W_o",
@@ -23,8 +24,11 @@ SITES = {
     "ffn": "output of the FFN's last linear, before residual and norm",
     "ffn_up": "outputs of the FFN's input linears",
     "ffn_down": "output of the FFN's last linear, as a projection",
+    "ffn_inner": "the FFN's inner activation, before its last linear",
+    "norm": "outputs of the norms in the layers",
     "embedding": "the input hidden states",
     "block": "a layer's output",
+    "hidden_states": "all layers' outputs, read together by the head",
 }
 """Sites of UV's third dimension, with what each one is."""
 
@@ -56,30 +60,10 @@ class Method:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, repr=False)
-class Composition:
-    """How Δh joins h (UV's fourth dimension)."""
+ADD = Add()
 
-    def __repr__(self) -> str:
-        return expression(self)
-
-
-@dataclass(frozen=True, repr=False)
-class Add(Composition):
-    """h + Δh."""
-
-
-@dataclass(frozen=True, repr=False)
-class Scale(Composition):
-    """h + s Δh; s a number, or one learned scalar per place that starts at `value`."""
-
-    value: float = 1.0
-    learned: bool = False
-
-
-@dataclass(frozen=True, repr=False)
-class Gate(Composition):
-    """(1 - λ) h + λ Δh with λ the softmax mass on the prefix (UV eq. 8); for a prefix at the heads only."""
+SITE_OF = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
+"""Which sites offer what a form needs beyond one representation."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,18 +72,20 @@ class Modification(Method):
 
     site: one of SITES; layers: "all", "lower half", "upper half" or 0-based indices; stack: all, encoder, decoder;
     attention: all, self, cross (attention sites only); x: "input" (what the frozen sub-module reads), "residual" (the
-    stream before its norm), "normed" (sequential after the FFN's add & norm, with that norm applied again).
+    stream before its norm), "normed" (sequential after the FFN's add & norm, with that norm applied again);
+    optional: a model without such a place is no error.
     Errors: every value that does not exist, and combinations without a meaning, with the reason.
     """
 
     site: str
     form: Form
     insertion: Literal["parallel", "sequential"] = "parallel"
-    compose: Composition = Add()
+    compose: Composition = ADD
     layers: LayersArg = "all"
     stack: str = "all"
     attention: str = "all"
     x: str = "input"
+    optional: bool = False
 
     def __post_init__(self) -> None:
         check_where(self.layers, self.stack, self.attention)
@@ -110,19 +96,24 @@ class Modification(Method):
         ):
             if value not in known:
                 raise DeltuneError(unknown(name, value, known))
-        needs = self.form.needs
-        if needs == "attention" and self.site != "heads":
-            raise DeltuneError(f"{type(self.form).__name__} acts inside an attention: site 'heads', not {self.site!r}")
-        if (needs == "tokens") != (self.site == "embedding"):
-            raise DeltuneError("Prompt acts at site 'embedding', and nothing else does")
+        needs, form = self.form.needs, type(self.form).__name__
+        if needs in SITE_OF and self.site not in SITE_OF[needs]:
+            raise DeltuneError(f"{form} acts at site {SITE_OF[needs][0]!r}, not at {self.site!r}")
+        if self.site in ("embedding", "hidden_states") and self.site not in SITE_OF.get(needs, ()):
+            raise DeltuneError(f"{form} cannot act at site {self.site!r}: it needs one representation to change")
+        if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
+            raise DeltuneError(f"site {self.site!r} has no x of its own: insertion is 'sequential'")
         if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
             raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
-        if isinstance(self.form, Prefix | Prompt) and self.insertion == "sequential":
+        if needs in SITE_OF and self.insertion == "sequential":
             raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
         if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
-        if isinstance(self.form, Vector) and self.form.existing and self.site not in PROJECTIONS:
-            raise DeltuneError(f"Vector(existing=True) is the bias of a projection: one of {', '.join(PROJECTIONS)}")
+        if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
+            raise DeltuneError(f"a Vector that minds biases acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
+        inputless = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
+        if isinstance(self.compose, SigmoidGate) and inputless:
+            raise DeltuneError(f"SigmoidGate reads a sub-module's input, which site {self.site!r} does not have")
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
@@ -145,6 +136,7 @@ class Selection(Method):
     of: str = "both"
     layers: LayersArg = "all"
     stack: str = "all"
+    optional: bool = False
 
     def __post_init__(self) -> None:
         check_where(self.layers, self.stack)

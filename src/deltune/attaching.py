@@ -19,7 +19,7 @@ from .edits import Delta, Labels, slot_key
 from .errors import DeltuneError, unknown
 from .handle import NAME, Tuned
 from .observe import inspect
-from .sites import plan
+from .planning import plan
 from .trace import configurations
 
 
@@ -88,15 +88,12 @@ def _read_delta(
     method = parse(facts["explicit"])
     delta = handle.fit(Delta(method, plan(handle.anatomy, method), head, facts["head"]["mode"], folded=True))
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    wanted: dict[str, tuple[int, ...] | None] = {
-        f"edit.{key}.{leaf}": tuple(t.shape) for key, edit in delta.named_edits() for leaf, t in edit.kept().items()
-    }
+    wanted: dict[str, tuple[int, ...] | None] = {name: tuple(t.shape) for name, t in delta.kept().items()}
     wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}
     store.check_tensors(wanted, numbers, where)
     with torch.no_grad():
-        for key, edit in delta.named_edits():
-            for leaf, tensor in edit.kept().items():
-                tensor.copy_(numbers[f"edit.{key}.{leaf}"])
+        for name, tensor in delta.kept().items():
+            tensor.copy_(numbers[name])
         for name in delta.owned:
             like = handle.original(name)
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)

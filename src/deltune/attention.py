@@ -60,9 +60,12 @@ def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
                 kwargs["position_bias"] = F.pad(bias, (length, 0))
             whole = (_join(gated, "keys", key), _join(gated, "values", value))
         output, weights = original(module, query, *whole, attention_mask, **kwargs)
+        scaling = kwargs.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         for edit in edits:
             if not edit.gated:
-                output = edit.change(output, _on_prefix(query, edit.tensors(), kwargs.get("scaling")))
+                delta = edit.modification.form.per_head(edit.tensors(), query, scaling)
+                output = edit.change(output, delta, edit.take())
         # the caller's picture has a column a token; the mass on the prefix is what is missing to one
         return output, weights[..., length:] if weights is not None and length else weights
 
@@ -93,14 +96,6 @@ def _mask(
     if mask.dtype == torch.bool:
         return F.pad(mask, (length, 0), value=True)
     return F.pad(mask, (length, 0), value=0.0)
-
-
-def _on_prefix(query: torch.Tensor, tensors: dict[str, torch.Tensor], scaling: float | None) -> torch.Tensor:
-    """softmax(q P_kᵀ) P_v per head (UV eq. 9 without the gate): (B, n, N_h, d_v)."""
-    keys, values = (tensors[name].to(query.dtype).transpose(0, 1)[None] for name in ("keys", "values"))
-    repeat = query.shape[1] // keys.shape[1]
-    keys, values = (t.repeat_interleave(repeat, dim=1).expand(query.shape[0], -1, -1, -1) for t in (keys, values))
-    return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
 
 
 _EXTENDED: dict[str, tuple[AttentionFunction, Callable[..., Any]]] = {

@@ -9,9 +9,22 @@ from inspect import signature
 from typing import Any, Literal
 
 from . import algebra, expressions
-from .algebra import Add, Composition, Gate, LayersArg, Method, Modification, Named, Scale, Selection
+from .algebra import LayersArg, Method, Modification, Named, Selection
+from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .errors import DeltuneError, unknown
-from .forms import Bottleneck, Init, LowRank, Prefix, Prompt, Vector
+from .forms import (
+    Bottleneck,
+    Form,
+    Init,
+    LowRank,
+    Mixture,
+    MultiHead,
+    OwnMultiHead,
+    Prefix,
+    Prompt,
+    Rescale,
+    Vector,
+)
 
 Site = str | tuple[str, ...]
 Learned = float | str
@@ -96,21 +109,34 @@ def layernorm(
 
 @_named
 def bitfit(
-    which: Literal["all", "layers", "linear", "query+ffn_up", "norm"] = "all", layers: LayersArg = "all"
+    which: Literal["all", "layers", "linear", "query+ffn_up", "norm"] = "all",
+    add_missing: bool = False,
+    layers: LayersArg = "all",
 ) -> tuple[Modification | Selection, ...]:
     """b: existing biases alone are trained (Ben Zaken et al. 2022).
 
     which: all (every bias of the base model, pooler included), layers (linears and norms of the layers), linear
-    (linears of the layers), query+ffn_up (two a layer), norm (the norms of the layers). Error: a model without biases.
+    (linears of the layers), query+ffn_up (two a layer), norm (the norms of the layers). add_missing: biases that start
+    at 0 where a linear or norm that `which` names in the layers has none. Error: a model without biases otherwise.
     """
-    if which == "all":
-        if layers != "all":
-            raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
-        return (Selection(("bias",), algebra.AREAS),)
+    if which == "all" and layers != "all":
+        raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
+    sites = {"all": (*_LINEARS, "norm"), "layers": (*_LINEARS, "norm"), "norm": ("norm",), "linear": _LINEARS}
+    sites["query+ffn_up"] = ("query", "ffn_up")
+    missing = [_bias(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
     if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
-        return tuple(Modification(site, Vector(existing=True), layers=layers) for site in ("query", "ffn_up"))
-    roles = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}[which]
-    return (Selection(roles, ("layers",), layers=layers),)
+        return (*(_bias(site, "biased", layers, add_missing) for site in sites[which]), *missing)
+    of_layers = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}
+    roles, areas = (("bias",), algebra.AREAS) if which == "all" else (of_layers[which], ("layers",))
+    return (Selection(roles, areas, layers=layers, optional=add_missing), *missing)
+
+
+_LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
+
+
+def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
+    insertion: Literal["parallel", "sequential"] = "sequential" if site == "norm" else "parallel"
+    return Modification(site, Vector(where), insertion, layers=layers, optional=optional)
 
 
 # -- bottlenecks ------------------------------------------------------------------------------------------------------
@@ -220,6 +246,28 @@ def prompt(
     return (Modification("embedding", Prompt(length, init_from, positions)),)
 
 
+@_named
+def p_tuning_v2(length: int = 16, layers: LayersArg = "all") -> tuple[Modification | Selection, ...]:
+    """prefix(length) without reparameterisation (Liu et al. 2022)."""
+    return prefix(length, layers=layers).parts
+
+
+@_named
+def multi_head_parallel_adapter(
+    length: int = 16,
+    own_down: bool = False,
+    layers: LayersArg = "all",
+    stack: Literal["all", "encoder", "decoder"] = "all",
+    attention: Literal["all", "self", "cross"] = "all",
+) -> tuple[Modification | Selection, ...]:
+    """h + relu(q P_kᵀ) P_v per head, q the model's own query (UV §3.3).
+
+    own_down=True: h + relu(x W_down) P_v per head, each head with a W_down of its own.
+    """
+    form: Form = OwnMultiHead(length) if own_down else MultiHead(length)
+    return (Modification("heads", form, "parallel", Add(), layers, stack, attention),)
+
+
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +310,43 @@ RATE = 1e-3
 """The learning rate of what has none of its own."""
 
 
+@_named
+def prefix_layernorm(length: int = 16) -> tuple[Modification | Selection, ...]:
+    """prefix(length) + layernorm (LN §3.2)."""
+    return (prefix(length) + layernorm()).parts
+
+
+@_named
+def unipelt(length: int = 10, rank: int = 8, bottleneck: int = 48) -> tuple[Modification | Selection, ...]:
+    """h + σ(x · w_g) Δh for a prefix, LoRA (one gate for query and value) and an adapter after the FFN (UniPELT; Mao et
+    al. 2022)."""
+    low_rank = LowRank(rank)
+    return (
+        Modification("heads", Prefix(length), compose=SigmoidGate("prefix")),
+        Modification("query", low_rank, compose=SigmoidGate("lora")),
+        Modification("value", low_rank, compose=SigmoidGate("lora")),
+        Modification("ffn", Bottleneck(bottleneck), "sequential", SigmoidGate("adapter")),
+    )
+
+
+# -- rescaling and mixing ---------------------------------------------------------------------------------------------
+
+
+@_named
+def ia3(layers: LayersArg = "all") -> tuple[Modification | Selection, ...]:
+    """w ⊙ h at the keys, the values and the FFN's inner activation, w = 1 at the start (Liu et al. 2022)."""
+    return tuple(Modification(s, Rescale(), "sequential", layers=layers) for s in ("key", "value", "ffn_inner"))
+
+
+@_named
+def three_vectors() -> tuple[Modification | Selection, ...]:
+    """γ ⊙ Σ_l α_l h_l + β over all hidden states, where the head reads (3V; LN table 1).
+
+    The identity at the start. Error: a model that generates or chooses, which has no head over hidden states.
+    """
+    return (Modification("hidden_states", Mixture()),)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A row of the table: the function, the paper it comes from, and the learning rate where none is given."""
@@ -284,16 +369,24 @@ TABLE: Mapping[str, Entry] = {
     "parallel_adapter": Entry(parallel_adapter, "UV §3.3"),
     "scaled_parallel_adapter": Entry(scaled_parallel_adapter, "UV §3.3, §4.5"),
     "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", rate=1e-2),
+    "p_tuning_v2": Entry(p_tuning_v2, "Liu et al. 2022"),
+    "multi_head_parallel_adapter": Entry(multi_head_parallel_adapter, "UV §3.3, table 4"),
     "prompt": Entry(prompt, "Lester et al. 2021", rate=3e-2),
     "lora": Entry(lora, "UV eq. 6; Hu et al. 2021"),
     "mam": Entry(mam, "UV §4.6"),
+    "prefix_layernorm": Entry(prefix_layernorm, "LN §3.2"),
+    "unipelt": Entry(unipelt, "Mao et al. 2022"),
+    "ia3": Entry(ia3, "Liu et al. 2022"),
+    "three_vectors": Entry(three_vectors, "LN, table 1"),
 }
 """Every named method."""
 
+FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
+
 VOCABULARY: Mapping[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in TABLE.items()},
-    **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate)},
-    **{kind.__name__: kind for kind in (Bottleneck, LowRank, Prefix, Prompt, Vector)},
+    **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate)},
+    **{kind.__name__: kind for kind in FORMS},
 }
 """What an expression may name."""
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .algebra import Method, Modification, Scale
+from .algebra import Method, Modification
 from .anatomy import Anatomy
 from .catalogue import parse
 from .errors import DeltuneError, unknown
 from .forms import Shapes
 from .observe import inspect, skeleton
-from .sites import Place, Plan, plan
+from .planning import Plan, plan
+from .sites import Place
 
 DENOMINATORS = {
     "model": "all of AutoModel of the configuration",
@@ -59,17 +60,17 @@ class Count:
 
 def kept_shapes(modification: Modification, place: Place) -> Shapes:
     """Shapes of an edit's tensors in the file, a learned scale included."""
-    return modification.form.shapes(place.widths) | _scale_shape(modification)
+    return modification.form.shapes(place.widths) | modification.compose.shapes(place.widths)
 
 
 def trained_shapes(modification: Modification, place: Place) -> Shapes:
     """Shapes of an edit's own trained tensors, a learned scale included."""
-    return modification.form.trained(place.widths) | _scale_shape(modification)
+    return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
 
 
-def _scale_shape(modification: Modification) -> Shapes:
-    compose = modification.compose
-    return {"scale": ()} if isinstance(compose, Scale) and compose.learned else {}
+def tied_key(modification: Modification, place: Place) -> str:
+    """The name of what the places of one sub-module share, a gate."""
+    return f"{getattr(modification.compose, 'name', '')}_{place.sublayer.replace('.', '_')}"
 
 
 def _numel(shapes: Shapes) -> int:
@@ -91,17 +92,20 @@ def count(
     return count_plan(anatomy, plan(anatomy, parse(method)), *base_size(model, denominator), head=head)
 
 
-def count_plan(anatomy: Anatomy, planned: Plan, denominator: str, size: int, head: str = "train") -> Count:
-    """The count of a resolved method."""
+def count_plan(
+    anatomy: Anatomy, planned: Plan, denominator: str, size: int, head: str = "train", folded: bool = False
+) -> Count:
+    """The count of a resolved method. folded: it was loaded, so that no reparameterisation is trained."""
     kept = sum(_numel(kept_shapes(m, p)) for _, m, p in planned.edits)
     trained = sum(_numel(trained_shapes(m, p)) for _, m, p in planned.edits)
     shared = {(i, p.group): _numel(m.form.shared(p.widths)) for i, m, p in planned.edits}
-    selected = sum(t.numel for t in planned.selected)
+    tied = {tied_key(m, p): _numel(m.compose.tied(p.widths)) for _, m, p in planned.edits}
+    selected = sum(t.numel for t in planned.selected) + sum(tied.values())
     heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
         method=kept + selected,
         head=heads if head == "train" else 0,
-        training_only=trained + sum(shared.values()) - kept,
+        training_only=0 if folded else trained + sum(shared.values()) - kept,
         stored=kept + selected + heads,
         denominator=denominator,
         denominator_size=size,

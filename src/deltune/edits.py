@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .algebra import Gate, Method, Modification, Scale
+from .algebra import Method, Modification
 from .anatomy import Columns
-from .counting import kept_shapes, trained_shapes
+from .compositions import Gate
+from .counting import kept_shapes, tied_key, trained_shapes
 from .forms import Shapes
-from .sites import Place, Plan
+from .planning import Plan
+from .sites import Place
 
 
 @dataclass(frozen=True)
@@ -35,56 +37,69 @@ class Edit(nn.Module):
     Its parameters are the form's tensors (and a learned scale). `folded`: the kept ones, without a reparameterisation.
     """
 
-    def __init__(self, modification: Modification, place: Place, shared: nn.ParameterDict | None, folded: bool) -> None:
+    def __init__(
+        self,
+        modification: Modification,
+        place: Place,
+        shared: nn.ParameterDict | None,
+        tied: nn.ParameterDict | None,
+        folded: bool,
+    ) -> None:
         super().__init__()
         self.modification, self.place = modification, place
         self.folded = folded or shared is None
         self.gated = isinstance(modification.compose, Gate)
         self.fired = False
         self.seen: torch.Tensor | None = None
-        self.__dict__["shared"] = shared  # belongs to the delta; here it is only read
+        self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
+        self.composing = tuple(modification.compose.shapes(place.widths))
         make = kept_shapes if self.folded else trained_shapes
         for name, shape in make(modification, place).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
 
     def start(self) -> None:
-        """Initial values; a learned scale starts at its value."""
+        """Initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            self.modification.form.start({n: p for n, p in self._parameters.items() if n != "scale" and p is not None})
-            if isinstance(self.modification.compose, Scale) and self.modification.compose.learned:
-                self._parameters["scale"].fill_(self.modification.compose.value)  # type: ignore[union-attr]
+            self.modification.form.start(self._own(of_form=True))
+            self.modification.compose.start({**self._own(of_form=False), **(self.__dict__["tied"] or {})})
+
+    def _own(self, of_form: bool) -> dict[str, torch.Tensor]:
+        own = self._parameters.items()
+        return {n: p for n, p in own if p is not None and (n not in self.composing) == of_form}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The kept tensors of the form, folded from what is trained."""
-        own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if n != "scale" and p is not None}
+        own = self._own(of_form=True)
         if self.folded:
             return own
         shared: Mapping[str, torch.Tensor] = self.__dict__["shared"]
         return dict(self.modification.form.fold(own, shared, self.place.widths))
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """What the file holds: the kept tensors and a learned scale."""
-        scale = self._parameters.get("scale")
-        return self.tensors() | ({} if scale is None else {"scale": scale})
+        """What the file holds: the kept tensors of the form, and the composition's."""
+        return self.tensors() | self._own(of_form=False)
 
-    def change(self, h: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """compose(h, Δh) for add and scale, in h's own precision."""
-        delta = delta.to(h.dtype)
-        compose = self.modification.compose
-        if not isinstance(compose, Scale):
-            return h + delta
-        if compose.learned:
-            return h + self._parameters["scale"].to(h.dtype) * delta  # type: ignore[union-attr]
-        return torch.add(h, delta, alpha=compose.value)
+    def change(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """compose(h, Δh), in h's own precision."""
+        tensors = self._own(of_form=False) | dict(self.__dict__["tied"] or {})
+        return self.modification.compose(h, delta.to(h.dtype), tensors, x)
+
+    def take(self) -> torch.Tensor | None:
+        """What was seen; released on use: kept, it would hold the graph."""
+        seen, self.seen = self.seen, None
+        return seen
 
     def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with Δh of what was seen, or of h itself where nothing is read elsewhere."""
+        """compose(h, form(u)): u is the x that was seen (parallel), or h (sequential)."""
         columns = self.place.target.columns
         part = h if columns is None else _part(h, columns).flatten(-2)
-        u, self.seen = self.seen, None  # released on use: kept, it would hold the graph
-        if u is None:
+        x = self.take()
+        if self.modification.insertion == "parallel":
+            assert x is not None
+            u = x
+        else:
             u = module.forward(part) if self.place.again else part
-        changed = self.change(part, self.modification.form(self.tensors(), u, self.training))
+        changed = self.change(part, self.modification.form(self.tensors(), u, self.training), x)
         if columns is None:
             return changed
         whole = h.clone()
@@ -115,18 +130,16 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode = head, head_mode
         self.labels: Labels | None = None
+        self.folded = folded
         self.edits = nn.ModuleDict()
-        self.shared = nn.ModuleDict()
+        self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
+        self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
         self.held = nn.ParameterDict()
         for index, modification, place in planned.edits:
             shapes = {} if folded else modification.form.shared(place.widths)
-            shared = self._shared(f"{index}_{place.group}", shapes) if shapes else None
-            self.edits[Plan.key(index, place)] = Edit(modification, place, shared, folded)
-
-    def _shared(self, key: str, shapes: Shapes) -> nn.ParameterDict:
-        if key not in self.shared:
-            self.shared[key] = nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()})
-        return self.shared[key]  # type: ignore[return-value]
+            shared = _common(self.shared, f"{index}_{place.group}", shapes)
+            tied = _common(self.tied, tied_key(modification, place), modification.compose.tied(place.widths))
+            self.edits[Plan.key(index, place)] = Edit(modification, place, shared, tied, folded)
 
     def start(self) -> None:
         """Initial values of every trained tensor, drawn from torch's global generator."""
@@ -138,6 +151,13 @@ class Delta(nn.Module):
                 started.add(id(shared))
                 with torch.no_grad():
                     edit.modification.form.start(shared)
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """All numbers of the edits by their names in the file: edit.PLACE.TENSOR and tied.NAME.TENSOR."""
+        found = {f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.kept().items()}
+        for key, common in self.tied.items():
+            found |= {f"tied.{key}.{leaf}": t for leaf, t in common.named_parameters()}
+        return found
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
         for key, edit in self.edits.items():
@@ -151,6 +171,15 @@ class Delta(nn.Module):
     def owned(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))
+
+
+def _common(home: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:
+    """The tensors under a key, made when first asked for; None where there are none."""
+    if shapes and key not in home:
+        home[key] = nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()})
+    found = home[key] if shapes else None
+    assert found is None or isinstance(found, nn.ParameterDict)
+    return found
 
 
 def slot_key(name: str) -> str:

@@ -41,18 +41,25 @@ def expression(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes a form needs: of u, of h, and of the attention's key-value heads (0 elsewhere)."""
+    """The sizes a form needs: of u, of h, of x (what the frozen sub-module reads), and of the attention's heads.
+
+    `states`: how many hidden states there are to mix, at the site that has them all.
+    """
 
     in_width: int
     out_width: int
+    x_width: int = 0
+    heads: int = 0
     kv_heads: int = 0
     head_width: int = 0
     value_width: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, repr=False)
 class Form:
-    """A functional form of Δh. `needs`: what a site must offer: "hidden" (any), "attention" (inside one), "tokens"."""
+    """A functional form of Δh. `needs`: what a site must offer: "hidden" (one representation), "attention" (the inside
+    of one), "tokens" (the input embeddings), "states" (all layers' outputs)."""
 
     needs: ClassVar[str] = "hidden"
 
@@ -81,6 +88,10 @@ class Form:
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
+        raise NotImplementedError
+
+    def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
         raise NotImplementedError
 
 
@@ -177,9 +188,12 @@ class LowRank(Form):
 
 @dataclass(frozen=True, repr=False)
 class Vector(Form):
-    """Δh = b, a constant d_out-vector, 0 at the start (a bias). existing: only where the linear already has a bias."""
+    """Δh = b, a constant d_out-vector, 0 at the start (a bias).
 
-    existing: bool = False
+    where: "all" places, those with a bias already ("biased"), or those without one ("unbiased").
+    """
+
+    where: Literal["all", "biased", "unbiased"] = "all"
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"vector": (widths.out_width,)}
@@ -246,6 +260,110 @@ class Prefix(Form):
         keys, values = rows.split([widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1)
         shapes = self.shapes(widths)
         return {"keys": keys.reshape(shapes["keys"]), "values": values.reshape(shapes["values"])}
+
+    def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        keys, values = _for_query(tensors, query)
+        return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
+
+
+def _for_query(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """P_k and P_v (l, N_kv, d) as (B, N_h, l, d), each key-value head repeated for the query heads it serves."""
+    keys, values = (tensors[name].to(query.dtype).transpose(0, 1)[None] for name in ("keys", "values"))
+    repeat = query.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(repeat, dim=1).expand(query.shape[0], -1, -1, -1) for t in (keys, values))
+    return keys, values
+
+
+@dataclass(frozen=True, repr=False)
+class MultiHead(Form):
+    """Δh = relu(q P_kᵀ) P_v per head, q the model's own scaled query: the frozen W_q is part of the down projection
+    (UV §3.3, table 4; the released code).
+
+    length l >= 1: P_k (l, N_kv, d_h), N(0, 0.02), and P_v (l, N_kv, d_v), 0 at the start.
+    """
+
+    needs: ClassVar[str] = "attention"
+    length: int
+
+    def __post_init__(self) -> None:
+        _positive(length=self.length)
+
+    def shapes(self, widths: Widths) -> Shapes:
+        heads = (self.length, widths.kv_heads)
+        return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
+
+    def start(self, tensors: Tensors) -> None:
+        _start_pair(tensors["keys"], tensors["values"], "bert", zero_up=True)
+
+    def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        keys, values = _for_query(tensors, query)
+        return (torch.relu(query @ keys.transpose(-1, -2) * scaling) @ values).transpose(1, 2)
+
+
+@dataclass(frozen=True, repr=False)
+class OwnMultiHead(Form):
+    """Δh = relu(u W_down) P_v per head, each head with a W_down of its own (UV §3.3).
+
+    length l >= 1: down (N_h l, d_in), N(0, 0.02), and values (l, N_h, d_v), 0 at the start; at the heads only.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        _positive(length=self.length)
+
+    def shapes(self, widths: Widths) -> Shapes:
+        if not widths.heads:
+            raise DeltuneError("OwnMultiHead acts at site 'heads' of an attention whose heads can be seen")
+        return {
+            "down": (widths.heads * self.length, widths.in_width),
+            "values": (self.length, widths.heads, widths.value_width),
+        }
+
+    def start(self, tensors: Tensors) -> None:
+        _start_pair(tensors["down"], tensors["values"], "bert", zero_up=True)
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        inner = torch.relu(F.linear(u, tensors["down"].to(u.dtype))).unflatten(-1, (-1, self.length))
+        return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
+
+
+@dataclass(frozen=True, repr=False)
+class Rescale(Form):
+    """Δh = w ⊙ u - u with w = 1 at the start, so that h + Δh = w ⊙ h (Liu et al. 2022). Tensor: gain (d,)."""
+
+    def shapes(self, widths: Widths) -> Shapes:
+        return {"gain": (widths.out_width,)}
+
+    def start(self, tensors: Tensors) -> None:
+        torch.nn.init.ones_(tensors["gain"])
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return tensors["gain"].to(u.dtype) * u - u
+
+
+@dataclass(frozen=True, repr=False)
+class Mixture(Form):
+    """γ ⊙ Σ_l α_l h_l + β over the L + 1 hidden states, in place of the last (3V; LN table 1).
+
+    Tensors: layers α (L + 1,), 1 for the last and 0 for the others; gain γ (d,) 1; bias β (d,) 0: the identity.
+    """
+
+    needs: ClassVar[str] = "states"
+
+    def shapes(self, widths: Widths) -> Shapes:
+        return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
+
+    def start(self, tensors: Tensors) -> None:
+        torch.nn.init.zeros_(tensors["layers"])
+        tensors["layers"][-1] = 1
+        torch.nn.init.ones_(tensors["gain"])
+        torch.nn.init.zeros_(tensors["bias"])
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        """u (L + 1, B, n, d) -> Δh (B, n, d) to the last state."""
+        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
+        return t["gain"] * torch.einsum("l,l...->...", t["layers"], u) + t["bias"] - u[-1]
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,11 +23,17 @@ from .edits import Delta, Edit, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
 from .observe import base_model, inspect
 from .prompting import TokenTap
-from .taps import AttentionPort, Tap
+from .taps import AttentionPort, StatesTap, Tap
 from .trace import configurations, trace
 
 NAME = "deltune"
 """The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
+
+
+AnyTap = Tap | AttentionPort | StatesTap | TokenTap
+
+TAPS: dict[str, type[AnyTap]] = {"attention": AttentionPort, "states": StatesTap, "tokens": TokenTap}
+"""What serves the sides of a place that no plain hook reaches."""
 
 
 class Tuned(nn.Module):
@@ -46,7 +52,7 @@ class Tuned(nn.Module):
         self.base_labels = Labels.of(model.config)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
-        self.taps: dict[tuple[str, str], Tap | AttentionPort | TokenTap] = {}
+        self.taps: dict[tuple[str, str], AnyTap] = {}
         self.slots = _slots(model)
         model.requires_grad_(False)
         model.add_module(NAME, self)
@@ -85,7 +91,8 @@ class Tuned(nn.Module):
     def count(self, denominator: str | int = "model", name: str | None = None) -> Count:
         """The exact count of the delta in use (or of the one named)."""
         delta = self.delta(name)
-        return count_plan(self.anatomy, delta.planned, *base_size(self.model, denominator), head=delta.head_mode)
+        size = base_size(self.model, denominator)
+        return count_plan(self.anatomy, delta.planned, *size, head=delta.head_mode, folded=delta.folded)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The trained parameters of the delta in use, for an optimiser."""
@@ -186,10 +193,9 @@ class Tuned(nn.Module):
         return store.write(folder, store.facts_of(delta, base), self.tensors(delta))
 
     def tensors(self, delta: Delta) -> dict[str, torch.Tensor]:
-        """All numbers of a delta by their names in the file: edit.PLACE.TENSOR and base.NAME, on the CPU."""
+        """All numbers of a delta by their names in the file, on the CPU: its edits', and base.NAME for what it owns."""
         with torch.no_grad():
-            found = {f"edit.{key}.{leaf}": t for key, edit in delta.named_edits() for leaf, t in edit.kept().items()}
-            found |= {f"base.{name}": self.value(delta, name) for name in delta.owned}
+            found = delta.kept() | {f"base.{name}": self.value(delta, name) for name in delta.owned}
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
     def fit(self, delta: Delta) -> Delta:
@@ -199,8 +205,8 @@ class Tuned(nn.Module):
         dtype = torch.float64 if wide else torch.float32
         for edit in delta.all_edits():
             edit.to(self._device(edit, default), dtype)
-        for shared in delta.shared.values():
-            shared.to(default, dtype)
+        for common in (*delta.shared.values(), *delta.tied.values()):
+            common.to(default, dtype)
         return delta
 
     # -- inside
@@ -222,24 +228,20 @@ class Tuned(nn.Module):
 
     def _wire(self) -> None:
         """A tap for every module that some delta reads or writes, and the attention function where one needs it."""
-        modules = dict(self.model.named_modules())
-        wanted: dict[tuple[str, str], type] = {}
+        wanted: dict[tuple[str, str], type[AnyTap]] = {}
         for delta in self.deltas.values():
             assert isinstance(delta, Delta)
             for edit in delta.all_edits():
                 side = edit.place.target.side
-                kinds = {"attention": AttentionPort, "tokens": TokenTap}
-                wanted[(edit.place.target.path, side if side in kinds else "hook")] = kinds.get(side, Tap)
+                special = side if side in TAPS else "hook"
+                wanted[(edit.place.target.path, special)] = TAPS.get(side, Tap)
                 if edit.place.source is not None:
                     wanted[(edit.place.source.path, "hook")] = Tap
         for key in [k for k in self.taps if k not in wanted]:
             self.taps.pop(key).remove()
         for key, kind in wanted.items():
             if key not in self.taps:
-                if kind is TokenTap:
-                    self.taps[key] = TokenTap(self.model, self.anatomy)
-                else:
-                    self.taps[key] = kind(modules[key[0]], key[0])
+                self.taps[key] = kind(self.model, self.anatomy, key[0])
         inside = any(isinstance(tap, AttentionPort) for tap in self.taps.values())
         for config, implementation in self.implementations:
             config._attn_implementation = extended_name(implementation) if inside else implementation

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from .algebra import Gate, Scale
 from .anatomy import Anatomy
+from .compositions import Gate, Scale, SigmoidGate
 from .edits import Delta, Edit
 from .errors import all_problems
-from .forms import LowRank, Vector
+from .forms import LowRank, Rescale, Vector
 
 Values = Callable[[str], torch.Tensor]
 
@@ -27,8 +27,9 @@ def merged(anatomy: Anatomy, delta: Delta, original: Values, own: Values) -> dic
     with torch.no_grad():
         values = {name: own(name).detach() for name in delta.owned}
         for edit in delta.all_edits():
-            name = _tensor_name(anatomy, edit, "bias" if isinstance(edit.modification.form, Vector) else "weight")
-            values[name] = _folded(edit, values.get(name, original(name).detach()))
+            for leaf in _leaves(anatomy, edit):
+                name = _tensor_name(anatomy, edit, leaf)
+                values[name] = _folded(edit, leaf, values.get(name, original(name).detach()))
     return values
 
 
@@ -40,8 +41,10 @@ def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
 
 def _obstacle(anatomy: Anatomy, edit: Edit) -> str | None:
     modification = edit.modification
-    if isinstance(modification.compose, Gate):
+    if isinstance(modification.compose, Gate | SigmoidGate):
         return "its gate depends on the input"
+    if isinstance(modification.form, Rescale) and edit.place.linear is not None:
+        return None
     if isinstance(modification.form, Vector):
         if edit.place.target.side == "output" and _tensor_name(anatomy, edit, "bias"):
             return None
@@ -53,20 +56,30 @@ def _obstacle(anatomy: Anatomy, edit: Edit) -> str | None:
     return None
 
 
-def _folded(edit: Edit, old: torch.Tensor) -> torch.Tensor:
-    """The new value of the one tensor that an edit changes."""
-    tensors, compose = edit.kept(), edit.modification.compose
-    leaf = "bias" if isinstance(edit.modification.form, Vector) else "weight"
+def _leaves(anatomy: Anatomy, edit: Edit) -> tuple[str, ...]:
+    """Which of the projection's tensors an edit changes."""
+    if isinstance(edit.modification.form, Vector):
+        return ("bias",)
+    rescaled = isinstance(edit.modification.form, Rescale) and edit.place.target.side == "output"
+    return ("weight", "bias") if rescaled and _tensor_name(anatomy, edit, "bias") else ("weight",)
+
+
+def _folded(edit: Edit, leaf: str, old: torch.Tensor) -> torch.Tensor:
+    """The new value of one tensor of the edit's projection."""
+    compose, columns = edit.modification.compose, edit.place.target.columns
     wide = torch.promote_types(old.dtype, torch.float32)
-    change = tensors["vector"] if leaf == "bias" else tensors["up"].to(wide) @ tensors["down"].to(wide)
-    scale = tensors["scale"].to(wide) if "scale" in tensors else compose.value if isinstance(compose, Scale) else 1.0
-    change = change.to(device=old.device, dtype=wide) * scale
     transposed = edit.place.linear is not None and edit.place.linear.transposed and leaf == "weight"
     new = (old.T if transposed else old).to(wide).clone()
-    columns = edit.place.target.columns
-    if columns is None:
-        new += change
+    part = new if columns is None else new.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
+    t = {name: tensor.to(device=old.device, dtype=wide) for name, tensor in edit.kept().items()}
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        return value.unflatten(0, (columns.groups, -1)) if columns else value
+
+    if isinstance(edit.modification.form, Rescale):  # w ⊙ (x W + b) on the output side, (w ⊙ x) W on the input side
+        gain = t["gain"] if edit.place.target.side == "input" else rows(t["gain"])
+        part *= gain[..., None] if leaf == "weight" and edit.place.target.side == "output" else gain
     else:
-        part = new.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
-        part += change.unflatten(0, (columns.groups, -1))
+        change = t["vector"] if leaf == "bias" else t["up"] @ t["down"]
+        part += rows(change) * (t["scale"] if "scale" in t else compose.value if isinstance(compose, Scale) else 1.0)
     return (new.T if transposed else new).to(old.dtype).contiguous()

@@ -25,14 +25,14 @@ from .trace import observing
 class TokenTap:
     """The prompt edits in use at one model's first stack."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
         stack = anatomy.stacks[0]
         self.active: list[Edit] = []
         self.added = 0  # rows that the pass under way has before its tokens
         self.total = 0  # its length with them
         self.words = model.get_submodule(stack.words or "")
         self.positions = model.get_submodule(stack.positions) if stack.positions else None
-        entry = model.get_submodule(stack.entry) if stack.entry else model
+        entry = model.get_submodule(path)
         self.arguments = list(signature(entry.forward).parameters)
         self.handles = [entry.register_forward_pre_hook(self.before, with_kwargs=True)]
         if self.positions is not None:
@@ -43,7 +43,7 @@ class TokenTap:
             self.handles.append(decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True))
         else:
             for path in dict.fromkeys((stack.container, stack.entry)):  # inside first: a pooler may follow
-                module = model.get_submodule(path) if path else model
+                module = model.get_submodule(path)
                 self.handles.append(module.register_forward_hook(self.trim))
 
     def serve(self, edits: Iterable[Edit]) -> None:

@@ -1,23 +1,24 @@
-"""Where: the places of one model that a modification means, and the tensors that a selection means.
+"""Where: the places of one model that a modification means.
 
-Reads the anatomy only (no weights), so that counting, attaching and refusing agree by construction.
+Reads the anatomy only (no weights), so that counting, attaching and refusing agree by construction. Each site's rule
+says what it is on one layer, a Spot; insertion and composition then decide what is read there, the same for all sites.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .algebra import LayersArg, Method, Modification, Selection
-from .anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Tensor
-from .errors import DeltuneError, all_problems
+from .algebra import LayersArg, Modification
+from .anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear
+from .errors import DeltuneError
 from .forms import Prompt, Vector, Widths
 
 
 @dataclass(frozen=True)
 class Port:
     """One side of one module. side: "input" (its first argument), "output", "attention" (inside the attention's call),
-    "tokens" (around a stack). columns: the part of a fused projection's output."""
+    "tokens" (around a stack), "states" (all hidden states of a stack). columns: the part of a fused projection."""
 
     path: str
     side: str
@@ -26,53 +27,39 @@ class Port:
 
 @dataclass(frozen=True)
 class Place:
-    """One concrete place of a modification: h is written at `target`, u read at `source` (None: from h itself).
+    """One concrete place of a modification: h is written at `target`, x read at `source` (None: nothing but h is read).
 
-    `name` is unique and stable, "encoder.3.self.query"; `group` says which places share what is shared; `again`: the
-    target is a norm, applied to h before the form reads it (x="normed"); `linear`: the projection, where it is one.
+    `name` is unique and stable, "encoder.3.self.query"; `sublayer` the sub-module it is in; `group` what shares a
+    reparameterisation; `again`: the target is a norm, applied to h before the form reads it (x="normed"); `linear`: the
+    projection, where it is one; `biased`: whether a bias is there already.
     """
 
     name: str
     target: Port
     source: Port | None
     widths: Widths
+    sublayer: str
     group: str
     again: bool = False
     linear: Linear | None = None
+    biased: bool = False
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a method comes down to on one model: edits (term index, modification, place) and the selected tensors."""
+class Spot:
+    """A site on one layer before insertion and composition: h at `target` (h_width), x at `x` (x_width)."""
 
-    edits: tuple[tuple[int, Modification, Place], ...]
-    selected: tuple[Tensor, ...]
-
-    @staticmethod
-    def key(index: int, place: Place) -> str:
-        """The name of an edit in modules and files."""
-        return f"{index}_{place.name.replace('.', '_')}"
-
-
-def plan(anatomy: Anatomy, method: Method) -> Plan:
-    """Resolve a method on a model. Errors: DeltuneError with every term that cannot be had and why."""
-    problems: list[str] = []
-    edits: list[tuple[int, Modification, Place]] = []
-    selected: dict[str, Tensor] = {}
-    for index, part in enumerate(method.parts):
-        try:
-            if isinstance(part, Modification):
-                edits.extend((index, part, place) for place in places(anatomy, part))
-            else:
-                selected.update((t.name, t) for t in tensors(anatomy, part))
-        except DeltuneError as error:
-            problems.append(f"{part!r}: {error}")
-    if problems:
-        raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
-    return Plan(tuple(edits), tuple(selected.values()))
-
-
-# -- which layers
+    name: str
+    target: Port
+    h_width: int
+    sublayer: str
+    group: str
+    x: Port | None = None
+    x_width: int = 0
+    again: bool = False
+    linear: Linear | None = None
+    biased: bool = False
+    attention: Attention | None = None
 
 
 def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
@@ -103,115 +90,121 @@ def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
     return found
 
 
-# -- modifications
-
-
 def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
     """Every place of a modification, in the order of execution; an error where there is none or it cannot be seen."""
-    if modification.site == "embedding":
-        return [_embedding(anatomy, modification)]
-    found: list[Place] = []
-    for layer in chosen_layers(anatomy, modification.layers, modification.stack):
-        if modification.site == "block":
-            found.append(_block(anatomy, layer))
-        elif modification.site.startswith("ffn"):
-            found.extend(p for i, ffn in enumerate(layer.ffns) for p in _ffn(layer, ffn, i, modification))
-        else:
-            chosen = [a for a in layer.attentions if modification.attention in ("all", a.kind)]
-            found.extend(_attention(layer, attention, modification) for attention in chosen)
-    if isinstance(modification.form, Vector) and modification.form.existing:
-        found = [p for p in found if p.linear and p.linear.bias]
-        if not found:
-            raise DeltuneError(f"no {modification.site} projection of this model has a bias")
-    if not found:
+    if modification.site in ("embedding", "hidden_states"):
+        whole = _embedding if modification.site == "embedding" else _hidden_states
+        return [whole(anatomy, modification)]
+    spots = [
+        spot
+        for layer in chosen_layers(anatomy, modification.layers, modification.stack)
+        for spot in _spots(anatomy, layer, modification)
+    ]
+    if isinstance(modification.form, Vector) and modification.form.where != "all":
+        wanted = modification.form.where == "biased"
+        spots = [spot for spot in spots if spot.biased == wanted]
+        if not spots and not modification.optional:
+            which = "has a bias" if wanted else "lacks a bias"
+            raise DeltuneError(f"no {modification.site} of this model {which}")
+    elif not spots and not modification.optional:
         kinds = sorted({a.kind for layer in anatomy.layers for a in layer.attentions})
         if modification.attention not in ("all", *kinds):
-            wanted = modification.attention
-            raise DeltuneError(f"attention={wanted!r}: this model has {' and '.join(kinds)} attention only")
+            asked = modification.attention
+            raise DeltuneError(f"attention={asked!r}: this model has {' and '.join(kinds)} attention only")
         raise DeltuneError(f"this model has no site {modification.site!r} that can be seen")
-    return found
+    return [_place(spot, modification) for spot in spots]
 
 
-def _attention(layer: Layer, attention: Attention, modification: Modification) -> Place:
-    site, sequential = modification.site, modification.insertion == "sequential"
-    name = f"{layer.stack}.{layer.index}.{attention.kind}.{site}"
-    group = f"{layer.stack}_{attention.kind}"
-    x = _read(attention, modification)
-    hidden = attention.output.out_width
+def _place(spot: Spot, modification: Modification) -> Place:
+    """u is x (parallel) or h (sequential); a gate reads x in either case."""
+    parallel = modification.insertion == "parallel"
+    reads = parallel or modification.compose.reads_x
+    if reads and spot.x is None:
+        raise DeltuneError(f"{spot.name} has no input of its own to read")
+    a = spot.attention
+    widths = Widths(
+        spot.x_width if parallel else spot.h_width, spot.h_width, spot.x_width,
+        (a.heads or 0) if a else 0, (a.kv_heads or 0) if a else 0, (a.head_width or 0) if a else 0,
+        (a.value_width or 0) if a else 0,
+    )  # fmt: skip
+    inside = modification.form.needs == "attention" and not modification.compose.reads_x
+    return Place(
+        spot.name, spot.target, spot.x if reads and not inside else None, widths, spot.sublayer, spot.group, spot.again,
+        spot.linear, spot.biased,
+    )  # fmt: skip
+
+
+def _spots(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[Spot]:
+    site, stem = modification.site, f"{layer.stack}.{layer.index}"
+    if site == "block":
+        width = anatomy.stack(layer.stack).width
+        target, x = Port(layer.path, "output"), Port(layer.path, "input")
+        yield Spot(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
+    elif site == "norm":
+        for number, norm in enumerate(layer.norms):
+            name = f"{stem}.norm{number}"
+            yield Spot(name, Port(norm.path, "output"), norm.width, name, layer.stack, biased=norm.bias)
+    elif site.startswith("ffn"):
+        for number, ffn in enumerate(layer.ffns):
+            yield from _ffn(f"{stem}.{number}" if number else stem, layer, ffn, modification)
+    else:
+        for attention in layer.attentions:
+            if modification.attention in ("all", attention.kind):
+                yield _attention(f"{stem}.{attention.kind}", layer, attention, modification)
+
+
+def _attention(stem: str, layer: Layer, attention: Attention, modification: Modification) -> Spot:
+    site, output = modification.site, attention.output
+    name, group = f"{stem}.{site}", f"{layer.stack}_{attention.kind}"
+    x = Port(_read(attention, modification), "input")
+    x_width = attention.query.in_width if attention.query else output.out_width
+    if site == "output":
+        return _projection(name, output, stem, group)
     if site == "attention":
-        target = Port(attention.output.path, "output")
-        widths = Widths(hidden, hidden)
-        return Place(name, target, None if sequential else x, widths, group)
-    if site == "output" or (site == "heads" and modification.form.needs == "hidden"):
-        side = "output" if site == "output" else "input"
-        linear = attention.output
-        inner = linear.in_width
-        if site == "output":
-            source = None if sequential else Port(linear.path, "input")
-            widths = Widths(linear.out_width if sequential else inner, linear.out_width)
-            return Place(name, Port(linear.path, side), source, widths, group, linear=linear)
-        widths = Widths(inner if sequential else _width(attention), inner)
-        return Place(name, Port(linear.path, side), None if sequential else x, widths, group)
+        return Spot(name, Port(output.path, "output"), output.out_width, stem, group, x, x_width)
+    if site == "heads" and modification.form.needs == "hidden":
+        return Spot(name, Port(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention)
     if attention.query is None or attention.key is None or attention.value is None:
         raise DeltuneError(
             f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not call "
             "transformers' attention interface"
         )
     if site == "heads":
-        assert attention.kv_heads and attention.head_width and attention.value_width
-        widths = Widths(
-            attention.query.in_width, attention.output.in_width, attention.kv_heads, attention.head_width,
-            attention.value_width,
-        )  # fmt: skip
-        return Place(name, Port(attention.path, "attention"), None, widths, group)
+        target = Port(attention.path, "attention")
+        return Spot(name, target, output.in_width, stem, group, x, x_width, attention=attention)
     linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
-    return _projection(name, linear, modification, group)
+    return _projection(name, linear, stem, group)
 
 
-def _width(attention: Attention) -> int:
-    return attention.query.in_width if attention.query else attention.output.out_width
-
-
-def _projection(name: str, linear: Linear, modification: Modification, group: str) -> Place:
-    sequential = modification.insertion == "sequential"
-    source = None if sequential else Port(linear.path, "input")
-    widths = Widths(linear.out_width if sequential else linear.in_width, linear.out_width)
-    return Place(name, Port(linear.path, "output", linear.columns), source, widths, group, linear=linear)
-
-
-def _ffn(layer: Layer, ffn: FFN, number: int, modification: Modification) -> Iterator[Place]:
-    stem = f"{layer.stack}.{layer.index}" + (f".{number}" if number else "")
-    site, sequential = modification.site, modification.insertion == "sequential"
-    if site == "ffn_up":
-        for i, linear in enumerate(ffn.inputs):
-            yield _projection(f"{stem}.ffn_up{i if i else ''}", linear, modification, layer.stack)
-        return
-    if site == "ffn_down":
-        yield _projection(f"{stem}.ffn_down", ffn.output, modification, layer.stack)
-        return
-    hidden = ffn.output.out_width
-    widths = Widths(hidden if sequential else ffn.inputs[0].in_width, hidden)
-    if modification.x == "normed" and ffn.post is not None:
-        # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
-        yield Place(f"{stem}.ffn", Port(ffn.post, "input"), None, widths, layer.stack, again=True)
-        return
-    yield Place(
-        f"{stem}.ffn", Port(ffn.output.path, "output"), None if sequential else _read(ffn, modification), widths,
-        layer.stack,
+def _projection(name: str, linear: Linear, sublayer: str, group: str) -> Spot:
+    target, x = Port(linear.path, "output", linear.columns), Port(linear.path, "input")
+    return Spot(
+        name, target, linear.out_width, sublayer, group, x, linear.in_width, linear=linear, biased=linear.bias
     )  # fmt: skip
 
 
-def _read(part: Attention | FFN, modification: Modification) -> Port:
+def _ffn(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[Spot]:
+    site, sublayer, group = modification.site, f"{stem}.ffn", layer.stack
+    hidden, x_width = ffn.output.out_width, ffn.inputs[0].in_width
+    x = Port(_read(ffn, modification), "input")
+    if site == "ffn_up":
+        for number, linear in enumerate(ffn.inputs):
+            yield _projection(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
+    elif site == "ffn_down":
+        yield _projection(f"{stem}.ffn_down", ffn.output, sublayer, group)
+    elif site == "ffn_inner":
+        target = Port(ffn.output.path, "input")
+        yield Spot(f"{stem}.ffn_inner", target, ffn.output.in_width, sublayer, group, linear=ffn.output)
+    elif modification.x == "normed" and ffn.post is not None:
+        # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
+        yield Spot(f"{stem}.ffn", Port(ffn.post, "input"), hidden, sublayer, group, x, x_width, again=True)
+    else:
+        yield Spot(f"{stem}.ffn", Port(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
+
+
+def _read(part: Attention | FFN, modification: Modification) -> str:
     """Where x is read: the sub-layer's own input, or the residual stream before its pre-norm (post-norm: the same)."""
-    if modification.x == "residual" and part.pre is not None:
-        return Port(part.pre, "input")
-    return Port(part.reads, "input")
-
-
-def _block(anatomy: Anatomy, layer: Layer) -> Place:
-    width = anatomy.stack(layer.stack).width
-    name = f"{layer.stack}.{layer.index}.block"
-    return Place(name, Port(layer.path, "output"), Port(layer.path, "input"), Widths(width, width), layer.stack)
+    return part.pre if modification.x == "residual" and part.pre is not None else part.reads
 
 
 def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
@@ -222,39 +215,15 @@ def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
         raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
     words = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
     width = words.shape[1]
-    return Place(f"{stack.name}.embedding", Port(stack.entry, "tokens"), None, Widths(width, width), stack.name)
+    name = f"{stack.name}.embedding"
+    return Place(name, Port(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
 
 
-# -- selections
-
-
-def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
-    """Every tensor of a selection, each once; an error where none exists, saying what there is."""
-    layers = {anatomy.layers.index(la) for la in chosen_layers(anatomy, selection.layers, selection.stack)}
-    belongs = {norm.path: norm for _, norm in anatomy.all_norms()}
-    found = []
-    for tensor in anatomy.tensors:
-        if tensor.area not in selection.areas or (tensor.layer is not None and tensor.layer not in layers):
-            continue
-        if not any(_is(tensor, role) for role in selection.roles):
-            continue
-        norm: Norm | None = belongs.get(tensor.name.rpartition(".")[0])
-        if selection.of != "both" and norm is not None and norm.of and selection.of not in norm.of:
-            continue
-        found.append(tensor)
-    missing = [r for r in selection.roles if not any(_is(t, r) for t in anatomy.tensors)]
-    if not found or (missing and len(missing) == len(selection.roles)):
-        raise DeltuneError(_nothing(anatomy, selection))
-    return found
-
-
-def _is(tensor: Tensor, role: str) -> bool:
-    return role == "all" or tensor.role == role or (role == "bias" and tensor.role.rpartition(".")[2] == "bias")
-
-
-def _nothing(anatomy: Anatomy, selection: Selection) -> str:
-    roles = sorted({t.role for t in anatomy.tensors if t.area in selection.areas})
-    wanted = " or ".join(selection.roles)
-    if selection.roles == ("norm.bias",):
-        return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
-    return f"this model has no {wanted} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"
+def _hidden_states(anatomy: Anatomy, modification: Modification) -> Place:
+    stack = anatomy.stacks[-1]
+    if any(t.area == "vocabulary" for t in anatomy.tensors):
+        raise DeltuneError("all hidden states are read together by a task head; this model has a vocabulary instead")
+    width = stack.width
+    widths = replace(Widths(width, width), states=stack.depth + 1)
+    name = f"{stack.name}.hidden_states"
+    return Place(name, Port(stack.container, "states"), None, widths, name, stack.name)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .anatomy import Anatomy
 from .edits import Edit
 from .trace import PORT, observing
 
@@ -18,7 +19,8 @@ from .trace import PORT, observing
 class Tap:
     """All edits in use that read or write at one module."""
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        module = model.get_submodule(path)
         self.path = path
         self.reads: list[Edit] = []
         self.writes_input: list[Edit] = []
@@ -44,7 +46,7 @@ class Tap:
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
         for edit in self.writes_input:
-            h = self.mark(edit, h) if observing() else edit.apply_to(h, module)
+            h = edit.apply_to(h, module) if not observing() else self.mark(edit, h)
         for edit in self.reads:
             edit.seen = h
         if not self.writes_input:
@@ -57,14 +59,13 @@ class Tap:
             return None
         h = output if isinstance(output, torch.Tensor) else output[0]
         for edit in self.writes_output:
-            h = self.mark(edit, h) if observing() else edit.apply_to(h, module)
+            h = edit.apply_to(h, module) if not observing() else self.mark(edit, h)
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     @staticmethod
-    def mark(edit: Edit, h: torch.Tensor) -> torch.Tensor:
+    def mark(edit: Edit, h: Any = None) -> Any:
         """While the model is only looked at: the edit fired, if what it reads had been seen."""
-        edit.fired |= edit.place.source is None or edit.seen is not None
-        edit.seen = None
+        edit.fired |= edit.place.source is None or edit.take() is not None
         return h
 
     def remove(self) -> None:
@@ -75,9 +76,9 @@ class Tap:
 class AttentionPort:
     """The edits in use inside one attention; the attention function finds them through the module."""
 
-    def __init__(self, module: nn.Module, path: str) -> None:
-        self.path, self.module, self.active = path, module, list[Edit]()
-        module.__dict__[PORT] = self
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        self.path, self.module, self.active = path, model.get_submodule(path), list[Edit]()
+        self.module.__dict__[PORT] = self
 
     def serve(self, edits: Iterable[Edit]) -> None:
         self.active = [e for e in edits if e.place.target.path == self.path and e.place.target.side == "attention"]
@@ -87,7 +88,67 @@ class AttentionPort:
 
     def mark(self) -> None:
         for edit in self.active:
-            edit.fired = True
+            Tap.mark(edit)
 
     def remove(self) -> None:
         self.module.__dict__.pop(PORT, None)
+
+
+class StatesTap:
+    """The edits in use that read all hidden states of a stack and change the last, at the module around its layers."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        stack = next(s for s in anatomy.stacks if s.container == path)
+        container = model.get_submodule(path)
+        self.active: list[Edit] = []
+        self.states: list[torch.Tensor] | None = None
+        self.handles = [container.register_forward_pre_hook(self.open), container.register_forward_hook(self.close)]
+        for layer in anatomy.layers:
+            if layer.stack == stack.name:
+                module = model.get_submodule(layer.path)
+                self.handles.append(module.register_forward_pre_hook(self.collect, with_kwargs=True))
+
+    def serve(self, edits: Iterable[Edit]) -> None:
+        self.active = [e for e in edits if e.place.target.side == "states"]
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        self.states = [] if self.active else None
+
+    def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A layer's input is the state before it; outside the container's own pass (recomputation) nothing is kept."""
+        if self.states is not None:
+            self.states.append(args[0] if args else next(iter(kwargs.values())))
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The container's first output is the last state."""
+        states, self.states = self.states, None
+        if not states:
+            return None
+        if observing():
+            for edit in self.active:
+                Tap.mark(edit)
+            return None
+        before = last = output if isinstance(output, torch.Tensor) else output[0]
+        whole = torch.stack([*(h[:, -last.shape[1] :] for h in states), last])
+        for edit in self.active:
+            last = edit.change(last, edit.modification.form(edit.tensors(), whole, edit.training))
+        return _replaced(output, before, last)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "states": None}
+
+
+def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+    """The output with one tensor in place of another wherever it stands: alone, in a tuple, among the hidden states."""
+    if output is before:
+        return after
+    if isinstance(output, tuple | list):
+        return type(output)(_replaced(value, before, after) for value in output)
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = _replaced(value, before, after)
+    return output
