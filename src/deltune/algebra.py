@@ -185,6 +185,57 @@ class Named(Method):
 
 
 @dataclass(frozen=True, repr=False)
+class Masked(Method):
+    """Exactly `parameters` scalars of a method are trained, W ⊙ m; the rest stay zero, or pretrained (AP §5.1).
+
+    parameters: a number, or a share of the base model such as "0.05%"; pattern: "discrete" or "adjacent"; along: "rows"
+    or "columns"; seed.
+    """
+
+    method: Method
+    parameters: int | str
+    pattern: str = "discrete"
+    along: str = "rows"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("pattern", self.pattern, ("discrete", "adjacent")),
+            ("along", self.along, ("rows", "columns")),
+        ):
+            if value not in known:
+                raise DeltuneError(unknown(name, value, known))
+        if any(isinstance(term, Masked) for term in self.method.terms):
+            raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
+        if isinstance(self.parameters, str) and self._share() is None:
+            raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
+
+    def _share(self) -> float | None:
+        text = str(self.parameters).strip()
+        try:
+            return float(text[:-1]) / 100 if text.endswith("%") else None
+        except ValueError:
+            return None
+
+    def wanted(self, base: int) -> int:
+        """N for a base model of `base` scalars; a share is rounded down."""
+        share = self._share()
+        return int(self.parameters) if share is None else int(base * share)
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return self.method.parts
+
+    def written(self, method: str) -> str:
+        """The expression around an inner one."""
+        arguments = [("parameters", self.parameters), ("pattern", self.pattern), ("along", self.along)]
+        return f"apet({method}, {', '.join(f'{k}={v!r}' for k, v in [*arguments, ('seed', self.seed)])})"
+
+    def __repr__(self) -> str:
+        return self.written(repr(self.method))
+
+
+@dataclass(frozen=True, repr=False)
 class Sum(Method):
     """Several methods at once; + is associative, and the order of the terms is kept."""
 
@@ -209,7 +260,13 @@ def _call(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
 
 def explicit(method: Method) -> str:
     """The expression with every argument of its named methods written out, for files that must outlive a default."""
-    return " + ".join(_call(t.name, t.arguments) if isinstance(t, Named) else repr(t) for t in method.terms)
+    return " + ".join(_explicit(term) for term in method.terms)
+
+
+def _explicit(term: Method) -> str:
+    if isinstance(term, Masked):
+        return term.written(explicit(term.method))
+    return _call(term.name, term.arguments) if isinstance(term, Named) else repr(term)
 
 
 def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:

@@ -38,13 +38,15 @@ def attach(
     handle = existing(model)
     check_name(name, handle.names if handle else ())
     planned = plan(handle.anatomy if handle else inspect(model), parsed)
-    if any(edit.form.needs == "attention" for _, edit, _ in planned.edits):
+    if any(edit.modification.form.needs == "attention" for edit in planned.edits):
         for config in configurations(model):
             extended_name(config._attn_implementation)
     handle = handle or Tuned(model)
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle.fit(Delta(parsed, planned, heads, head))
     delta.start()
+    for name_in_model, sparse in delta.masked():
+        sparse.start(handle.original(name_in_model).detach())
     for owned in delta.owned:
         delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
     handle.add(name, delta, handle.base_labels)

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any, Literal
 
 from . import algebra, expressions
-from .algebra import LayersArg, Method, Modification, Named, Selection
+from .algebra import LayersArg, Masked, Method, Modification, Named, Selection
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .errors import DeltuneError, unknown
 from .forms import (
@@ -347,11 +347,38 @@ def three_vectors() -> tuple[Modification | Selection, ...]:
     return (Modification("hidden_states", Mixture()),)
 
 
+# -- arbitrary parameters ---------------------------------------------------------------------------------------------
+
+
+def apet(
+    method: Method | Literal["add", "concatenate", "plugin"],
+    parameters: int | str,
+    pattern: Literal["adjacent", "discrete"] = "discrete",
+    along: Literal["rows", "columns"] = "rows",
+    seed: int = 0,
+) -> Masked:
+    """W ⊙ m: exactly N scalars of any method are trained under a fixed mask (AP §5.1, eq. 14 to 17).
+
+    method: any method or sum, or one of the paper's operations: add (vectors on the sub-layers' outputs, eq. 14),
+    concatenate (prompt vectors and low rank, eq. 15), plugin (adapters, eq. 16). parameters: N, or a share of the
+    base model such as "0.05%"; pattern: discrete (uniform) or adjacent (consecutive rows or columns); seed of the draw.
+    """
+    return Masked(OPERATIONS[method]() if isinstance(method, str) else method, parameters, pattern, along, seed)
+
+
+OPERATIONS: Mapping[str, Callable[[], Method]] = {
+    "add": lambda: Modification("attention", Vector()) + Modification("ffn", Vector()),
+    "concatenate": lambda: prompt() + lora(),
+    "plugin": lambda: adapter(),
+}
+"""The three operations that insert a masked weight (AP §C)."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A row of the table: the function, the paper it comes from, and the learning rate where none is given."""
 
-    make: Callable[..., Named]
+    make: Callable[..., Method]
     paper: str
     rate: float = RATE
 
@@ -377,6 +404,7 @@ TABLE: Mapping[str, Entry] = {
     "prefix_layernorm": Entry(prefix_layernorm, "LN §3.2"),
     "unipelt": Entry(unipelt, "Mao et al. 2022"),
     "ia3": Entry(ia3, "Liu et al. 2022"),
+    "apet": Entry(apet, "AP §5.1, §C"),
     "three_vectors": Entry(three_vectors, "LN, table 1"),
 }
 """Every named method."""

@@ -32,7 +32,7 @@ class Composition:
         return {}
 
     def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors with their initial values, in place."""
+        """Fill those of its tensors that are given with their initial values, in place."""
 
     def __call__(
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
@@ -56,7 +56,7 @@ class Scale(Composition):
         return {"scale": ()} if self.learned else {}
 
     def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self.learned:
+        if "scale" in tensors:
             tensors["scale"].fill_(self.value)
 
     def __call__(
@@ -92,7 +92,8 @@ class SigmoidGate(Composition):
         return {"gate": (widths.x_width,)}
 
     def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        tensors["gate"].zero_()
+        if "gate" in tensors:
+            tensors["gate"].zero_()
 
     def __call__(
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None

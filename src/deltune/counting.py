@@ -59,18 +59,13 @@ class Count:
 
 
 def kept_shapes(modification: Modification, place: Place) -> Shapes:
-    """Shapes of an edit's tensors in the file, a learned scale included."""
+    """Shapes of an edit's tensors in the file, the composition's included."""
     return modification.form.shapes(place.widths) | modification.compose.shapes(place.widths)
 
 
 def trained_shapes(modification: Modification, place: Place) -> Shapes:
-    """Shapes of an edit's own trained tensors, a learned scale included."""
+    """Shapes of an edit's own trained tensors, the composition's included."""
     return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
-
-
-def tied_key(modification: Modification, place: Place) -> str:
-    """The name of what the places of one sub-module share, a gate."""
-    return f"{getattr(modification.compose, 'name', '')}_{place.sublayer.replace('.', '_')}"
 
 
 def _numel(shapes: Shapes) -> int:
@@ -96,17 +91,26 @@ def count_plan(
     anatomy: Anatomy, planned: Plan, denominator: str, size: int, head: str = "train", folded: bool = False
 ) -> Count:
     """The count of a resolved method. folded: it was loaded, so that no reparameterisation is trained."""
-    kept = sum(_numel(kept_shapes(m, p)) for _, m, p in planned.edits)
-    trained = sum(_numel(trained_shapes(m, p)) for _, m, p in planned.edits)
-    shared = {(i, p.group): _numel(m.form.shared(p.widths)) for i, m, p in planned.edits}
-    tied = {tied_key(m, p): _numel(m.compose.tied(p.widths)) for _, m, p in planned.edits}
-    selected = sum(t.numel for t in planned.selected) + sum(tied.values())
+    kept = trained = drawn = 0
+    shared: dict[tuple[str, str], int] = {}
+    tied: dict[str, int] = {}
+    for edit in planned.edits:
+        m, widths = edit.modification, edit.place.widths
+        if edit.mask is not None:
+            drawn += edit.mask.count
+            continue
+        kept += _numel(kept_shapes(m, edit.place))
+        trained += _numel(trained_shapes(m, edit.place))
+        shared[edit.term, edit.place.group] = _numel(m.form.shared(widths))
+        tied[edit.tied] = _numel(m.compose.tied(widths))
+    drawn += sum(mask.count for _, mask in (*planned.partly, *planned.tied))
+    method = kept + sum(tied.values()) + sum(t.numel for t in planned.selected) + drawn
     heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
-        method=kept + selected,
+        method=method,
         head=heads if head == "train" else 0,
         training_only=0 if folded else trained + sum(shared.values()) - kept,
-        stored=kept + selected + heads,
+        stored=method + drawn + heads,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
     )

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from .algebra import Method, Modification
+from .algebra import Method
 from .anatomy import Columns
-from .compositions import Gate
-from .counting import kept_shapes, tied_key, trained_shapes
+from .compositions import Composition, Gate
+from .counting import kept_shapes, trained_shapes
 from .forms import Shapes
-from .planning import Plan
-from .sites import Place
+from .planning import Plan, PlannedEdit
+from .sparse import Mask
 
 
 @dataclass(frozen=True)
@@ -31,57 +32,102 @@ class Labels:
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
 
+class Sparse(nn.Module):
+    """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
+
+    index: torch.Tensor
+
+    def __init__(self, shape: tuple[int, ...], index: np.ndarray) -> None:
+        super().__init__()
+        self.shape = shape
+        self.values = nn.Parameter(torch.empty(len(index)))
+        self.register_buffer("index", torch.from_numpy(index))
+
+    def start(self, dense: torch.Tensor) -> None:
+        """Take the initial values from a dense weight."""
+        with torch.no_grad():
+            flat = dense.reshape(-1)
+            self.values.copy_(flat[self.index.to(flat.device)])
+
+    def on(self, rest: torch.Tensor) -> torch.Tensor:
+        """`rest` with the values in their places."""
+        return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
+
+
 class Edit(nn.Module):
     """One modification at one place: h <- compose(h, form(u)).
 
-    Its parameters are the form's tensors (and a learned scale). `folded`: the kept ones, without a reparameterisation.
+    Its parameters are the form's tensors and the composition's, or, under a mask, some of their entries (`sparse`).
+    `folded`: the kept tensors, without a reparameterisation.
     """
 
     def __init__(
-        self,
-        modification: Modification,
-        place: Place,
-        shared: nn.ParameterDict | None,
-        tied: nn.ParameterDict | None,
-        folded: bool,
+        self, planned: PlannedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
     ) -> None:
         super().__init__()
-        self.modification, self.place = modification, place
+        self.modification, self.place = planned.modification, planned.place
         self.folded = folded or shared is None
-        self.gated = isinstance(modification.compose, Gate)
+        self.gated = isinstance(self.modification.compose, Gate)
         self.fired = False
         self.seen: torch.Tensor | None = None
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
-        self.composing = tuple(modification.compose.shapes(place.widths))
-        make = kept_shapes if self.folded else trained_shapes
-        for name, shape in make(modification, place).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
+        self.composing = tuple(self.modification.compose.shapes(self.place.widths))
+        self.sparse = nn.ModuleDict()
+        shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
+        if planned.mask is not None:
+            indices = planned.mask.indices()
+            for name, shape in shapes.items():
+                self.sparse[f"of_{name}"] = Sparse(shape, indices.get(name, np.zeros(0, dtype=np.int64)))
+            return
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def start(self) -> None:
         """Initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            self.modification.form.start(self._own(of_form=True))
-            self.modification.compose.start({**self._own(of_form=False), **(self.__dict__["tied"] or {})})
+            own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
+            own.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse()})
+            self.modification.form.start({n: t for n, t in own.items() if n not in self.composing})
+            self.modification.compose.start({n: t for n, t in own.items() if n in self.composing})
+            for name, sparse in self._sparse():
+                sparse.start(own[name])
+
+    def _sparse(self) -> Iterator[tuple[str, Sparse]]:
+        for key, sparse in self.sparse.items():
+            assert isinstance(sparse, Sparse)
+            yield key.removeprefix("of_"), sparse  # a ModuleDict has methods of its own called keys and values
 
     def _own(self, of_form: bool) -> dict[str, torch.Tensor]:
-        own = self._parameters.items()
-        return {n: p for n, p in own if p is not None and (n not in self.composing) == of_form}
+        own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
+        if len(self.sparse):
+            like = next(s.values for _, s in self._sparse())
+            rest = {name: like.new_empty(s.shape) for name, s in self._sparse()}
+            with torch.no_grad():
+                self.modification.form.rest({n: t for n, t in rest.items() if n not in self.composing})
+                self.modification.compose.start({n: t for n, t in rest.items() if n in self.composing})
+            own |= {name: sparse.on(rest[name]) for name, sparse in self._sparse()}
+        return {n: t for n, t in own.items() if (n not in self.composing) == of_form}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The kept tensors of the form, folded from what is trained."""
+        """The kept tensors of the form, dense, folded from what is trained."""
         own = self._own(of_form=True)
         if self.folded:
             return own
         shared: Mapping[str, torch.Tensor] = self.__dict__["shared"]
         return dict(self.modification.form.fold(own, shared, self.place.widths))
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """What the file holds: the kept tensors of the form, and the composition's."""
+    def dense(self) -> dict[str, torch.Tensor]:
+        """The kept tensors of the form, and the composition's."""
         return self.tensors() | self._own(of_form=False)
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What the file holds: dense tensors, or the values and positions of masked ones."""
+        return _kept_sparse(dict(self._sparse())) if len(self.sparse) else self.dense()
 
     def change(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """compose(h, Δh), in h's own precision."""
-        tensors = self._own(of_form=False) | dict(self.__dict__["tied"] or {})
+        tied = self.__dict__["tied"] or {}
+        tensors = self._own(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
     def take(self) -> torch.Tensor | None:
@@ -134,29 +180,37 @@ class Delta(nn.Module):
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
+        self.partly = nn.ModuleDict()  # masked selections, by the tensor's name
         self.held = nn.ParameterDict()
-        for index, modification, place in planned.edits:
-            shapes = {} if folded else modification.form.shared(place.widths)
-            shared = _common(self.shared, f"{index}_{place.group}", shapes)
-            tied = _common(self.tied, tied_key(modification, place), modification.compose.tied(place.widths))
-            self.edits[Plan.key(index, place)] = Edit(modification, place, shared, tied, folded)
+        masks = dict(planned.tied)
+        for edit in planned.edits:
+            form, compose, widths = edit.modification.form, edit.modification.compose, edit.place.widths
+            shapes = {} if folded or edit.mask else form.shared(widths)
+            shared = _shared(self.shared, f"{edit.term}_{edit.place.group}", shapes)
+            tied = _tied(self.tied, edit, compose.tied(widths), masks.get(edit.tied))
+            self.edits[edit.key] = Edit(edit, shared, tied, folded)
+        for tensor, mask in planned.partly:
+            self.partly[slot_key(tensor.name)] = Sparse(tensor.shape, mask.indices()[tensor.name])
 
     def start(self) -> None:
-        """Initial values of every trained tensor, drawn from torch's global generator."""
+        """Initial values of every trained tensor of the edits, drawn from torch's global generator."""
         started: set[int] = set()
-        for edit in self.all_edits():
-            edit.start()
-            shared = edit.__dict__["shared"]
-            if shared is not None and id(shared) not in started:
-                started.add(id(shared))
-                with torch.no_grad():
+        with torch.no_grad():
+            for edit in self.all_edits():
+                edit.start()
+                shared, tied = edit.__dict__["shared"], edit.__dict__["tied"]
+                if shared is not None and id(shared) not in started:
+                    started.add(id(shared))
                     edit.modification.form.start(shared)
+                for name, tensor in (tied or {}).items():
+                    tensor.start(edit.modification.compose, name)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """All numbers of the edits by their names in the file: edit.PLACE.TENSOR and tied.NAME.TENSOR."""
+        """All numbers of the edits by their names in the file: edit., tied. and partly."""
         found = {f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.kept().items()}
         for key, common in self.tied.items():
-            found |= {f"tied.{key}.{leaf}": t for leaf, t in common.named_parameters()}
+            found |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
+        found |= {f"partly.{name}": t for name, t in _kept_sparse(dict(self.masked())).items()}
         return found
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
@@ -167,19 +221,73 @@ class Delta(nn.Module):
     def all_edits(self) -> Iterator[Edit]:
         yield from (edit for _, edit in self.named_edits())
 
+    def masked(self) -> Iterator[tuple[str, Sparse]]:
+        """The tensors of the model that are trained in part, by their names there."""
+        for key, sparse in self.partly.items():
+            assert isinstance(sparse, Sparse)
+            yield key.replace("/", "."), sparse
+
     @property
     def owned(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))
 
 
-def _common(home: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:
+class Common(nn.Module):
+    """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
+
+    def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
+        super().__init__()
+        self.sparse: Sparse | None = None
+        if masked:
+            index = mask.indices() if mask is not None else {}
+            self.sparse = Sparse(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
+        else:
+            self.dense = nn.Parameter(torch.empty(shape))
+
+    def start(self, compose: Composition, name: str) -> None:
+        dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
+        compose.start({name: dense})
+        if self.sparse is not None:
+            self.sparse.start(dense)
+
+    def value(self) -> torch.Tensor:
+        if self.sparse is None:
+            return self.dense
+        return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
+
+
+def _shared(home: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:
     """The tensors under a key, made when first asked for; None where there are none."""
     if shapes and key not in home:
         home[key] = nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()})
     found = home[key] if shapes else None
     assert found is None or isinstance(found, nn.ParameterDict)
     return found
+
+
+def _tied(home: nn.ModuleDict, edit: PlannedEdit, shapes: Shapes, mask: Mask | None) -> nn.ModuleDict | None:
+    """The same for what the places of one sub-module share."""
+    if shapes and edit.tied not in home:
+        masked = edit.mask is not None
+        home[edit.tied] = nn.ModuleDict({n: Common(s, mask, masked) for n, s in shapes.items()})
+    found = home[edit.tied] if shapes else None
+    assert found is None or isinstance(found, nn.ModuleDict)
+    return found
+
+
+def _kept_sparse(masked: Mapping[str, Sparse]) -> dict[str, torch.Tensor]:
+    """Values and positions of masked tensors that have any."""
+    found: dict[str, torch.Tensor] = {}
+    for name, sparse in masked.items():
+        if len(sparse.values):
+            found |= {f"{name}.values": sparse.values, f"{name}.index": sparse.index}
+    return found
+
+
+def in_use(delta: Delta | None) -> list[Edit]:
+    """The edits of a delta; none of none."""
+    return [] if delta is None else list(delta.all_edits())
 
 
 def slot_key(name: str) -> str:

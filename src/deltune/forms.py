@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from .errors import DeltuneError, unknown
+from .sparse import Side
 
 Tensors = Mapping[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -86,6 +88,15 @@ class Form:
         """The kept tensors computed from the trained and shared ones."""
         return trained
 
+    def product(self, widths: Widths) -> Product | None:
+        """The two factors that share a rank, so that masks can be drawn jointly; None where each tensor acts alone."""
+        return None
+
+    def rest(self, tensors: Tensors) -> None:
+        """Fill, in place, what a mask leaves out: zero, or the value that changes nothing."""
+        for tensor in tensors.values():
+            tensor.zero_()
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
         raise NotImplementedError
@@ -93,6 +104,24 @@ class Form:
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
         raise NotImplementedError
+
+
+Product = tuple[int, tuple[Side, ...], tuple[Side, ...]]
+"""A shared rank, and the sides below and above it."""
+
+
+def _pair(rank: int, widths: Widths) -> Product:
+    """down (r, d_in) and up (d_out, r)."""
+    ranks = np.arange(rank)
+    down, up = Side("down", widths.in_width, ranks * widths.in_width, 1), Side("up", widths.out_width, ranks, rank)
+    return rank, (down,), (up,)
+
+
+def _rows(length: int, widths: Widths) -> Product:
+    """keys (l, N_kv, d_h) and values (l, N_kv, d_v)."""
+    keys, values = widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width
+    rows = np.arange(length)
+    return length, (Side("keys", keys, rows * keys, 1),), (Side("values", values, rows * values, 1),)
 
 
 def _positive(**sizes: int) -> None:
@@ -151,6 +180,13 @@ class Bottleneck(Form):
             if name not in ("down", "up"):
                 torch.nn.init.constant_(tensor, 1.0 if name == "norm_gain" else 0.0)
 
+    def product(self, widths: Widths) -> Product:
+        if self.layer_norm:
+            raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
+        rank, down, up = _pair(self.rank, widths)
+        biases = (Side("down_bias", 1, np.arange(rank), 1),) if self.bias else ()
+        return rank, (*down, *biases), up
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
         if self.layer_norm:
@@ -178,6 +214,9 @@ class LowRank(Form):
 
     def start(self, tensors: Tensors) -> None:
         _start_pair(tensors["down"], tensors["up"], self.init, zero_up=True)
+
+    def product(self, widths: Widths) -> Product:
+        return _pair(self.rank, widths)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         if self.dropout and training:
@@ -261,6 +300,11 @@ class Prefix(Form):
         shapes = self.shapes(widths)
         return {"keys": keys.reshape(shapes["keys"]), "values": values.reshape(shapes["values"])}
 
+    def product(self, widths: Widths) -> Product:
+        if self.reparameterise is not None:
+            raise DeltuneError("a mask lies on P_k and P_v themselves: give reparameterise=None")
+        return _rows(self.length, widths)
+
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = _for_query(tensors, query)
         return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
@@ -295,6 +339,9 @@ class MultiHead(Form):
     def start(self, tensors: Tensors) -> None:
         _start_pair(tensors["keys"], tensors["values"], "bert", zero_up=True)
 
+    def product(self, widths: Widths) -> Product:
+        return _rows(self.length, widths)
+
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = _for_query(tensors, query)
         return (torch.relu(query @ keys.transpose(-1, -2) * scaling) @ values).transpose(1, 2)
@@ -323,6 +370,13 @@ class OwnMultiHead(Form):
     def start(self, tensors: Tensors) -> None:
         _start_pair(tensors["down"], tensors["values"], "bert", zero_up=True)
 
+    def product(self, widths: Widths) -> Product:
+        heads, length, width = widths.heads, self.length, widths.value_width
+        ranks = np.arange(heads * length)  # head after head, l ranks each
+        rows = ranks % length * heads * width + ranks // length * width
+        down = Side("down", widths.in_width, ranks * widths.in_width, 1)
+        return heads * length, (down,), (Side("values", width, rows, 1),)
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         inner = torch.relu(F.linear(u, tensors["down"].to(u.dtype))).unflatten(-1, (-1, self.length))
         return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
@@ -337,6 +391,9 @@ class Rescale(Form):
 
     def start(self, tensors: Tensors) -> None:
         torch.nn.init.ones_(tensors["gain"])
+
+    def rest(self, tensors: Tensors) -> None:
+        self.start(tensors)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         return tensors["gain"].to(u.dtype) * u - u
@@ -359,6 +416,9 @@ class Mixture(Form):
         tensors["layers"][-1] = 1
         torch.nn.init.ones_(tensors["gain"])
         torch.nn.init.zeros_(tensors["bias"])
+
+    def rest(self, tensors: Tensors) -> None:
+        self.start(tensors)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """u (L + 1, B, n, d) -> Δh (B, n, d) to the last state."""

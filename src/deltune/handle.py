@@ -23,14 +23,14 @@ from .edits import Delta, Edit, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
 from .observe import base_model, inspect
 from .prompting import TokenTap
-from .taps import AttentionPort, StatesTap, Tap
+from .taps import AttentionPort, StatesTap, Tap, WeightTap
 from .trace import configurations, trace
 
 NAME = "deltune"
 """The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
 
 
-AnyTap = Tap | AttentionPort | StatesTap | TokenTap
+AnyTap = Tap | AttentionPort | StatesTap | TokenTap | WeightTap
 
 TAPS: dict[str, type[AnyTap]] = {"attention": AttentionPort, "states": StatesTap, "tokens": TokenTap}
 """What serves the sides of a place that no plain hook reaches."""
@@ -135,9 +135,8 @@ class Tuned(nn.Module):
             for frozen in incoming.head if incoming.head_mode == "freeze" else ():
                 self._slot(frozen).requires_grad_(frozen in incoming.selected)
         self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
-        edits = [] if incoming is None else list(incoming.all_edits())
         for tap in self.taps.values():
-            tap.serve(edits)
+            tap.serve(incoming)
         return self
 
     @contextlib.contextmanager
@@ -177,7 +176,10 @@ class Tuned(nn.Module):
         Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
         """
         delta = self.delta()
-        merged = merging.merged(self.anatomy, delta, self.original, lambda name: self.value(delta, name))
+        own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
+        with torch.no_grad():
+            own |= {name: sparse.on(self.original(name).detach()) for name, sparse in delta.masked()}
+        merged = merging.merged(self.anatomy, delta, self.original, own)
         labels = delta.labels or self.base_labels
         model = self.detach()
         for name, value in merged.items():
@@ -205,7 +207,7 @@ class Tuned(nn.Module):
         dtype = torch.float64 if wide else torch.float32
         for edit in delta.all_edits():
             edit.to(self._device(edit, default), dtype)
-        for common in (*delta.shared.values(), *delta.tied.values()):
+        for common in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values()):
             common.to(default, dtype)
         return delta
 
@@ -237,6 +239,8 @@ class Tuned(nn.Module):
                 wanted[(edit.place.target.path, special)] = TAPS.get(side, Tap)
                 if edit.place.source is not None:
                     wanted[(edit.place.source.path, "hook")] = Tap
+            for tensor_name, _ in delta.masked():
+                wanted[(tensor_name, "weight")] = WeightTap
         for key in [k for k in self.taps if k not in wanted]:
             self.taps.pop(key).remove()
         for key, kind in wanted.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -15,8 +15,10 @@ from .forms import LowRank, Rescale, Vector
 Values = Callable[[str], torch.Tensor]
 
 
-def merged(anatomy: Anatomy, delta: Delta, original: Values, own: Values) -> dict[str, torch.Tensor]:
-    """The weights into which a delta folds, by name; `original` gives the base's values and `own` the delta's.
+def merged(
+    anatomy: Anatomy, delta: Delta, original: Values, own: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights into which a delta folds, by name; `original` gives the base's values, `own` has the delta's.
 
     W + s (W_down W_up) for a low-rank modification of a projection, b + v for a vector, the tuned value for a tensor
     tuned in place; sums in at least float32. Error: every term that is no weight, named.
@@ -25,7 +27,7 @@ def merged(anatomy: Anatomy, delta: Delta, original: Values, own: Values) -> dic
     if reasons:
         raise all_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     with torch.no_grad():
-        values = {name: own(name).detach() for name in delta.owned}
+        values = {name: tensor.detach() for name, tensor in own.items()}
         for edit in delta.all_edits():
             for leaf in _leaves(anatomy, edit):
                 name = _tensor_name(anatomy, edit, leaf)
@@ -71,7 +73,7 @@ def _folded(edit: Edit, leaf: str, old: torch.Tensor) -> torch.Tensor:
     transposed = edit.place.linear is not None and edit.place.linear.transposed and leaf == "weight"
     new = (old.T if transposed else old).to(wide).clone()
     part = new if columns is None else new.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
-    t = {name: tensor.to(device=old.device, dtype=wide) for name, tensor in edit.kept().items()}
+    t = {name: tensor.to(device=old.device, dtype=wide) for name, tensor in edit.dense().items()}
 
     def rows(value: torch.Tensor) -> torch.Tensor:
         return value.unflatten(0, (columns.groups, -1)) if columns else value

@@ -2,43 +2,122 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .algebra import Method, Modification, Selection
+from .algebra import Masked, Method, Modification, Selection
 from .anatomy import Anatomy, Norm, Tensor
 from .errors import DeltuneError, all_problems
 from .sites import Place, chosen_layers, places
+from .sparse import Mask, Unit, split
+
+
+@dataclass(frozen=True)
+class PlannedEdit:
+    """A modification at one place. `key`: its name in modules and files; `mask`: which of its scalars are trained."""
+
+    key: str
+    modification: Modification
+    place: Place
+    mask: Mask | None = None
+
+    @property
+    def term(self) -> str:
+        """The part of the method it comes from."""
+        return self.key.partition("_")[0]
+
+    @property
+    def tied(self) -> str:
+        """The name of what the places of its sub-module share, a gate."""
+        return f"{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a method comes down to on one model: edits (term index, modification, place) and the selected tensors."""
+    """What a method comes down to on one model: its edits, the tensors it selects whole, and those it selects in part.
 
-    edits: tuple[tuple[int, Modification, Place], ...]
+    `tied`: masks on what places share, by name.
+    """
+
+    edits: tuple[PlannedEdit, ...]
     selected: tuple[Tensor, ...]
-
-    @staticmethod
-    def key(index: int, place: Place) -> str:
-        """The name of an edit in modules and files."""
-        return f"{index}_{place.name.replace('.', '_')}"
+    partly: tuple[tuple[Tensor, Mask], ...] = ()
+    tied: tuple[tuple[str, Mask], ...] = ()
 
 
 def plan(anatomy: Anatomy, method: Method) -> Plan:
     """Resolve a method on a model. Errors: DeltuneError with every term that cannot be had and why."""
     problems: list[str] = []
-    edits: list[tuple[int, Modification, Place]] = []
-    selected: dict[str, Tensor] = {}
-    for index, part in enumerate(method.parts):
-        try:
-            if isinstance(part, Modification):
-                edits.extend((index, part, place) for place in places(anatomy, part))
-            else:
-                selected.update((t.name, t) for t in tensors(anatomy, part))
-        except DeltuneError as error:
-            problems.append(f"{part!r}: {error}")
+    plans: list[Plan] = []
+    index = 0
+    for term in method.terms:
+        found = _term(anatomy, term, index, problems)
+        index += len(term.parts)
+        if isinstance(term, Masked) and not problems:
+            try:
+                found = _masked(anatomy, found, term)
+            except DeltuneError as error:
+                problems.append(f"{term!r}: {error}")
+        plans.append(found)
     if problems:
         raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
-    return Plan(tuple(edits), tuple(selected.values()))
+    selected = {t.name: t for p in plans for t in p.selected}
+    partly = {t.name: (t, mask) for p in plans for t, mask in p.partly if t.name not in selected}
+    return Plan(
+        tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
+        tuple(t for p in plans for t in p.tied),
+    )  # fmt: skip
+
+
+def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Plan:
+    """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
+    edits: list[PlannedEdit] = []
+    selected: list[Tensor] = []
+    for number, part in enumerate(term.parts, index):
+        try:
+            if isinstance(part, Modification):
+                found = places(anatomy, part)
+                edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p) for p in found]
+            else:
+                selected += tensors(anatomy, part)
+        except DeltuneError as error:
+            problems.append(f"{part!r}: {error}")
+    return Plan(tuple(edits), tuple(dict.fromkeys(selected)))
+
+
+def _masked(anatomy: Anatomy, whole: Plan, masked: Masked) -> Plan:
+    """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out."""
+    base = sum(t.numel for t in anatomy.tensors if t.area not in ("head", "vocabulary"))
+    owners: list[tuple[str, str, Unit]] = []
+    for edit in whole.edits:
+        owners += [("edit", edit.key, unit) for unit in _units(edit)]
+    for key, widths in {e.tied: e for e in whole.edits if e.modification.compose.tied(e.place.widths)}.items():
+        shape = widths.modification.compose.tied(widths.place.widths)["gate"]
+        owners.append(("tied", key, Unit(f"tied.{key}", shape, "gate")))
+    owners += [("base", t.name, Unit(t.name, t.shape, t.name)) for t in whole.selected]
+    quotas = split([unit for _, _, unit in owners], masked.wanted(base))
+    kept: dict[tuple[str, str], list[tuple[Unit, int]]] = {}
+    for (kind, name, unit), count in zip(owners, quotas, strict=True):
+        if count:
+            kept.setdefault((kind, name), []).append((unit, count))
+    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept.items()}
+    return Plan(
+        tuple(replace(e, mask=masks["edit", e.key]) for e in whole.edits if ("edit", e.key) in masks), (),
+        tuple((t, masks["base", t.name]) for t in whole.selected if ("base", t.name) in masks),
+        tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
+    )  # fmt: skip
+
+
+def _units(edit: PlannedEdit) -> list[Unit]:
+    """What is drawn of an edit: its product, if it has one, and every other tensor alone."""
+    widths, form = edit.place.widths, edit.modification.form
+    shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
+    product = form.product(widths)
+    units = []
+    if product is not None:
+        rank, down, up = product
+        units.append(Unit(edit.key, rank=rank, down=down, up=up))
+        shapes = {leaf: s for leaf, s in shapes.items() if leaf not in {side.leaf for side in (*down, *up)}}
+    return units + [Unit(f"{edit.key}.{leaf}", shape, leaf) for leaf, shape in shapes.items()]
 
 
 def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:

@@ -7,7 +7,6 @@ once, with the first tokens; later steps only see longer masks and positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .anatomy import Anatomy
-from .edits import Edit
+from .edits import Delta, Edit, in_use
 from .errors import DeltuneError
 from .forms import Prompt
 from .trace import observing
@@ -46,8 +45,8 @@ class TokenTap:
                 module = model.get_submodule(path)
                 self.handles.append(module.register_forward_hook(self.trim))
 
-    def serve(self, edits: Iterable[Edit]) -> None:
-        self.active = [e for e in edits if e.place.target.side == "tokens"]
+    def serve(self, delta: Delta | None) -> None:
+        self.active = [e for e in in_use(delta) if e.place.target.side == "tokens"]
         self.added = 0
 
     def remove(self) -> None:

@@ -5,14 +5,13 @@ Hooks are bound methods of taps, and taps are reached through the tuned object, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from .anatomy import Anatomy
-from .edits import Edit
+from .edits import Delta, Edit, Sparse, in_use
 from .trace import PORT, observing
 
 
@@ -30,9 +29,9 @@ class Tap:
             module.register_forward_hook(self.after, with_kwargs=True),
         ]
 
-    def serve(self, edits: Iterable[Edit]) -> None:
+    def serve(self, delta: Delta | None) -> None:
         """Take over the edits that concern this module; those of the delta in use, none when none is."""
-        edits = list(edits)
+        edits = in_use(delta)
         sources = [(e, e.place.source) for e in edits]
         self.reads = [e for e, port in sources if port is not None and port.path == self.path]
         own = [e for e in edits if e.place.target.path == self.path]
@@ -80,8 +79,10 @@ class AttentionPort:
         self.path, self.module, self.active = path, model.get_submodule(path), list[Edit]()
         self.module.__dict__[PORT] = self
 
-    def serve(self, edits: Iterable[Edit]) -> None:
-        self.active = [e for e in edits if e.place.target.path == self.path and e.place.target.side == "attention"]
+    def serve(self, delta: Delta | None) -> None:
+        self.active = [
+            e for e in in_use(delta) if e.place.target.path == self.path and e.place.target.side == "attention"
+        ]
 
     def edits(self) -> list[Edit]:
         return self.active
@@ -108,8 +109,8 @@ class StatesTap:
                 module = model.get_submodule(layer.path)
                 self.handles.append(module.register_forward_pre_hook(self.collect, with_kwargs=True))
 
-    def serve(self, edits: Iterable[Edit]) -> None:
-        self.active = [e for e in edits if e.place.target.side == "states"]
+    def serve(self, delta: Delta | None) -> None:
+        self.active = [e for e in in_use(delta) if e.place.target.side == "states"]
 
     def open(self, module: nn.Module, args: Any) -> None:
         self.states = [] if self.active else None
@@ -140,6 +141,40 @@ class StatesTap:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "states": None}
+
+
+class WeightTap:
+    """A tensor trained in part: while a module of it runs, the base's value with the trained entries is in its slot."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        tensor = next(t for t in anatomy.tensors if t.name == path)
+        self.name = path
+        self.sparse: Sparse | None = None
+        self.displaced: dict[str, nn.Parameter | None] = {}
+        self.handles = []
+        for name in (tensor.name, *tensor.aliases):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            self.handles.append(owner.register_forward_pre_hook(self.before))
+            self.handles.append(owner.register_forward_hook(self.after, always_call=True))
+
+    def serve(self, delta: Delta | None) -> None:
+        self.sparse = None if delta is None else dict(delta.masked()).get(self.name)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self.sparse is not None and not observing():
+            leaf = self.name.rpartition(".")[2]
+            self.displaced[leaf] = own = module._parameters[leaf]
+            assert own is not None
+            module._parameters[leaf] = self.sparse.on(own.detach())  # type: ignore[assignment]
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        for leaf, own in self.displaced.items():
+            module._parameters[leaf] = own
+        self.displaced = {}
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
 def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
