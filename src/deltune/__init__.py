@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .algebra import Modification, Selection
     from .attaching import attach, load, tuned
+    from .budget import fit
     from .catalogue import methods, parse
     from .compositions import Add, Gate, Scale, SigmoidGate
     from .counting import Count, count
@@ -31,13 +32,14 @@ _HOME = {
     **dict.fromkeys(("count", "Count"), "counting"),
     **dict.fromkeys(("methods", "parse"), "catalogue"),
     "DeltuneError": "errors",
+    "fit": "budget",
     "inspect": "observe",
 }
 
 __all__ = [
     "Add", "Bottleneck", "Count", "DeltuneError", "Gate", "LowRank", "Mixture", "Modification", "MultiHead",
     "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "attach",
-    "count", "inspect", "load", "methods", "parse", "tuned",
+    "count", "fit", "inspect", "load", "methods", "parse", "tuned",
 ]  # fmt: skip
 
 

@@ -47,6 +47,7 @@ def parse(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         at = (getattr(error, "offset", None) or 1) - 1
         reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        reason = "a size is left open (?); deltune.fit solves it for a budget" if "?" in source else reason
         raise DeltuneError(f"the method expression cannot be read: {reason}\n{_caret(source, at)}") from None
     reader = _Reader(vocabulary, words)
     try:
