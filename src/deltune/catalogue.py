@@ -106,7 +106,7 @@ def bitfit(
     if which == "all":
         if layers != "all":
             raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
-        return (Selection(("bias",), algebra.AREAS),)
+        return (Selection(("bias",), tuple(area for area in algebra.AREAS if area != "vocabulary")),)
     if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
         return tuple(Modification(site, Vector(existing=True), layers=layers) for site in ("query", "ffn_up"))
     roles = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}[which]
@@ -264,10 +264,11 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table: the function, the paper it comes from, and the learning rate where none is given."""
+    """A row of the table: the function, its paper, an expression with it, and the learning rate where none is given."""
 
     make: Callable[..., Named]
     paper: str
+    example: str
     rate: float = RATE
 
     @property
@@ -276,17 +277,21 @@ class Entry:
 
 
 TABLE: Mapping[str, Entry] = {
-    "full": Entry(full, "all three", rate=5e-5),
-    "head": Entry(head, "LN, table 1"),
-    "layernorm": Entry(layernorm, "LN §3.1", rate=1e-2),
-    "bitfit": Entry(bitfit, "Ben Zaken et al. 2022"),
-    "adapter": Entry(adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021"),
-    "parallel_adapter": Entry(parallel_adapter, "UV §3.3"),
-    "scaled_parallel_adapter": Entry(scaled_parallel_adapter, "UV §3.3, §4.5"),
-    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", rate=1e-2),
-    "prompt": Entry(prompt, "Lester et al. 2021", rate=3e-2),
-    "lora": Entry(lora, "UV eq. 6; Hu et al. 2021"),
-    "mam": Entry(mam, "UV §4.6"),
+    "full": Entry(full, "all three", "full", rate=5e-5),
+    "head": Entry(head, "LN, table 1", "head"),
+    "layernorm": Entry(layernorm, "LN §3.1", "layernorm(terms='gain')", rate=1e-2),
+    "bitfit": Entry(bitfit, "Ben Zaken et al. 2022", "bitfit(which='query+ffn_up')"),
+    "adapter": Entry(
+        adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "adapter(style='pfeiffer', rank=32)"
+    ),
+    "parallel_adapter": Entry(parallel_adapter, "UV §3.3", "parallel_adapter(at='attention', rank=32)"),
+    "scaled_parallel_adapter": Entry(
+        scaled_parallel_adapter, "UV §3.3, §4.5", "scaled_parallel_adapter(rank=512, scale='learned')"
+    ),
+    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", "prefix(length=16) + layernorm", rate=1e-2),
+    "prompt": Entry(prompt, "Lester et al. 2021", "prompt(length=20)", rate=3e-2),
+    "lora": Entry(lora, "UV eq. 6; Hu et al. 2021", "lora(rank=8, at=('query', 'value'))"),
+    "mam": Entry(mam, "UV §4.6", "mam(length=30, rank=512)"),
 }
 """Every named method."""
 

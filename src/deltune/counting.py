@@ -91,17 +91,27 @@ def count(
     return count_plan(anatomy, plan(anatomy, parse(method)), *base_size(model, denominator), head=head)
 
 
-def count_plan(anatomy: Anatomy, planned: Plan, denominator: str, size: int, head: str = "train") -> Count:
-    """The count of a resolved method."""
+def count_plan(
+    anatomy: Anatomy,
+    planned: Plan,
+    denominator: str,
+    size: int,
+    head: str = "train",
+    folded: bool = False,
+    heads: int | None = None,
+) -> Count:
+    """The count of a resolved method. folded: it was loaded, so that nothing is trained besides what is kept; heads:
+    scalars of a head that is not the anatomy's (a loaded one may have other labels)."""
     kept = sum(_numel(kept_shapes(m, p)) for _, m, p in planned.edits)
     trained = sum(_numel(trained_shapes(m, p)) for _, m, p in planned.edits)
     shared = {(i, p.group): _numel(m.form.shared(p.widths)) for i, m, p in planned.edits}
     selected = sum(t.numel for t in planned.selected)
-    heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
+    if heads is None:
+        heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
         method=kept + selected,
         head=heads if head == "train" else 0,
-        training_only=trained + sum(shared.values()) - kept,
+        training_only=0 if folded else trained + sum(shared.values()) - kept,
         stored=kept + selected + heads,
         denominator=denominator,
         denominator_size=size,

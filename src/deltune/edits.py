@@ -113,7 +113,7 @@ class Delta(nn.Module):
         super().__init__()
         self.method, self.planned = method, planned
         self.selected = tuple(t.name for t in planned.selected)
-        self.head, self.head_mode = head, head_mode
+        self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: Labels | None = None
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()

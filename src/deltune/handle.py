@@ -85,7 +85,9 @@ class Tuned(nn.Module):
     def count(self, denominator: str | int = "model", name: str | None = None) -> Count:
         """The exact count of the delta in use (or of the one named)."""
         delta = self.delta(name)
-        return count_plan(self.anatomy, delta.planned, *base_size(self.model, denominator), head=delta.head_mode)
+        size = base_size(self.model, denominator)
+        heads = sum(self.value(delta, tensor).numel() for tensor in delta.head)
+        return count_plan(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The trained parameters of the delta in use, for an optimiser."""

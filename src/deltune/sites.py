@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .algebra import LayersArg, Method, Modification, Selection
 from .anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Tensor
@@ -47,6 +48,9 @@ class Plan:
 
     edits: tuple[tuple[int, Modification, Place], ...]
     selected: tuple[Tensor, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # a value; copies of a tuned model share it
 
     @staticmethod
     def key(index: int, place: Place) -> str:
@@ -221,7 +225,10 @@ def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
     if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
         raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
     words = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
-    width = words.shape[1]
+    rows, width = words.shape
+    first = modification.form.init_from if isinstance(modification.form, Prompt) else None
+    if beyond := [i for i in first or () if not 0 <= i < rows]:
+        raise DeltuneError(f"init_from={first!r}: {beyond} are no token ids of this model, which has 0 to {rows - 1}")
     return Place(f"{stack.name}.embedding", Port(stack.entry, "tokens"), None, Widths(width, width), stack.name)
 
 
