@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from .compositions import Add, Gate, Scale, SigmoidGate
     from .counting import Count, count
     from .errors import DeltuneError
-    from .forms import Bottleneck, LowRank, Mixture, MultiHead, OwnMultiHead, Prefix, Prompt, Rescale, Vector
+    from .forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
     from .handle import Tuned
+    from .heads import MultiHead, OwnMultiHead, Prefix
     from .observe import inspect
 
 __version__ = "0.1.0"
 
-_FORMS = (
-    "Bottleneck", "LowRank", "Mixture", "MultiHead", "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Vector",
-)  # fmt: skip
+_FORMS = ("Bottleneck", "LowRank", "Mixture", "Prompt", "Rescale", "Vector")
+_HEADS = ("MultiHead", "OwnMultiHead", "Prefix")
 
 _HOME = {
     **dict.fromkeys(("Modification", "Selection"), "algebra"),
     **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "compositions"),
     **dict.fromkeys(_FORMS, "forms"),
+    **dict.fromkeys(_HEADS, "heads"),
     **dict.fromkeys(("attach", "load", "tuned"), "attaching"),
     "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),

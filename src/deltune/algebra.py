@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from .compositions import Add, Composition, Gate, SigmoidGate
 from .errors import DeltuneError, unknown
-from .forms import Form, Prefix, Vector, expression
+from .forms import Form, Vector, expression
+from .heads import Prefix
 
 SITES = {
     "heads": "per-head attention output, before W_o",

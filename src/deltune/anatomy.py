@@ -156,6 +156,9 @@ class Anatomy:
     tensors: tuple[Tensor, ...]
     hidden: tuple[str, ...] = ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
+        return self  # a value; copies of a tuned model share it
+
     @property
     def shared(self) -> bool:
         """True when one set of modules serves several layers."""

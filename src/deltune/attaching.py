@@ -17,6 +17,7 @@ from .attention import extended_name
 from .catalogue import parse
 from .edits import Delta, Labels, slot_key
 from .errors import DeltuneError, unknown
+from .forms import Prompt
 from .handle import NAME, Tuned
 from .observe import inspect
 from .planning import plan
@@ -47,10 +48,22 @@ def attach(
     delta.start()
     for name_in_model, sparse in delta.masked():
         sparse.start(handle.original(name_in_model).detach())
+    _start_rows(handle, delta)
     for owned in delta.owned:
         delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
     handle.add(name, delta, handle.base_labels)
     return handle
+
+
+@torch.no_grad()
+def _start_rows(handle: Tuned, delta: Delta) -> None:
+    """Prompt rows that start from the embeddings of given token ids, repeated up to the prompt's length."""
+    for edit in delta.all_edits():
+        form = edit.modification.form
+        if isinstance(form, Prompt) and form.init_from:
+            words = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
+            ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
+            edit.begin_at("rows", words(torch.tensor(ids, device=next(words.parameters()).device)))
 
 
 def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> Tuned:
@@ -99,7 +112,7 @@ def _read_delta(
         for name in delta.owned:
             like = handle.original(name)
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
-            delta.held[slot_key(name)] = nn.Parameter(value)
+            delta.held[slot_key(name)] = nn.Parameter(value.clone())  # the file's memory is unaligned: other last bits
     delta.method = parse(facts["method"])
     labels = facts.get("labels")
     if not labels:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import DeltuneError
-from .runs import FULL, no_room, write_json
+from .runs import write_failed, write_json
 
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
@@ -37,7 +37,7 @@ def save(
     folder: Path,
     step: int,
     trained: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     scheduler: Any,
     facts: dict[str, Any],
     state: Callable[[str], None],
@@ -47,7 +47,7 @@ def save(
     Error: no space left; the checkpoint before stays.
     """
     held = optimizer.state_dict()
-    tensors = {f"trained.{name}": p for name, p in trained.items()}
+    tensors: dict[str, torch.Tensor] = {f"trained.{name}": p for name, p in trained.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for index, values in held["state"].items():
         for name, value in values.items():
@@ -78,9 +78,7 @@ def save(
     except (OSError, safetensors.SafetensorError) as error:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
-        if getattr(error, "errno", None) in FULL or isinstance(error, safetensors.SafetensorError):
-            raise no_room(folder.parent) from error
-        raise
+        raise write_failed(folder.parent, error) from error
     for older in folder.iterdir():
         if older != target:
             shutil.rmtree(older, ignore_errors=True)
@@ -106,7 +104,7 @@ def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> No
             parameter.copy_(found[name])
 
 
-def restore_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     """Put the states of optimiser and scheduler back."""
     told = facts(checkpoint)
     states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in told["optimizer"]["scalars"].items()}
@@ -122,8 +120,8 @@ def restore_random(checkpoint: Path) -> None:
     told, found = facts(checkpoint)["rng"], _tensors(checkpoint, "rng.")
     version, values, gauss = told["python"]
     random.setstate((version, tuple(values), gauss))
-    kind, keys, place, has_gauss, cached = told["numpy"]
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached))
+    kind, keys, *rest = told["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(found["cpu"])
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -135,8 +133,9 @@ def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    kind, keys, place, has_gauss, cached = numpy.random.get_state()
-    return tensors, {"python": random.getstate(), "numpy": [kind, keys.tolist(), place, has_gauss, cached]}  # type: ignore[union-attr]
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    return tensors, {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
 
 
 def _tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:

@@ -88,9 +88,16 @@ def count(
 
 
 def count_plan(
-    anatomy: Anatomy, planned: Plan, denominator: str, size: int, head: str = "train", folded: bool = False
+    anatomy: Anatomy,
+    planned: Plan,
+    denominator: str,
+    size: int,
+    head: str = "train",
+    folded: bool = False,
+    heads: int | None = None,
 ) -> Count:
-    """The count of a resolved method. folded: it was loaded, so that no reparameterisation is trained."""
+    """The count of a resolved method. folded: it was loaded, so that nothing is trained besides what is kept; heads:
+    scalars of a head that is not the anatomy's (a loaded one may have other labels)."""
     kept = trained = drawn = 0
     shared: dict[tuple[str, str], int] = {}
     tied: dict[str, int] = {}
@@ -105,7 +112,8 @@ def count_plan(
         tied[edit.tied] = _numel(m.compose.tied(widths))
     drawn += sum(mask.count for _, mask in (*planned.partly, *planned.tied))
     method = kept + sum(tied.values()) + sum(t.numel for t in planned.selected) + drawn
-    heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
+    if heads is None:
+        heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
         method=method,
         head=heads if head == "train" else 0,

@@ -12,11 +12,12 @@ from torch import nn
 
 from .algebra import Method
 from .anatomy import Columns
-from .compositions import Composition, Gate
+from .compositions import Gate
 from .counting import kept_shapes, trained_shapes
 from .forms import Shapes
 from .planning import Plan, PlannedEdit
 from .sparse import Mask
+from .weights import Common, Sparse
 
 
 @dataclass(frozen=True)
@@ -30,28 +31,6 @@ class Labels:
     def of(cls, config: Any) -> Labels:
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
-
-
-class Sparse(nn.Module):
-    """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
-
-    index: torch.Tensor
-
-    def __init__(self, shape: tuple[int, ...], index: np.ndarray) -> None:
-        super().__init__()
-        self.shape = shape
-        self.values = nn.Parameter(torch.empty(len(index)))
-        self.register_buffer("index", torch.from_numpy(index))
-
-    def start(self, dense: torch.Tensor) -> None:
-        """Take the initial values from a dense weight."""
-        with torch.no_grad():
-            flat = dense.reshape(-1)
-            self.values.copy_(flat[self.index.to(flat.device)])
-
-    def on(self, rest: torch.Tensor) -> torch.Tensor:
-        """`rest` with the values in their places."""
-        return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
 
 
 class Edit(nn.Module):
@@ -91,6 +70,15 @@ class Edit(nn.Module):
             self.modification.compose.start({n: t for n, t in own.items() if n in self.composing})
             for name, sparse in self._sparse():
                 sparse.start(own[name])
+
+    def begin_at(self, name: str, value: torch.Tensor) -> None:
+        """Give one tensor an initial value of its own."""
+        sparse = dict(self._sparse()).get(name)
+        if sparse is not None:
+            sparse.start(value)
+        else:
+            with torch.no_grad():
+                self.get_parameter(name).copy_(value)
 
     def _sparse(self) -> Iterator[tuple[str, Sparse]]:
         for key, sparse in self.sparse.items():
@@ -174,7 +162,7 @@ class Delta(nn.Module):
         super().__init__()
         self.method, self.planned = method, planned
         self.selected = tuple(t.name for t in planned.selected)
-        self.head, self.head_mode = head, head_mode
+        self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: Labels | None = None
         self.folded = folded
         self.edits = nn.ModuleDict()
@@ -231,30 +219,6 @@ class Delta(nn.Module):
     def owned(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))
-
-
-class Common(nn.Module):
-    """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
-
-    def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
-        super().__init__()
-        self.sparse: Sparse | None = None
-        if masked:
-            index = mask.indices() if mask is not None else {}
-            self.sparse = Sparse(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
-        else:
-            self.dense = nn.Parameter(torch.empty(shape))
-
-    def start(self, compose: Composition, name: str) -> None:
-        dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
-        compose.start({name: dense})
-        if self.sparse is not None:
-            self.sparse.start(dense)
-
-    def value(self) -> torch.Tensor:
-        if self.sparse is None:
-            return self.dense
-        return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
 
 
 def _shared(home: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:

@@ -139,8 +139,8 @@ def _fits(model: PreTrainedModel, length: int) -> bool:
     handle = existing(model)
     anatomy = handle.anatomy if handle else inspect(model)
     first = model.get_submodule(anatomy.layers[0].path)
-    padding = getattr(model.config, "pad_token_id", None) or 0
-    ids = torch.full((1, length), 1 if padding == 0 else 0, device=next(model.parameters()).device)
+    last = model.config.get_text_config().vocab_size - 1  # a token that is no padding
+    ids = torch.full((1, length), last, device=next(model.parameters()).device)
 
     def stop(*_: Any) -> None:
         raise _EnoughError

@@ -12,13 +12,15 @@ import torch
 from torch.nn import functional
 
 from . import data as reading
+from .attaching import load
 from .encoding import Encoded, check_length, collate, encode
 from .errors import DeltuneError, unknown
 from .metrics import METRICS, score
-from .models import fit_padding, load_model, load_tokenizer
+from .models import fit_padding, load_config, load_model, load_tokenizer
+from .progress import Bar
 from .runs import Run, room, write_lines
 from .specs import RunSpec
-from .store import delta_folder, load, read_facts
+from .store import delta_folder, read_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,12 +59,14 @@ def ready(run: str | Path) -> Ready:
         raise DeltuneError(f"{place.folder} has no delta yet; run the same `deltune train` again, it resumes")
     named = read_facts(delta_folder(place.folder))["labels"]["id2label"]
     labels = tuple(str(named[key]) for key in sorted(named, key=int))
+    load_config(spec.model)
     tokenizer = load_tokenizer(spec.model)
     model = load_model(spec.model, "classification", labels, "float32", spec.seed)
     fit_padding(model, tokenizer)
     load(model, place.folder)
-    if torch.cuda.is_available():
-        model.to("cuda")  # type: ignore[arg-type]
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available():
+        model.to(device)  # type: ignore[arg-type]
     return Ready(place, spec, model, tokenizer, labels)
 
 
@@ -134,12 +138,12 @@ def evaluate(
     data: str | None = None,
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
-    advance: Callable[[int], None] | None = None,
+    progress: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Metrics of a run's delta on its own data, or on other data with the same labels, split by split.
 
-    splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each. Errors:
-    no run, a split that the data lacks, labels that the run does not know.
+    splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
+    progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
     """
     place = Run(run)
     known = place.spec
@@ -152,14 +156,15 @@ def evaluate(
     if wrong or not wanted:
         raise DeltuneError(" ".join(wrong) or f"data {source} has neither a validation nor a test split")
     results = {}
-    for split in wanted:
-        rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
-        encoded = encode(facts.tokenizer, facts.model, rows, known.max_length)
-        answers = logits(facts.model, facts.tokenizer, encoded, known.batch_size, known.precision, advance)
-        result = scored(answers, encoded)
-        results[split] = result.metrics
-        if output is not None:
-            with room(output):
+    with Bar(progress) as bar, room(output or place.folder):
+        for split in wanted:
+            rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
+            encoded = encode(facts.tokenizer, facts.model, rows, known.max_length)
+            bar.start(split, len(encoded))
+            answers = logits(facts.model, facts.tokenizer, encoded, known.batch_size, known.precision, bar.advance)
+            result = scored(answers, encoded)
+            results[split] = result.metrics
+            if output is not None:
                 Path(output).mkdir(parents=True, exist_ok=True)
                 write_lines(Path(output) / f"{split}.jsonl", lines(rows, result, facts.labels))
     return results

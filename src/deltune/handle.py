@@ -92,7 +92,8 @@ class Tuned(nn.Module):
         """The exact count of the delta in use (or of the one named)."""
         delta = self.delta(name)
         size = base_size(self.model, denominator)
-        return count_plan(self.anatomy, delta.planned, *size, head=delta.head_mode, folded=delta.folded)
+        heads = sum(self.value(delta, tensor).numel() for tensor in delta.head)
+        return count_plan(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The trained parameters of the delta in use, for an optimiser."""

@@ -47,8 +47,14 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head: itself where it has none."""
+    """The model without its head: itself where it has none. A wrapper that only hands its arguments on is passed by
+    (the decoder alone of an encoder-decoder stands in one)."""
     base = model.base_model
+    while "input_ids" not in signature(base.forward).parameters:
+        inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+        if len(inner) != 1:
+            break
+        base = inner[0]
     assert isinstance(base, PreTrainedModel)
     return base
 

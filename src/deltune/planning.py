@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .algebra import Masked, Method, Modification, Selection
 from .anatomy import Anatomy, Norm, Tensor
@@ -42,6 +43,9 @@ class Plan:
     selected: tuple[Tensor, ...]
     partly: tuple[tuple[Tensor, Mask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # a value; copies of a tuned model share it
 
 
 def plan(anatomy: Anatomy, method: Method) -> Plan:

@@ -199,20 +199,23 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def room(where: str | Path) -> Iterator[None]:
-    """A full disk inside the context becomes one clear error."""
+    """A file that cannot be written inside the context, as on a full disk, becomes one clear error."""
     try:
         yield
+    except (ConnectionError, TimeoutError):  # of a tracker, not of the disk
+        raise
     except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise no_room(where) from error
+        raise write_failed(where, error) from error
 
 
-def no_room(where: str | Path) -> DeltuneError:
-    """The error for a full disk."""
-    return DeltuneError(
-        f"no space left for {where}; what is there is whole. Make room and run the same command again, it resumes"
-    )
+def write_failed(where: str | Path, error: Exception) -> DeltuneError:
+    """The error for a write that the system, or safetensors for it, refused."""
+    told = str(error).lower()
+    if getattr(error, "errno", None) in FULL or "no space" in told or "file too large" in told:
+        return DeltuneError(
+            f"no space left for {where}; what is there is whole. Make room and run the same command again"
+        )
+    return DeltuneError(f"{where} cannot be written or read: {error}; what is there is whole")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -230,4 +233,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-

@@ -214,7 +214,10 @@ def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
     if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
         raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
     words = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
-    width = words.shape[1]
+    rows, width = words.shape
+    first = modification.form.init_from if isinstance(modification.form, Prompt) else None
+    if beyond := [i for i in first or () if not 0 <= i < rows]:
+        raise DeltuneError(f"init_from={first!r}: {beyond} are no token ids of this model, which has 0 to {rows - 1}")
     name = f"{stack.name}.embedding"
     return Place(name, Port(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
 

@@ -34,26 +34,40 @@ class RunSpec(BaseModel):
     model: str = Field(min_length=1, description="hub id, folder or minilm")
     data: str = Field(min_length=1, description="folder with train, validation and test files, or a hub id")
     method: str = Field(description='expression, such as "prefix(length=16) + layernorm"')
-    head: Literal["train", "freeze"] = Field("train", description="train the task head with the method, or freeze it")
-    columns: dict[str, str] | tuple[str, ...] | None = Field(None, description="the columns of text, (pair,) label")
-    labels: tuple[str, ...] | None = Field(None, description="label names in the order of their ids")
-    max_train_rows: int | None = Field(None, ge=1, description="train on a sample of that many rows")
-    epochs: int = Field(3, ge=1, description="passes over the training rows, at most")
-    lr: float | None = Field(None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method")
-    batch_size: int = Field(32, ge=1, description="rows a step")
-    gradient_accumulation: int = Field(1, ge=1, description="batches a step")
-    max_length: int = Field(128, ge=2, description="tokens a row, at most; what is longer is cut")
-    seed: int = Field(0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
-    patience: int | None = Field(None, ge=1, description="stop after that many epochs without a better validation")
-    schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
-        "linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
+    head: Literal["train", "freeze"] = Field(
+        default="train", description="train the task head with the method, or freeze it"
     )
-    warmup: float = Field(0.0, ge=0, allow_inf_nan=False, description="share of all steps if below 1, else steps")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="of AdamW")
-    clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="fp32, or bf16 by autocast")
-    metric: Metric = Field("accuracy", description="chooses the best epoch; equal ones by the lower validation loss")
-    report_to: tuple[Tracker, ...] = Field((), description="tensorboard, wandb, mlflow")
+    columns: dict[str, str] | tuple[str, ...] | None = Field(
+        default=None, description="the columns of text, (pair,) label"
+    )
+    labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
+    max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
+    epochs: int = Field(default=3, ge=1, description="passes over the training rows, at most")
+    lr: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
+    )
+    batch_size: int = Field(default=32, ge=1, description="rows a step")
+    gradient_accumulation: int = Field(default=1, ge=1, description="batches a step")
+    max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
+    patience: int | None = Field(
+        default=None, ge=1, description="stop after that many epochs without a better validation"
+    )
+    schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
+        default="linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
+    )
+    warmup: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="share of all steps if below 1, else steps"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="of AdamW")
+    clip: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit"
+    )
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 by autocast")
+    metric: Metric = Field(
+        default="accuracy", description="chooses the best epoch; equal ones by the lower validation loss"
+    )
+    report_to: tuple[Tracker, ...] = Field(default=(), description="tensorboard, wandb, mlflow")
 
     @field_validator("method", mode="before")
     @classmethod

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from .anatomy import Anatomy
-from .edits import Delta, Edit, Sparse, in_use
+from .edits import Delta, Edit, in_use
 from .trace import PORT, observing
+from .weights import Sparse
 
 
 class Tap:

@@ -66,6 +66,7 @@ class Family:
     interface: bool = True
     shared: bool = False
     exact: bool = True
+    kernels: tuple[str, ...] = ("sdpa", "eager")
     beyond: tuple[str, ...] = ()  # linears with biases outside the layers, norms apart
 
     @property
@@ -217,7 +218,7 @@ ROWS = (
             {"input_layernorm": "pre attention", "post_attention_layernorm": "output attention",
              "pre_feedforward_layernorm": "pre ffn", "post_feedforward_layernorm": "output ffn"}, causal=True,
         ),),
-        outer=_LLAMA_OUTER, kv_heads=2, head_width=6, gated=True, **_NOT_FLOAT64,
+        outer=_LLAMA_OUTER, kv_heads=2, head_width=6, gated=True, kernels=("eager",), **_NOT_FLOAT64,  # caps its scores
     ),
     Family(
         "phi", _SIZES,
@@ -274,7 +275,7 @@ ROWS = (
             "encoder.layer", _qkvo("attention", "self.query_proj", "self.key_proj", "self.value_proj", "output.dense"),
             ("intermediate.dense", "output.dense"), _BERT.norms,
         ),),
-        outer=_BERT_OUTER, interface=False,
+        outer=_BERT_OUTER, interface=False, kernels=(),
     ),
     Family(
         "bloom",
@@ -283,7 +284,7 @@ ROWS = (
             "h", _qkvo("self_attention", *["query_key_value"] * 3, "dense"),
             ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), _PRE, causal=True,
         ),),
-        outer={"word_embeddings_layernorm": "embedding", "ln_f": "final"}, positions="alibi", interface=False,
+        outer={"word_embeddings_layernorm": "embedding", "ln_f": "final"}, positions="alibi", interface=False, kernels=(),
     ),
     Family(
         "gptj", {**_GPT, "rotary_dim": 4},
@@ -291,7 +292,7 @@ ROWS = (
             "h", _qkvo("attn", "q_proj", "k_proj", "v_proj", "out_proj"), ("mlp.fc_in", "mlp.fc_out"),
             {"ln_1": "pre attention+ffn"}, causal=True,
         ),),
-        biases=("ffn_up", "ffn_down", "norm"), outer={"ln_f": "final"}, positions="rotary", interface=False,
+        biases=("ffn_up", "ffn_down", "norm"), outer={"ln_f": "final"}, positions="rotary", interface=False, kernels=(),
     ),
 )  # fmt: skip
 

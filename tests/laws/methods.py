@@ -86,6 +86,19 @@ ROWS = (
     Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + lora(rank=2) + layernorm", identity=False, needs=(INTERFACE,)),
     Row("lora(rank=2, at='output') + layernorm", merges=True),
+    Row("p_tuning_v2(length=3)", identity=False, needs=(INTERFACE,)),
+    Row("prefix_layernorm(length=3)", identity=False, needs=(INTERFACE,)),
+    Row("multi_head_parallel_adapter(length=3)", needs=(INTERFACE,)),
+    Row("multi_head_parallel_adapter(length=3, own_down=True)", needs=(HEADS,)),
+    Row("unipelt(length=2, rank=2, bottleneck=4)", identity=False, needs=(INTERFACE,)),
+    Row("ia3", merges=True, needs=(INTERFACE,)),
+    Row("three_vectors", needs=(NO_VOCABULARY,)),
+    Row("bitfit(which='norm', add_missing=True)", merges=False),
+    Row("apet(lora(rank=2, at='output') + layernorm, parameters=41)", merges=True),
+    Row("apet(adapter(rank=4, bias=True), parameters=57, pattern='adjacent')"),
+    Row("apet(adapter(rank=4), parameters=57, pattern='adjacent', along='columns')"),
+    Row("apet(prefix(length=3), parameters=57)", identity=False, needs=(INTERFACE,)),
+    Row("apet(full, parameters=91)", merges=True),
 )
 
 METHODS = {row.text: row for row in ROWS}

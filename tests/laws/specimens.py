@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from deltune.attaching import Tuned
+import deltune
 
 from .families import FAMILIES, Family
 
@@ -90,16 +90,22 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
         found[f"flag of {name}"] = parameter.requires_grad
     for name, buffer in model.named_buffers():
         found[f"value of {name}"] = buffer.detach().clone()
+    for config in configurations(model):
+        found[f"configuration {id(config)}"] = str(config.to_dict())
+        found[f"attention of {id(config)}"] = config._attn_implementation
     for name, module in model.named_modules():
         found[f"hooks of {name}"] = (len(module._forward_hooks), len(module._forward_pre_hooks))
         found[f"attributes of {name}"] = sorted(module.__dict__)
         found[f"mode of {name}"] = module.training
-        if getattr(module, "config", None) is not None:
-            found[f"configuration of {name}"] = str(module.config.to_dict())
-            found[f"attention of {name}"] = module.config._attn_implementation
         for plain in ("num_labels", "out_features", "in_features"):
             found[f"{plain} of {name}"] = getattr(module, plain, None)
     return found
+
+
+def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every configuration object in the model, once."""
+    found = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    return list(found.values())
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -147,6 +153,13 @@ Outputs = dict[str, torch.Tensor]
 
 
 def run(model: PreTrainedModel, inputs: Mapping[str, Any], **options: Any) -> Outputs:
+    """Every tensor that a forward pass returns, without gradients: with them torch may multiply in another order, and
+    two runs are equal to the last bit only in one mode."""
+    with torch.no_grad():
+        return forward(model, inputs, **options)
+
+
+def forward(model: PreTrainedModel, inputs: Mapping[str, Any], **options: Any) -> Outputs:
     """Every tensor that a forward pass returns, without caches."""
     if model.config.is_encoder_decoder or hasattr(model.config, "use_cache"):
         options = {"use_cache": False, **options}
@@ -160,6 +173,17 @@ def tensors(output: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
             yield name, value
         elif isinstance(value, tuple):
             yield from ((f"{name}.{i}", v) for i, v in enumerate(value) if isinstance(v, torch.Tensor))
+
+
+def shapes(outputs: Outputs, grown: int = 0) -> dict[str, tuple[int, ...]]:
+    """Shapes of outputs. grown: rows that the encoder's own outputs have besides, since the decoder attends to them."""
+    found = {}
+    for name, value in outputs.items():
+        shape = list(value.shape)
+        for axis in {"encoder_l": [1], "encoder_h": [1], "encoder_a": [2, 3], "cross_att": [3]}.get(name[:9], []):
+            shape[axis] += grown
+        found[name] = tuple(shape)
+    return found
 
 
 def loss(outputs: Outputs) -> torch.Tensor:
@@ -182,7 +206,7 @@ def distance(one: Outputs, two: Outputs) -> float:
     return max((one[n] - two[n]).abs().max().item() / (1e-12 + two[n].abs().max().item()) for n in one)
 
 
-def stir(tuned: Tuned, seed: int = 1, size: float = 0.2) -> Tuned:
+def stir(tuned: deltune.Tuned, seed: int = 1, size: float = 0.2) -> deltune.Tuned:
     """Move every trained tensor, as training would."""
     made = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -14,12 +14,12 @@ SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 FLOORS = (
     ("errors", "expressions"),
     ("anatomy", "graph", "trace", "sublayers", "observe"),
-    ("forms", "attention"),
-    ("algebra", "catalogue", "sites", "counting"),
-    ("edits", "taps", "prompting", "merging", "store", "handle", "attaching"),
+    ("sparse", "forms", "heads", "compositions", "attention"),
+    ("algebra", "recipes", "catalogue", "sites", "planning", "counting", "budget"),
+    ("weights", "edits", "taps", "prompting", "merging", "store", "handle", "attaching"),
     ("models", "files", "data", "metrics"),
-    ("specs", "runs", "evaluate", "train"),
-    ("quickstart", "cli", "__main__"),
+    ("specs", "runs", "encoding", "progress", "checkpoints", "evaluate", "folding", "inputs", "train"),
+    ("show", "quickstart", "cli", "__main__"),
 )
 """From the ground up; a module imports only what stands before it here."""
 

@@ -1,0 +1,5 @@
+"""python -m deltune: the command line."""
+
+from .cli import main
+
+main()

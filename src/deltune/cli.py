@@ -1,0 +1,263 @@
+"""The command line. Facts go to standard output (with --json nothing else does), everything else to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+
+from .errors import DeltuneError, unknown
+
+app = typer.Typer(
+    help="Tune a pretrained transformer by small deltas.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console(soft_wrap=True, highlight=False, markup=False)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no notes.")]
+
+
+@app.command()
+def inspect(model: ModelArgument, as_json: Json = False) -> None:
+    """Show what a model is made of, layer by layer, from its configuration alone."""
+    from . import models, observe
+
+    anatomy = observe.inspect(models.load_config(model))
+    out.print_json(data=anatomy.as_dict()) if as_json else out.print(str(anatomy))
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every method, or explain one: its formula, arguments, default learning rate, paper and an example."""
+    from . import show
+
+    facts = show.method_facts()
+    if name is not None and name not in facts:
+        raise DeltuneError(unknown("method", name, facts))
+    if as_json:
+        out.print_json(data=facts if name is None else facts[name])
+    else:
+        out.print(show.method_table(facts) if name is None else show.method_page(facts[name]))
+
+
+@app.command()
+def count(
+    model: ModelArgument,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help='Such as "prefix(length=16) + layernorm".')],
+    denominator: Annotated[
+        str, typer.Option(help="model, no_pooler, no_embeddings, layers, untied or a number.")
+    ] = "model",
+    as_json: Json = False,
+) -> None:
+    """Count exactly what a method trains and keeps, from the model's configuration alone."""
+    from . import counting, models
+    from .catalogue import parse
+
+    found = counting.count(models.load_config(model), parse(method), denominator)
+    out.print_json(data=found.as_dict()) if as_json else out.print(str(found))
+
+
+@app.command()
+def train(
+    file: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="A spec; options override it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id, folder or minilm.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder with train, validation, test files, or a hub id.")] = None,
+    method: Annotated[str | None, typer.Option(help='Such as "prefix(length=16) + layernorm".')] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
+    head: Annotated[str | None, typer.Option(help="train (default) or freeze the task head.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns of text, (pair,) label: a,b,c or text=a,label=b [from meta.json].")
+    ] = None,
+    labels: Annotated[str | None, typer.Option(help="Label names in the order of their ids: a,b,c.")] = None,
+    max_train_rows: Annotated[int | None, typer.Option(help="Train on a sample of that many rows.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training rows, at most [3].")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate [full 5e-5; layernorm, prefix 1e-2; prompt 3e-2; others 1e-3; a sum: least]."),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a batch [32].")] = None,
+    gradient_accumulation: Annotated[int | None, typer.Option(help="Batches a step [1].")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens a row; longer texts are cut [128].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of initial values, order and dropout [0].")] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after that many epochs without a better one [never].")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="linear (default), constant, cosine or polynomial.")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Share of all steps if below 1, else steps [0].")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [0].")] = None,
+    clip: Annotated[float | None, typer.Option(help="Greatest norm of the gradient; 0: no limit [1].")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 (default) or bf16.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Chooses the best epoch: accuracy (default), loss, f1, f1_macro, matthews.")
+    ] = None,
+    report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Tune a method on labelled text and keep the best delta; run again after a kill, it goes on where it was."""
+    given = {
+        "model": model, "data": data, "method": method, "head": head, "columns": columns, "labels": labels,
+        "max_train_rows": max_train_rows, "epochs": epochs, "lr": lr, "batch_size": batch_size,
+        "gradient_accumulation": gradient_accumulation, "max_length": max_length, "seed": seed, "patience": patience,
+        "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,
+        "metric": metric, "report_to": report_to,
+    }  # fmt: skip
+    from . import show, specs
+
+    values = {} if file is None else specs.read_values(file)
+    folder = output or values.pop("output", None)
+    values.pop("output", None)
+    spec = specs.RunSpec(**{**values, **{name: value for name, value in given.items() if value is not None}})
+    if folder is None:
+        raise DeltuneError("--output is missing: the folder of the run")
+    with _notes(quiet):
+        from . import train as training
+
+        try:
+            metrics = training.train(spec, folder, resume=not fresh, progress=not quiet)
+        except KeyboardInterrupt:
+            print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
+            raise typer.Exit(130) from None
+    out.print_json(data=metrics) if as_json else out.print(show.run_table(spec, metrics, str(folder)))
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Score a run's delta again, on its own data or on other data."""
+    from . import show
+
+    with _notes(quiet):
+        from . import evaluate as scoring
+
+        found = scoring.evaluate(run, data, split, output, progress=not quiet)
+    out.print_json(data=found) if as_json else out.print(show.score_table(found))
+
+
+@app.command()
+def predict(
+    run: RunArgument,
+    text: Annotated[list[str] | None, typer.Option(help="A text; repeatable.")] = None,
+    pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Texts: .txt (one a line), or .jsonl, .csv, .parquet with the run's columns.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the labels of texts."""
+    from . import show
+
+    if bool(text) == bool(file) or (pair and not text):
+        raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
+    if pair and len(pair) != len(text or ()):
+        raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
+    with _notes(quiet):
+        from . import inputs
+
+        rows = inputs.of_options(text or [], pair or []) if file is None else inputs.of_file(file, run)
+        found = inputs.predicted(run, rows)
+    if output is not None:
+        inputs.write(output, found)
+        print(f"{len(found)} predictions in {output}", file=sys.stderr)
+    elif as_json:
+        out.print_json(data=found)
+    else:
+        out.print(show.prediction_table(found))
+
+
+@app.command()
+def merge(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="A new folder for the plain transformers checkpoint.")],
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
+    with _notes(quiet):
+        from . import folding
+
+        target = folding.merge(run, to)
+    out.print_json(data={"to": str(target)}) if as_json else out.print(f"merged into {target}")
+
+
+@app.command()
+def quickstart(
+    text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
+) -> None:
+    """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
+    with _notes(False):
+        from .quickstart import SENTENCE, quickstart
+
+        quickstart(text or SENTENCE, output)
+
+
+@contextlib.contextmanager
+def _notes(quiet: bool) -> Iterator[None]:
+    """Our notes and warnings go to standard error, one line each; the libraries' chatter goes nowhere."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logger = logging.getLogger("deltune")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is UserWarning and str(Path(__file__).parent) in filename:
+            logger.warning("%s", message)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = show
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def main() -> None:
+    """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
+    try:
+        app(prog_name="deltune")
+    except DeltuneError as error:
+        print(f"deltune: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

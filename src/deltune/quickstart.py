@@ -1,0 +1,49 @@
+"""The main job, offline: MiniLM on the packaged support tickets, the head alone against prefix + layernorm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .counting import count
+from .evaluate import predict
+from .models import load_config
+from .runs import Run
+from .specs import RunSpec
+from .train import train
+
+MODEL = "minilm"
+TICKETS = Path(__file__).parent / "demo" / "tickets"
+METHODS = ("head", "prefix(length=16) + layernorm")
+EPOCHS, BATCH = 6, 8
+SENTENCE = "I was charged twice for March, and I would like the second payment back."
+
+
+def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> dict[str, Run]:
+    """Train each method afresh below `output`, compare them, and classify `text`; returns the runs by method."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("MiniLM-L6 (22.7 million parameters) learns to sort support tickets into 8 intents.")
+    runs = {}
+    for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
+        spec = RunSpec(model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64)
+        console.print(f"\n{spec.method} at {spec.rate:g}: {count(load_config(MODEL), spec.method)}", markup=False)
+        runs[spec.method] = Run(Path(output) / folder)
+        train(spec, runs[spec.method].folder, resume=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for title in ("test accuracy", "trained scalars", "percent", "seconds"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for method, run in runs.items():
+        metrics = run.metrics
+        trained, size = metrics["count"]["trained"], metrics["count"]["denominator_size"]
+        accuracy = f"{metrics['test']['accuracy']:.3f}"
+        table.add_row(method, accuracy, f"{trained:,}", f"{100 * trained / size:.3f}", f"{metrics['seconds']:.0f}")
+    console.print(table)
+    best = max(runs.values(), key=lambda run: run.metrics["test"]["accuracy"])
+    answer = predict(best.folder, [text])[0]
+    console.print(f"{text!r}: {answer['label']} ({answer['scores'][answer['label']]:.0%})", markup=False)
+    console.print(f'another one: deltune predict {best.folder} --text "…"', markup=False)
+    return runs

@@ -1,0 +1,81 @@
+"""Facts as tables and pages for a terminal."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from .catalogue import TABLE
+from .expressions import usage
+from .specs import RunSpec
+
+
+def method_facts() -> dict[str, dict[str, Any]]:
+    """Every method of the table: name, formula, text, usage, rate, paper, example."""
+    return {
+        name: {
+            "name": name,
+            "formula": entry.formula,
+            "text": inspect.getdoc(entry.make) or "",
+            "usage": f"{name}{usage(entry.make)}",
+            "rate": entry.rate,
+            "paper": entry.paper,
+            "example": entry.example,
+        }
+        for name, entry in TABLE.items()
+    }
+
+
+def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """One line a method."""
+    table = _table("method", "formula", "paper")
+    for fact in facts.values():
+        table.add_row(fact["name"], fact["formula"], fact["paper"])
+    return table
+
+
+def method_page(fact: Mapping[str, Any]) -> str:
+    """One method in full."""
+    page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
+    return f'{page}\nexample: deltune count minilm "{fact["example"]}"'
+
+
+def score_table(scores: Mapping[str, Mapping[str, float]]) -> RenderableType:
+    """One line a split, one column a metric."""
+    names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
+    table = _table("split", *names, right=len(names))
+    for split, metrics in scores.items():
+        table.add_row(split, *(f"{metrics[name]:.4f}" for name in names))
+    return table
+
+
+def run_table(spec: RunSpec, metrics: Mapping[str, Any], folder: str) -> RenderableType:
+    """The outcome of a run."""
+    count, best = metrics["count"], metrics["best"]
+    told = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
+    kept = f"epoch {best['epoch']} of {spec.epochs} kept"
+    scores = {split: metrics[split] for split in ("validation", "test") if split in metrics}
+    lines = f"{spec.method} at {spec.rate:g}: {told}, {metrics['seconds']:.0f} s, {kept}\nin {folder}"
+    return Group(lines, score_table(scores)) if scores else lines
+
+
+def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """One line a text: the label, its probability, the text."""
+    table = _table("label", "probability", "text")
+    for row in rows:
+        text = row["input"] if isinstance(row["input"], str) else " | ".join(row["input"])
+        table.add_row(row["prediction"], f"{row['scores'][row['prediction']]:.3f}", text)
+    return table
+
+
+def _table(*columns: str, right: int = 0) -> Table:
+    """A plain table whose last `right` columns are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i >= len(columns) - right else "left")
+    return table

@@ -1,0 +1,56 @@
+"""Weights of which only drawn entries are parameters, and weights that several edits share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from .compositions import Composition
+from .sparse import Mask
+
+
+class Sparse(nn.Module):
+    """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
+
+    index: torch.Tensor
+
+    def __init__(self, shape: tuple[int, ...], index: np.ndarray) -> None:
+        super().__init__()
+        self.shape = shape
+        self.values = nn.Parameter(torch.empty(len(index)))
+        self.register_buffer("index", torch.from_numpy(index))
+
+    def start(self, dense: torch.Tensor) -> None:
+        """Take the initial values from a dense weight."""
+        with torch.no_grad():
+            flat = dense.reshape(-1)
+            self.values.copy_(flat[self.index.to(flat.device)])
+
+    def on(self, rest: torch.Tensor) -> torch.Tensor:
+        """`rest` with the values in their places."""
+        return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
+
+
+class Common(nn.Module):
+    """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
+
+    def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
+        super().__init__()
+        self.sparse: Sparse | None = None
+        if masked:
+            index = mask.indices() if mask is not None else {}
+            self.sparse = Sparse(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
+        else:
+            self.dense = nn.Parameter(torch.empty(shape))
+
+    def start(self, compose: Composition, name: str) -> None:
+        dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
+        compose.start({name: dense})
+        if self.sparse is not None:
+            self.sparse.start(dense)
+
+    def value(self) -> torch.Tensor:
+        if self.sparse is None:
+            return self.dense
+        return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))

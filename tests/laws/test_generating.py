@@ -1,0 +1,125 @@
+"""Laws of generation: caches, beams, sampling and padding change nothing about what a tuned model says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import deltune
+
+from .families import FAMILIES, Family
+from .methods import ABSOLUTE, Need, Row
+from .specimens import batch, main_role, specimen, stir
+
+NEW = 5
+WAYS: dict[str, dict[str, Any]] = {
+    "cached": {},
+    "static cache": {"cache_implementation": "static"},
+    "beam 3": {"num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 20, "temperature": 2.0},
+}
+GENERATED: tuple[tuple[str, Need | None], ...] = (
+    ("prefix(length=3)", None),
+    ("prefix(length=3, gate=False) + layernorm", None),
+    ("prompt(length=3)", None),
+    ("prompt(length=3, positions='none')", ABSOLUTE),
+    ("lora(rank=2)", None),
+    ("adapter(rank=4)", None),
+    ("prefix(length=2) + prompt(length=3) + lora(rank=2) + layernorm", None),
+)
+HIDDEN = ("lora(rank=2, at='ffn')", "adapter(rank=4)", "prompt(length=3)")
+"""Methods for families without the attention interface."""
+
+
+def _generating() -> list[tuple[Family, str]]:
+    found = []
+    for family in FAMILIES.values():
+        if family.kind != "encoder":
+            on = [text for text, need in GENERATED if need is None or need.holds(family)]
+            found += [(family, text) for text in (on if family.interface else HIDDEN)]
+    return found
+
+
+GENERATING = pytest.mark.parametrize(
+    ("family", "text"), _generating(), ids=[f"{f.name}: {text}" for f, text in _generating()]
+)
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Exactly NEW tokens after the prompt (or after the decoder's start)."""
+    given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = model.generate(**given, max_new_tokens=NEW, min_new_tokens=NEW, **{"num_beams": 1, **options})
+    return found[:, -NEW:]
+
+
+def by_hand(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+    """Greedy generation written out: the whole sequence again for every token, no cache, the likeliest token next."""
+    banned = model.generation_config.eos_token_id
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    both = model.config.is_encoder_decoder
+    start = torch.full((ids.shape[0], 1), model.generation_config.decoder_start_token_id) if both else ids
+    for _ in range(NEW):
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": start}
+        if not both:
+            given = {"input_ids": start, "attention_mask": torch.ones_like(start)}
+        with torch.no_grad():
+            scores = model(**given, use_cache=False)["logits"][:, -1].clone()
+        if banned is not None:
+            scores[:, banned] = -torch.inf
+        start = torch.cat([start, scores.argmax(-1, keepdim=True)], 1)
+    return start[:, -NEW:]
+
+
+@GENERATING
+def test_caches_beams_and_sampling_agree(family: Family, text: str, subtests: pytest.Subtests) -> None:
+    model = specimen(family.name, main_role(family))
+    inputs = batch(model, pad=0)
+    before = generate(model, inputs)
+    tuned = stir(deltune.attach(model, text), size=0.5)
+    with subtests.test("by hand"):
+        assert torch.equal(generate(model, inputs, use_cache=False), by_hand(model, inputs))
+    for way, options in WAYS.items():
+        if way == "static cache" and not _takes_static_cache(model):
+            continue  # transformers refuses it without any delta
+        with subtests.test(way):
+            plain = {k: v for k, v in options.items() if k != "cache_implementation"}
+            uncached = generate(model, inputs, use_cache=False, **plain)
+            assert torch.equal(generate(model, inputs, **options), uncached)
+    with subtests.test("it says something else than the base"):
+        assert not torch.equal(generate(model, inputs), before)
+    tuned.detach()
+    with subtests.test("detached"):
+        assert torch.equal(generate(model, inputs), before)
+
+
+def _takes_static_cache(model: PreTrainedModel) -> bool:
+    tuned = deltune.tuned(model)
+    with tuned.disable():
+        try:
+            generate(model, batch(model, pad=0), cache_implementation="static")
+        except Exception:
+            return False
+    return True
+
+
+@GENERATING
+def test_padding_changes_nothing(family: Family, text: str) -> None:
+    """A row of a padded batch (left for decoders, right for encoders) continues as it does alone."""
+    model = specimen(family.name, main_role(family))
+    inputs = batch(model, rows=2, pad=0)
+    tuned = stir(deltune.attach(model, text), size=0.5)
+    short = {name: value[1:, :4] for name, value in inputs.items()}
+    alone = [generate(model, {name: value[:1] for name, value in inputs.items()}), generate(model, short)]
+    padded = {name: value.clone() for name, value in inputs.items()}
+    gap, text_at = (slice(0, 3), slice(3, 7)) if family.kind == "decoder" else (slice(4, 7), slice(0, 4))
+    padded["input_ids"][1, text_at] = short["input_ids"][0]
+    padded["input_ids"][1, gap] = model.config.pad_token_id or 0
+    padded["attention_mask"][1, gap] = 0
+    for use_cache in (True, False):
+        assert torch.equal(generate(model, padded, use_cache=use_cache), torch.cat(alone))
+    tuned.detach()

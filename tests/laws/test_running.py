@@ -1,0 +1,155 @@
+"""Laws of running: checkpointing, lower precision, inference mode, compilation, outputs, kernels, greatest lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import deltune
+
+from .families import Family
+from .methods import Row, cells
+from .specimens import batch, build, distance, equal, forward, loss, main_role, run, specimen, stir
+
+EVERY = "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')"
+FEW = ("prefix(length=3) + lora(rank=2) + layernorm", "prefix(length=3, reparameterise=8)", "prompt(length=3)", EVERY)
+CHECKPOINTED = (*FEW, "parallel_adapter(at=('ffn', 'attention'), rank=4, x='residual')", "bitfit(which='layers')",
+                "adapter(style='pfeiffer', rank=4)", "lora(rank=2, at='ffn', alpha=6)", "mam(length=3, rank=4)")  # fmt: skip
+
+
+def gradients(model: PreTrainedModel, tuned: deltune.Tuned, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    loss(forward(model, inputs)).backward()
+    found = {name: p.grad for name, p in tuned.trained()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@cells(*CHECKPOINTED)
+def test_gradient_checkpointing(family: Family, row: Row, reentrant: bool) -> None:
+    model = build(family, main_role(family))
+    assert model.supports_gradient_checkpointing
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, row.text))
+    model.train()
+    plain = gradients(model, tuned, inputs)
+    runs: list[str] = []
+    layer = model.base_model.get_submodule(f"{family.stacks[0].layers}.0")
+    layer.register_forward_pre_hook(lambda *_: runs.append("run"))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:  # checkpoints of this kind need an input that wants a gradient, as with every frozen model
+        model.enable_input_require_grads()
+    saved = gradients(model, tuned, inputs)
+    passes = 2 if family.shared else 1
+    assert len(runs) == 2 * passes, "the layers were not computed again: nothing was checkpointed"
+    assert saved.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert (saved[name] is None) == (gradient is None), name
+        assert gradient is None or torch.allclose(saved[name], gradient, rtol=1e-9, atol=1e-12), name
+
+
+@cells(*FEW, "bitfit", "full", "scaled_parallel_adapter(rank=4, scale='learned', x='residual')")
+def test_autocast(family: Family, row: Row) -> None:
+    """bfloat16 keeps 8 bits, 2^-9 of relative error a rounding; a few dozen roundings in sequence are under 5 %."""
+    model = specimen(family.name, dtype=torch.float32)
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, row.text), size=0.05)
+    assert {p.dtype for p in tuned.parameters()} == {torch.float32}
+    whole = run(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = run(model, inputs)
+        training = loss(forward(model, inputs))
+    training.backward()
+    for name, value in whole.items():
+        assert (half[name].float() - value).norm() < 0.05 * value.norm(), name
+    assert all(torch.isfinite(p.grad).all() for p in tuned.parameters() if p.grad is not None)
+    model.zero_grad()
+    tuned.detach()
+
+
+@cells(*FEW, "bitfit", "parallel_adapter(rank=4)", "prompt(length=3, positions='none')")
+def test_a_model_in_half_precision(family: Family, row: Row) -> None:
+    """The base in bfloat16, what is added in float32: it runs, in the base's precision, and gradients are float32."""
+    model = build(family, main_role(family), torch.bfloat16)
+    inputs = batch(model)
+    before = run(model, inputs)
+    tuned = deltune.attach(model, row.text)
+    after = run(model, inputs)
+    assert [v.dtype for v in after.values()] == [v.dtype for v in before.values()]
+    assert equal(after, before) == row.identity
+    assert all(p.dtype == torch.float32 for n, p in tuned.trained() if n.startswith("deltune."))
+    loss(forward(model, inputs)).backward()
+    assert all(p.grad.dtype == p.dtype for p in tuned.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@cells("prefix(length=3) + lora(rank=2) + layernorm", "prompt(length=3)")
+def test_compiled(family: Family, row: Row, backend: str) -> None:
+    model = specimen(family.name)
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, f"{row.text} + parallel_adapter(rank=2)"))
+    outputs = run(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    assert distance(run(compiled, inputs), outputs) < (1e-12 if family.exact else 1e-5)
+    stir(tuned, seed=7)  # a training step is seen by the compiled model
+    assert distance(run(compiled, inputs), run(model, inputs)) < (1e-12 if family.exact else 1e-5)
+    tuned.detach()
+
+
+@cells("prefix(length=3) + lora(rank=2) + layernorm", "prefix(length=3, gate=False)", "prompt(length=3)", EVERY)
+def test_hidden_states_and_attentions_keep_their_shapes(family: Family, row: Row) -> None:
+    model = build(family, main_role(family), attn_implementation="eager")
+    inputs = batch(model)
+    options = {"output_hidden_states": True, "output_attentions": True}
+    before = run(model, inputs, **options)
+    assert any("attentions" in name for name in before) and any("hidden_states" in name for name in before)
+    deltune.attach(model, row.text)
+    after = run(model, inputs, **options)
+    assert {name: value.shape for name, value in after.items()} == {name: v.shape for name, v in before.items()}
+    assert equal(run(model, inputs), {k: v for k, v in after.items() if "." not in k})
+
+
+@cells(*FEW, "prefix(length=3, gate=False)", families=lambda f: len(f.kernels) == 2)
+def test_kernels_agree(family: Family, row: Row) -> None:
+    """sdpa and eager attention give the same outputs, with and without padding and without a mask at all."""
+    found: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name in ("sdpa", "eager"):
+        model = build(family, main_role(family), attn_implementation=name)
+        stir(deltune.attach(model, row.text))
+        padded, full = batch(model), batch(model, pad=0)
+        bare = {name: value for name, value in full.items() if name != "attention_mask"}
+        found[name] = [run(model, inputs) for inputs in (padded, full, bare)]
+        assert distance(found[name][1], found[name][2]) < 1e-5  # a mask of ones is no mask
+    for sdpa, eager in zip(found["sdpa"], found["eager"], strict=True):
+        kept = slice(None) if family.kind != "decoder" else slice(0, 5)  # what a padded position itself gives is noise
+        one, two = ({n: v[:, kept] if v.dim() == 3 else v for n, v in o.items()} for o in (sdpa, eager))
+        assert distance(one, two) < 1e-5  # eager attention takes its softmax in float32
+
+
+@cells("prefix(length=3)", "mam(length=3, rank=4)", families=lambda f: f.table)
+def test_the_longest_input_fits_beside_a_prefix(family: Family, row: Row) -> None:
+    model = specimen(family.name)
+    inputs = batch(model, rows=1, length=family.longest, pad=0)
+    tuned = deltune.attach(model, row.text)
+    assert all(torch.isfinite(v).all() for v in run(model, inputs).values())
+    tuned.detach()
+    with pytest.raises((IndexError, ValueError, RuntimeError)):  # longest it was: one more the family refuses
+        run(model, batch(model, rows=1, length=family.longest + 1, pad=0))
+
+
+@cells("prompt(length=3)", "prompt(length=3, positions='none')", families=lambda f: f.table)
+def test_the_longest_input_with_a_prompt(family: Family, row: Row) -> None:
+    """Rows with positions leave `length` fewer for the text, and one token more is a stated error; without, none."""
+    model = specimen(family.name)
+    tuned = deltune.attach(model, row.text)
+    room = family.longest - (0 if "none" in row.text else 3)
+    assert all(torch.isfinite(v).all() for v in run(model, batch(model, rows=1, length=room, pad=0)).values())
+    if room < family.longest:
+        with pytest.raises(deltune.DeltuneError, match=rf"{room + 1} tokens and a prompt of 3.*{family.longest}"):
+            run(model, batch(model, rows=1, length=room + 1, pad=0))
+    tuned.detach()

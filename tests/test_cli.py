@@ -1,0 +1,308 @@
+"""The whole command: facts on standard output, everything else on standard error, 2 for a mistake of the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+import tiny
+from deltune import cli
+from deltune.runs import OWN, Run
+
+
+class Told(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Told]
+
+
+@pytest.fixture
+def deltune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command line in this process."""
+
+    def run(*arguments: object) -> Told:
+        monkeypatch.setattr(sys, "argv", ["deltune", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as stop:
+            code = stop.code
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return Told(int(code or 0), told.out, told.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("tiny")
+    tiny.spec(found)
+    return found
+
+
+def options(root: Path, **changes: object) -> list[object]:
+    """The least options of a training on the tiny parts."""
+    values = {"model": root / "model", "data": root / "data", "method": "lora(rank=2)", "epochs": 1, "max-length": 16}
+    return [part for name, value in {**values, **changes}.items() for part in (f"--{name}", value)]
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+# -- facts
+
+
+def test_inspect(deltune: Command, root: Path) -> None:
+    assert "layer 1" in deltune("inspect", root / "model").out
+    found = json.loads(deltune("inspect", root / "model" / "config.json", "--json").out)
+    assert found["family"] == "bert" and len(found["layers"]) == 2
+
+
+def test_methods(deltune: Command) -> None:
+    told = deltune("methods").out
+    assert all(name in told for name in ("layernorm", "prefix", "lora", "mam"))
+    page = deltune("methods", "prefix").out
+    assert "prefix(length=16" in page and "UV eq. 5" in page and "0.01" in page and "example: deltune count" in page
+    assert json.loads(deltune("methods", "lora", "--json").out)["rate"] == 1e-3
+    assert set(json.loads(deltune("methods", "--json").out)) > {"full", "head"}
+    wrong = deltune("methods", "lroa")
+    assert wrong.code == 2 and "Did you mean 'lora'" in wrong.err and not wrong.out
+
+
+def test_every_example_can_be_counted(deltune: Command, root: Path) -> None:
+    for name, fact in json.loads(deltune("methods", "--json").out).items():
+        told = deltune("count", root / "model", fact["example"])
+        assert told.code == 0 and name in fact["example"], told.err
+
+
+def test_count(deltune: Command, root: Path) -> None:
+    told = json.loads(deltune("count", root / "model", "lora(rank=2)", "--json").out)
+    assert told["method"] == 2 * 2 * (32 * 2 + 2 * 32) and told["denominator"] == "model"
+    assert json.loads(deltune("count", root / "model", "head", "--denominator", 100, "--json").out)["percent"] == 0
+    assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
+
+
+# -- the main job
+
+
+def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    told = deltune("train", *options(root, output=run), "--json")
+    assert told.code == 0, told.err
+    assert json.loads(told.out) == Run(run).metrics
+    again = deltune("train", *options(root, output=run))
+    assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
+
+    scores = json.loads(deltune("evaluate", run, "--json").out)
+    assert scores == {split: Run(run).metrics[split] for split in ("validation", "test")}
+    assert "test" in deltune("evaluate", run, "--split", "test", "--output", tmp_path / "out").out
+    assert names(tmp_path / "out") == {"test.jsonl"}
+
+    found = json.loads(deltune("predict", run, "--text", "a plum", "--text", "[b]the[/b] saw", "--json").out)
+    assert [row["input"] for row in found] == ["a plum", "[b]the[/b] saw"]
+    assert set(found[0]) == {"id", "input", "prediction", "scores"}
+    assert "[b]the[/b] saw" in deltune("predict", run, "--text", "[b]the[/b] saw").out
+
+    told = deltune("merge", run, "--to", tmp_path / "plain")
+    assert told.code == 0 and "model.safetensors" in names(tmp_path / "plain")
+
+
+def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path: Path) -> None:
+    values = {"model": str(root / "model"), "data": str(root / "data"), "method": "layernorm", "epochs": 1}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**values, "max_length": 16, "output": str(tmp_path / "run")}))
+    assert deltune("train", path, "--seed", 4, "--quiet").code == 0
+    assert Run(tmp_path / "run").spec.seed == 4 and Run(tmp_path / "run").spec.method == "layernorm"
+    assert deltune("train", tmp_path / "run" / "spec.yaml", "--output", tmp_path / "again").code == 0
+    assert Run(tmp_path / "again").metrics["test"] == Run(tmp_path / "run").metrics["test"]
+    other = deltune("train", path)
+    assert other.code == 2 and "seed: 4 there, 0 now" in other.err
+    assert deltune("train", path, "--fresh").code == 0 and Run(tmp_path / "run").spec.seed == 0
+
+
+def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
+    (tmp_path / "texts.txt").write_text("a plum\n\nthe saw\n")
+    told = deltune("predict", run, "--file", tmp_path / "texts.txt", "--output", tmp_path / "new" / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()]
+    assert told.code == 0 and not told.out and [row["input"] for row in rows] == ["a plum", "the saw"]
+    assert [row["id"] for row in rows] == ["1", "3"]
+    table = deltune("predict", run, "--file", root / "data" / "test.jsonl", "--json")
+    assert len(json.loads(table.out)) == 24
+    (tmp_path / "x.csv").write_text("sentence\na\n")
+    for file, match in [("x.csv", "unknown column 'text'"), ("none.txt", "cannot be read")]:
+        wrong = deltune("predict", run, "--file", tmp_path / file)
+        assert wrong.code == 2 and match in wrong.err
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "empty" in deltune("predict", run, "--file", tmp_path / "empty.txt").err
+    for wrong_options in ([], ["--text", "a", "--file", "b"], ["--text", "a", "--pair", "b", "--pair", "c"]):
+        assert deltune("predict", run, *wrong_options).code == 2
+
+
+# -- mistakes: exit code 2, one clear message, nothing written
+
+
+def broken(root: Path, folder: Path, **files: str) -> Path:
+    """The tiny data with some files replaced."""
+    tiny.data(folder)
+    for stem, text in files.items():
+        (folder / f"{stem}.jsonl").write_text(text)
+    return folder
+
+
+ROWS = '{"text": "a plum", "label": "fruit"}\n{"text": "a saw", "label": "tool"}\n'
+BAD_DATA = {
+    "empty file": ({"train": ""}, {}, r"train.jsonl is empty"),
+    "empty test": ({"test": "\n"}, {}, r"test.jsonl is empty"),
+    "missing column": ({"test": '{"sentence": "a", "label": "fruit"}\n'}, {}, "unknown column 'text'"),
+    "asked column": ({}, {"columns": "txt,label"}, "unknown column 'txt'"),
+    "unknown label": ({}, {"labels": "fruit,tool,best"}, "unknown label 'beast'"),
+    "label only in test": ({"test": '{"text": "a", "label": "stone"}\n'}, {}, "'stone' is in test.jsonl line 1"),
+    "broken JSON": ({"validation": ROWS + '{"text"'}, {}, "validation.jsonl line 3"),
+    "no text": ({"train": ROWS + '{"text": 7, "label": "tool"}\n'}, {}, "line 3"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data(case: str, deltune: Command, root: Path, tmp_path: Path) -> None:
+    files, more, match = BAD_DATA[case]
+    data = broken(root, tmp_path / "data", **files)
+    told = deltune("train", *options(root, data=data, output=tmp_path / "run", **more))
+    assert told.code == 2 and match in told.err and not told.out
+    assert names(tmp_path) == {"data"}, "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"data": "/none/such"}, "unknown data set '/none/such'"),
+        ({"model": "/none/such"}, "unknown model '/none/such'"),
+        ({"method": "lora(rnk=2)"}, "Did you mean 'rank'"),
+        ({"method": "prefix(length=0)"}, "length"),
+        ({"lr": -1}, "lr"),
+        ({"lr": "1e38", "clip": 0}, "diverged"),
+        ({"max-length": 65}, "64 tokens"),
+        ({"method": "prompt(length=50)", "max-length": 30}, "14 tokens"),
+        ({"head": "freeze", "method": "head"}, "trains nothing"),
+        ({"metric": "f1"}, "f1_macro"),
+        ({"epochs": "many"}, "--epochs"),
+        ({"report-to": "paper"}, "report_to"),
+    ],
+    ids=str,
+)
+def test_bad_options(change: dict[str, object], match: str, deltune: Command, root: Path, tmp_path: Path) -> None:
+    told = deltune("train", *options(root, output=tmp_path / "run", **change))
+    assert told.code == 2 and match in told.err and not told.out
+    assert names(tmp_path) == set(), "nothing half-written"
+
+
+def test_a_family_that_is_unknown(deltune: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "brt"}')
+    for command in (["inspect"], ["count"], ["train", "--model"]):
+        more = ["head"] if command == ["count"] else []
+        if command[0] == "train":
+            tiny.data(tmp_path / "data")
+            more = ["--data", str(tmp_path / "data"), "--method", "head", "--output", str(tmp_path / "run")]
+        told = deltune(*command, tmp_path, *more)
+        assert told.code == 2 and "unknown model_type 'brt'" in told.err and "'bert'" in told.err, told.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\nmethod: lroa\nepoch: 3\nbatch_size: 0\n")
+    told = deltune("train", path, "--output", tmp_path / "run")
+    assert told.code == 2 and "5 problems" not in told.out
+    for part in ("data is missing", "'lora'", "Did you mean 'epochs'", "batch_size"):
+        assert part in told.err, part
+    assert "--output" in deltune("train", "--model", "m", "--data", "d", "--method", "head").err
+
+
+def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None:
+    for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--to", tmp_path / "x"]):
+        told = deltune(*command, root / "model")
+        assert told.code == 2 and "spec.yaml is missing" in told.err
+    told = deltune("train", *options(root, output=root / "data"))
+    assert told.code == 2 and "is no RUN folder" in told.err
+
+
+def test_what_cannot_be_merged(deltune: Command, root: Path, tmp_path: Path) -> None:
+    deltune("train", *options(root, method="prefix(length=2)", output=tmp_path / "run", **{"max-train-rows": 8}))
+    told = deltune("merge", tmp_path / "run", "--to", tmp_path / "plain")
+    assert told.code == 2 and "cannot be merged" in told.err and names(tmp_path) == {"run"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train", "--lrr", "3"], ["count", "minilm"]])
+def test_usage(arguments: list[str], deltune: Command) -> None:
+    assert deltune(*arguments).code in (0, 2)
+
+
+# -- as a process
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_help_is_quick() -> None:
+    python("-m", "deltune", "--help")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        told = python("-m", "deltune", "--help")
+        times.append(time.perf_counter() - start)
+    assert told.returncode == 0 and "quickstart" in told.stdout
+    assert min(times) < 1
+
+
+def test_importing_loads_no_torch() -> None:
+    code = "import deltune, deltune.cli, sys; print(sys.modules.keys() & {'torch', 'transformers', 'pydantic'})"
+    assert python("-c", code).stdout == "set()\n"
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    shell = f"{sys.executable} -m deltune methods | true"
+    told = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
+    assert "Traceback" not in told.stderr and "Exception" not in told.stderr
+
+
+def full_disk(size: str) -> list[str] | None:
+    """A prefix of a command that gives it a file system of that size at /mnt, or None where that is not allowed."""
+    prefix = ["unshare", "--mount", "--user", "--map-root-user", "sh", "-c"]
+    mount = f'mount -t tmpfs -o size={size} tmpfs /mnt && cd /mnt && "$@"'
+    try:
+        able = subprocess.run([*prefix, mount, "sh", "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return None
+    return [*prefix, mount, "sh"] if able else None
+
+
+@pytest.mark.parametrize("size", ["8k", "64k"])
+def test_a_full_disk(size: str, root: Path) -> None:
+    """A real one: a file system of that size."""
+    prefix = full_disk(size)
+    if prefix is None:
+        pytest.skip("no mount of one's own here")
+    train = [sys.executable, "-m", "deltune", "train", *map(str, options(root, method="full", output="/mnt/run"))]
+    shell = ["sh", "-c", '"$@"; code=$?; ls -A /mnt /mnt/run; exit $code', "sh"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run([*prefix, *shell, *train], capture_output=True, text=True, check=False, env=environment)
+    assert told.returncode == 2 and "no space left" in told.stderr and "Traceback" not in told.stderr, told.stderr
+    left = {name for name in told.stdout.split() if not name.endswith(":")} - {"run"}
+    assert left <= set(OWN) - {"metrics.json"}, "nothing torn"

@@ -1,0 +1,119 @@
+"""evaluate, predict and merge on a finished run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.evaluate import evaluate, predict, ready
+from deltune.folding import merge
+from deltune.runs import Run
+from deltune.train import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("tiny")
+    train(tiny.spec(root, method="lora(rank=2) + bitfit", epochs=1), root / "run")
+    return Run(root / "run")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on pairs of sentences."""
+    root = tmp_path_factory.mktemp("pairs")
+    for seed, split in enumerate(("train", "test")):
+        rows = [
+            {"a": r["text"], "b": "the old " + r["text"][:4], "label": r["label"]} for r in tiny.sentences(24, seed)
+        ]
+        tiny.lines(root / "data" / f"{split}.jsonl", rows)
+    train(tiny.spec(root, epochs=1, columns=("a", "b", "label")), root / "run")
+    return Run(root / "run")
+
+
+def test_a_run_gives_its_own_numbers_again(run: Run, tmp_path: Path) -> None:
+    found = evaluate(run.folder, output=tmp_path)
+    assert found == {split: run.metrics[split] for split in ("validation", "test")}
+    for split in found:
+        assert (tmp_path / f"{split}.jsonl").read_text() == (run.predictions / f"{split}.jsonl").read_text()
+
+
+def test_a_run_can_be_moved(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "moved")
+    assert evaluate(tmp_path / "moved", splits=["test"]) == {"test": run.metrics["test"]}
+
+
+def test_other_data(run: Run, tmp_path: Path) -> None:
+    tiny.data(tmp_path / "data", others=6)
+    assert evaluate(run.folder, str(tmp_path / "data"), ["test"])["test"]["accuracy"] in [i / 6 for i in range(7)]
+    rows = [{"text": "a plum", "label": "vegetable"}, {"text": "a saw", "label": "tool"}]
+    tiny.lines(tmp_path / "data" / "test.jsonl", rows)
+    with pytest.raises(DeltuneError, match="vegetable"):
+        evaluate(run.folder, str(tmp_path / "data"), ["test"])
+
+
+def test_splits_that_are_not_there(run: Run, pairs: Run) -> None:
+    with pytest.raises(DeltuneError, match="unknown split 'dev'"):
+        evaluate(run.folder, splits=["dev"])
+    assert set(evaluate(pairs.folder)) == {"test"}
+
+
+def test_predictions_are_those_of_the_evaluation(run: Run) -> None:
+    rows = [json.loads(line) for line in (run.predictions / "test.jsonl").read_text().splitlines()]
+    found = predict(run.folder, [row["input"] for row in rows])
+    assert [answer["label"] for answer in found] == [row["prediction"] for row in rows]
+    assert found[0]["scores"] == pytest.approx(rows[0]["scores"])
+
+
+def test_a_model_is_loaded_once_for_many_calls(run: Run) -> None:
+    loaded = ready(run.folder)
+    assert loaded.labels == ("beast", "fruit", "tool")
+    assert predict(loaded, ["a saw"]) == predict(loaded, ["a saw"])
+    assert loaded.model.config.id2label == {0: "beast", 1: "fruit", 2: "tool"}
+
+
+def test_pairs(pairs: Run) -> None:
+    assert set(predict(pairs.folder, [("the saw", "is old")])[0]) == {"label", "scores"}
+    with pytest.raises(DeltuneError, match="a text and its pair a row; so is not row 2"):
+        predict(pairs.folder, [("a", "b"), "a"])
+
+
+def test_what_cannot_be_predicted(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="no texts"):
+        predict(run.folder, [])
+    with pytest.raises(DeltuneError, match="one text, no pair"):
+        predict(run.folder, [("a", "b")])
+    with pytest.raises(DeltuneError, match="no RUN folder"):
+        predict(tmp_path, ["a"])
+    shutil.copytree(run.folder, tmp_path / "run", ignore=shutil.ignore_patterns("delta"))
+    with pytest.raises(DeltuneError, match="no delta yet"):
+        predict(tmp_path / "run", ["a"])
+
+
+def test_merged_it_is_a_plain_checkpoint(run: Run, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = merge(run.folder, tmp_path / "plain")
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [row["text"] for row in tiny.sentences(6, 9)]
+    with torch.no_grad():
+        found = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
+    for row, answer in zip(found, predict(run.folder, texts), strict=True):
+        assert row.tolist() == pytest.approx(list(answer["scores"].values()), abs=1e-5)
+    assert model.config.id2label == {0: "beast", 1: "fruit", 2: "tool"}
+    assert not [name for name in model.state_dict() if "deltune" in name]
+    with pytest.raises(DeltuneError, match="not an empty folder"):
+        merge(run.folder, folder)
+
+
+def test_what_cannot_be_merged(pairs: Run, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="cannot be merged"):
+        merge(pairs.folder, tmp_path / "plain")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,42 @@
+"""The quickstart: two runs, a table, a prediction."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+from deltune import quickstart
+from deltune.runs import Run
+
+
+def test_its_story_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "MODEL", str(tiny.model(tmp_path / "model")))
+    monkeypatch.setattr(quickstart, "EPOCHS", 1)
+    for _ in range(2):  # it can be run again
+        runs = quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
+    assert list(runs) == ["head", "prefix + layernorm"]
+    told = capsys.readouterr().out
+    for part in ("test accuracy", "trained scalars", "Please cancel my plan.", "deltune predict"):
+        assert part in told, part
+    assert all(Run(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
+
+
+def test_the_packaged_tickets_are_whole() -> None:
+    meta = json.loads((quickstart.TICKETS / "meta.json").read_text())
+    rows = [json.loads(line) for line in (quickstart.TICKETS / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == meta["rows"]["train"] and len({row["label"] for row in rows}) == 8
+
+
+@pytest.mark.slow
+def test_on_minilm_it_takes_about_a_minute_and_tuning_wins(tmp_path: Path) -> None:
+    start = time.monotonic()
+    runs = quickstart.quickstart(output=tmp_path)
+    accuracy = [run.metrics["test"]["accuracy"] for run in runs.values()]
+    assert accuracy[1] > accuracy[0] + 0.1
+    assert time.monotonic() - start < 300, "about a minute on two cores with nothing else to do"

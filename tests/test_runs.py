@@ -1,0 +1,139 @@
+"""The RUN folder: whole writes, no foreign files, one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltune import runs
+from deltune.errors import DeltuneError
+from deltune.runs import Run, write
+from deltune.specs import RunSpec
+
+SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
+FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    found = Run(tmp_path / "run")
+    with found.locked():
+        found.begin(SPEC, FACTS)
+    return found
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+def test_states(run: Run, tmp_path: Path) -> None:
+    assert not Run(tmp_path / "none").exists
+    assert run.exists and not run.finished
+    assert run.spec == SPEC.model_copy(update={"lr": 1e-2})
+    with pytest.raises(DeltuneError, match="not finished"):
+        _ = run.metrics
+    run.checkpoint.mkdir()
+    run.finish({"seconds": 1})
+    assert run.finished and run.metrics == {"seconds": 1} and not run.checkpoint.exists()
+    run.clear()
+    assert names(run.folder) == set()
+
+
+def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(DeltuneError, match=r"thesis\.tex"):
+        Run(tmp_path).check(SPEC)
+    with pytest.raises(DeltuneError, match="is a file"):
+        Run(tmp_path / "thesis.tex").check(SPEC)
+    with pytest.raises(DeltuneError, match=r"spec\.yaml is missing.*thesis\.tex"):
+        _ = Run(tmp_path).spec
+    Run(tmp_path).clear()
+    assert names(tmp_path) == {"thesis.tex"}
+
+
+def test_another_spec_is_told_by_its_fields(run: Run) -> None:
+    run.check(SPEC)
+    run.check(SPEC.model_copy(update={"report_to": ("wandb",)}))
+    with pytest.raises(DeltuneError) as caught:
+        run.check(RunSpec(model="owner/model", data="owner/data", method="bitfit", seed=3))
+    assert "method: 'layernorm' there, 'bitfit' now" in str(caught.value)
+    assert "seed: 0 there, 3 now" in str(caught.value)
+    assert "lr: 0.01 there" not in str(caught.value), "it follows from the method"
+
+
+def test_changed_data_is_an_error(run: Run) -> None:
+    run.begin(SPEC, FACTS)
+    with pytest.raises(DeltuneError, match="changed"):
+        run.begin(SPEC, {"data": {"fingerprint": "xyz"}})
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write(path, "before")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, fails, fail)
+    with pytest.raises(DeltuneError, match="no space left"), runs.room(path):
+        write(path, "after")
+    assert path.read_text() == "before" and names(tmp_path) == {"file"}
+
+
+def test_other_refusals_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="forbidden"), runs.room(tmp_path):
+        raise PermissionError(13, "forbidden")
+
+
+def test_what_an_interrupted_write_left_goes(run: Run) -> None:
+    run.predictions.mkdir()
+    for left in (".metrics.json-abc", ".delta-xyz", "predictions/.test.jsonl-1", ".delta-old-q"):
+        (run.folder / left).write_text("x")
+    (run.folder / ".gitignore").write_text("*")
+    run.sweep()
+    assert names(run.folder) == {"spec.yaml", "environment.json", "predictions", ".gitignore"}
+    assert names(run.predictions) == set()
+
+
+def test_the_log_goes_back_to_a_step(run: Run) -> None:
+    for step in (0, 1, 2, 3):
+        run.log({"step": step})
+    with open(run.log_file, "a") as file:
+        file.write('{"step": 2, "lo')  # a process was killed here
+    run.rewind(2)
+    assert [json.loads(line)["step"] for line in run.log_file.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_one_process_at_a_time(run: Run) -> None:
+    with run.locked(), pytest.raises(DeltuneError, match="another process"), Run(run.folder).locked():
+        pass
+    with run.locked():
+        pass
+
+
+def test_a_folder_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a" / "b")
+    with pytest.raises(ValueError), run.locked():
+        raise ValueError
+    assert names(tmp_path) == set()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DeltuneError, match="cannot be made"), Run(tmp_path / "file" / "x").locked():
+        pass
+
+
+def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    run = Run(tmp_path / "run")
+    monkeypatch.setattr(runs, "write", fail)
+    with pytest.raises(DeltuneError, match="no space left"), runs.room(run.folder), run.locked():
+        run.begin(SPEC, FACTS)
+    assert names(tmp_path) == set()

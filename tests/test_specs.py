@@ -1,0 +1,139 @@
+"""RunSpec: validated all at once, named by what decides the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deltune.errors import DeltuneError
+from deltune.specs import RunSpec, read, read_values
+
+LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
+
+
+def spec(**changes: Any) -> RunSpec:
+    return RunSpec(**{**LEAST, **changes})
+
+
+RATES = [
+    ("full", 5e-5),
+    ("layernorm", 1e-2),
+    ("layernorm(terms='gain')", 1e-2),
+    ("prefix(length=3)", 1e-2),
+    ("prefix + layernorm", 1e-2),
+    ("prompt(length=5)", 3e-2),
+    ("head", 1e-3),
+    ("bitfit", 1e-3),
+    ("lora(rank=2)", 1e-3),
+    ("adapter", 1e-3),
+    ("mam", 1e-3),
+    ("prefix + scaled_parallel_adapter", 1e-3),
+    ("prompt + prefix", 1e-2),
+    ("lora + full", 5e-5),
+    ("Modification('ffn', Bottleneck(4)) + layernorm", 1e-3),
+]
+
+
+@pytest.mark.parametrize(("method", "rate"), RATES)
+def test_the_rate_where_none_is_given(method: str, rate: float) -> None:
+    assert spec(method=method).rate == rate
+    assert spec(method=method, lr=0.5).rate == 0.5
+
+
+SAME = [
+    ({"method": "prefix(length=16)+layernorm"}, {"method": "prefix + layernorm(terms='both')"}),
+    ({}, {"seed": 0, "head": "train"}),
+    ({}, {"lr": 1e-2}),
+    ({}, {"lr": "1e-2"}),
+    ({}, {"report_to": ("tensorboard",)}),
+    ({"labels": "a, b"}, {"labels": ["a", "b"]}),
+    ({"columns": "text=t, label=l"}, {"columns": {"text": "t", "label": "l"}}),
+]
+OTHER = [{"seed": 1}, {"lr": 1e-3}, {"epochs": 4}, {"method": "bitfit"}, {"head": "freeze"}, {"max_train_rows": 10}]
+
+
+@pytest.mark.parametrize(("one", "two"), SAME)
+def test_specs_that_mean_the_same_have_one_name(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert spec(**one).name == spec(**two).name
+    assert spec(**one).differences(spec(**two)) == []
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_specs_that_differ_have_different_names(change: dict[str, Any]) -> None:
+    assert spec(**change).name != spec().name
+    assert [line.split(":")[0] for line in spec().differences(spec(**change))] == list(change)
+
+
+def test_a_name_does_not_change_with_the_version() -> None:
+    """Stored results are found by it: if this fails, names of old results no longer fit."""
+    assert spec().name == "695c676e5131f89a"
+    assert spec(method="prefix(length=4) + layernorm", epochs=5, lr=0.01, seed=7).name == "133c7a8d98b312f6"
+
+
+@pytest.mark.parametrize("values", [{}, {"epochs": 7, "patience": 2, "warmup": 0.06, "labels": ["no", "yes"]}])
+def test_yaml_gives_the_same_spec_back(values: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec(**values).yaml())
+    assert read(path).name == spec(**values).name
+    assert set(yaml.safe_load(path.read_text())) == set(RunSpec.model_fields), "defaults are written out"
+    assert read(path, {"seed": 3}).seed == 3
+
+
+def test_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "minilm").mkdir()
+    assert spec(data="here").data == str(tmp_path / "here")
+    assert spec(model="minilm").model == "minilm", "always the packaged model"
+    assert spec(data="owner/data").data == "owner/data"
+
+
+def test_all_problems_come_at_once() -> None:
+    values = {"model": "m", "method": "prefx + lora(rnk=3)", "epochs": 0, "bach_size": 3, "head": "thaw", "lr": -1}
+    with pytest.raises(DeltuneError) as caught:
+        RunSpec.model_validate(values)
+    told = str(caught.value)
+    assert "6 problems" in told
+    for part in ("data is missing", "'prefix'", "'rank'", "epochs", "'batch_size'", "'train' or 'freeze'", "lr"):
+        assert part in told, part
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": 0}, {"lr": float("nan")}, {"lr": "fast"}, {"epochs": 1.5}, {"max_length": 1}, {"seed": -1},
+        {"seed": 2**32}, {"patience": 0}, {"warmup": -0.1}, {"schedule": "square"}, {"precision": "fp8"},
+        {"metric": "bleu"}, {"report_to": "paper"}, {"model": ""}, {"method": 3}, {"clip": float("inf")},
+    ],
+)  # fmt: skip
+def test_every_field_is_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DeltuneError, match=next(iter(wrong))):
+        spec(**wrong)
+
+
+def test_a_spec_is_frozen() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        spec().seed = 1  # type: ignore[misc]
+    assert hash(spec(labels=("a", "b"))) == hash(spec(labels=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("a: [", "broken YAML"), ("- a", "no spec"), ("", "no spec"), ("1: a", "no")]
+)
+def test_files_that_are_no_spec(text: str, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(DeltuneError, match=match):
+        read_values(path)
+    with pytest.raises(DeltuneError, match="cannot be read"):
+        read_values(tmp_path / "none.yaml")
+
+
+def test_yaml_runs_no_code(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: !!python/object/apply:os.system [true]")
+    with pytest.raises(DeltuneError, match="broken YAML"):
+        read_values(path)

@@ -1,0 +1,380 @@
+"""train: the RUN it leaves, the best delta, resumption to the same numbers, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import tiny
+from deltune import checkpoints, runs
+from deltune.errors import DeltuneError
+from deltune.runs import Run
+from deltune.train import DeltaTrainer, train
+
+TIMES = ("seconds",)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model and the tiny data."""
+    found = tmp_path_factory.mktemp("tiny")
+    tiny.spec(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Run:
+    """An uninterrupted run."""
+    train(tiny.spec(root), root / "whole")
+    return Run(root / "whole")
+
+
+def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name not in TIMES}
+
+
+def log(run: Run) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in run.log_file.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def same(one: Run, two: Run) -> None:
+    """Two runs that cannot be told apart but by the time they took."""
+    assert lasting(one.metrics) == lasting(two.metrics)
+    assert (one.delta / "delta.safetensors").read_bytes() == (two.delta / "delta.safetensors").read_bytes()
+    assert log(one) == log(two)
+    for split in ("validation", "test"):
+        assert (one.predictions / f"{split}.jsonl").read_text() == (two.predictions / f"{split}.jsonl").read_text()
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+# -- what a run leaves
+
+
+def test_a_run_holds_what_it_should(whole: Run, root: Path) -> None:
+    assert names(whole.folder) == set(runs.OWN) - {"checkpoint"}
+    metrics = whole.metrics
+    assert set(metrics) >= {"validation", "test", "seconds", "count", "best", "truncated", "signatures"}
+    assert set(metrics["test"]) == {"loss", "accuracy", "f1_macro", "matthews"}
+    assert metrics["count"]["method"] == 4 * 2 * 32 * 2 + 5 * 64, "prefix: 4 keys and values, 2 layers; 5 norms"
+    assert metrics["count"]["head"] == 3 * 32 + 3
+    assert whole.spec.canonical() == tiny.spec(root).canonical()
+    facts = whole.environment
+    assert facts["packages"]["torch"] and facts["device"] and facts["cpus"]
+    assert facts["data"]["rows"] == {"train": 48, "validation": 24, "test": 24}
+    rows = [json.loads(line) for line in (whole.predictions / "test.jsonl").read_text().splitlines()]
+    assert len(rows) == 24 and set(rows[0]) == {"id", "input", "prediction", "reference", "scores"}
+    right = sum(row["prediction"] == row["reference"] for row in rows) / 24
+    assert right == pytest.approx(metrics["test"]["accuracy"])
+    assert all(sum(row["scores"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
+
+
+def test_the_log_has_losses_and_validations(whole: Run) -> None:
+    lines = log(whole)
+    assert lines[0] == {"step": 0, "event": "start", "truncated": {"train": 0, "validation": 0, "test": 0}}
+    assert [line["step"] for line in lines if "loss" in line][-1] == 18, "3 epochs of 6 steps"
+    assert [line["step"] for line in lines if "eval_loss" in line] == [6, 12, 18]
+
+
+def test_it_learns(root: Path, tmp_path: Path) -> None:
+    tiny.data(tmp_path / "data", train=240)
+    metrics = train(tiny.spec(root, data=str(tmp_path / "data"), method="full", lr=3e-3, epochs=6), tmp_path / "run")
+    assert metrics["test"]["accuracy"] > 0.9
+
+
+def test_the_best_epoch_is_kept(root: Path, tmp_path: Path) -> None:
+    """At this rate validation goes up and down; the last epoch is not the best."""
+    run = Run(tmp_path / "run")
+    metrics = train(tiny.spec(root, method="full", epochs=8, lr=0.3, schedule="constant", metric="loss"), run.folder)
+    losses = [line["eval_loss"] for line in log(run) if "eval_loss" in line]
+    assert len(set(losses)) > 1 and losses[-1] > min(losses)
+    assert metrics["best"]["epoch"] == 1 + losses.index(min(losses))
+    assert metrics["validation"]["loss"] == min(losses) == metrics["best"]["value"]
+
+
+def test_patience(root: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    spec = tiny.spec(root, method="full", epochs=30, lr=0.3, schedule="constant", metric="loss", patience=2)
+    metrics = train(spec, run.folder)
+    epochs = [line for line in log(run) if "eval_loss" in line]
+    assert len(epochs) == metrics["best"]["epoch"] + 2 < 30
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "cosine", "warmup": 0.2},
+        {"schedule": "polynomial", "warmup": 3},
+        {"schedule": "constant", "gradient_accumulation": 4, "weight_decay": 0.1, "clip": 0},
+        {"precision": "bf16"},
+        {"method": "lora(rank=2)", "head": "freeze"},
+        {"method": "prompt(length=4)"},
+        {"method": "prefix(length=3, reparameterise=8)"},
+        {"method": "head", "max_train_rows": 17},
+    ],
+    ids=str,
+)
+def test_options(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    metrics = train(tiny.spec(root, epochs=1, **changes), tmp_path / "run")
+    assert metrics["validation"]["accuracy"] == metrics["best"]["value"], "what is on the disk is what was chosen"
+    assert (metrics["count"]["head"] == 0) == (changes.get("head") == "freeze")
+
+
+@pytest.mark.parametrize("family", ["roberta", "gpt2", "llama"])
+def test_other_families(family: str, root: Path, tmp_path: Path) -> None:
+    folder = tiny.model(tmp_path / family, family)
+    assert train(tiny.spec(root, model=str(folder), epochs=1), tmp_path / "run")["count"]["method"] > 0
+
+
+def test_without_validation_the_last_epoch_is_kept(root: Path, tmp_path: Path) -> None:
+    data = tiny.data(tmp_path / "data")
+    (data / "validation.jsonl").unlink()
+    metrics = train(tiny.spec(root, data=str(data), epochs=2), tmp_path / "run")
+    assert metrics["best"] == {"epoch": 2} and "test" in metrics and "validation" not in metrics
+    with pytest.raises(DeltuneError, match="no validation split"):
+        train(tiny.spec(root, data=str(data), patience=1), tmp_path / "other")
+
+
+def test_tensorboard(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(tiny.spec(root, epochs=1, report_to="tensorboard"), tmp_path / "run")
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+# -- again
+
+
+def test_a_finished_run_is_not_repeated(whole: Run, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = whole.metrics_file.stat().st_mtime_ns
+    with caplog.at_level("INFO", "deltune"):
+        assert train(tiny.spec(root, report_to="tensorboard"), whole.folder) == whole.metrics
+    assert "is finished" in caplog.text and whole.metrics_file.stat().st_mtime_ns == before
+    with pytest.raises(DeltuneError, match="epochs: 3 there, 4 now"):
+        train(tiny.spec(root, epochs=4), whole.folder)
+
+
+def test_afresh(root: Path, tmp_path: Path) -> None:
+    train(tiny.spec(root, epochs=1, seed=5), tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    train(tiny.spec(root, epochs=1), tmp_path / "run", resume=False)
+    assert Run(tmp_path / "run").spec.seed == 0
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_the_seed_decides(root: Path, tmp_path: Path, whole: Run) -> None:
+    train(tiny.spec(root), tmp_path / "same")
+    same(whole, Run(tmp_path / "same"))
+    train(tiny.spec(root, seed=1), tmp_path / "other")
+    assert lasting(Run(tmp_path / "other").metrics) != lasting(whole.metrics)
+
+
+# -- interrupted
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 16])
+def test_interrupted_at_any_write(
+    moment: int, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped when a file or folder is about to take its place, and run again: the same run in the end."""
+    count = 0
+    replace = os.replace
+
+    def interrupted(source: Any, target: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == moment:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny.spec(root), tmp_path / "run")
+    assert not Run(tmp_path / "run").finished
+    train(tiny.spec(root), tmp_path / "run")
+    same(whole, Run(tmp_path / "run"))
+
+
+def command(spec_file: Path, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "deltune", "train", str(spec_file), "--output", str(folder)]
+
+
+def test_killed_and_run_again(root: Path, tmp_path: Path) -> None:
+    """SIGKILL after the first checkpoint: the same numbers as without."""
+    spec = tiny.spec(root, epochs=40, method="prefix(length=4) + lora(rank=2, dropout=0.1)", patience=30)
+    (tmp_path / "spec.yaml").write_text(spec.yaml())
+    run = Run(tmp_path / "run")
+    process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
+    try:
+        while checkpoints.latest(run.checkpoint) is None:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert not run.finished
+    train(spec, run.folder)
+    train(spec, tmp_path / "whole")
+    same(Run(tmp_path / "whole"), run)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(root: Path, tmp_path: Path) -> None:
+    """SIGKILL at whatever moment, seven times."""
+    spec = tiny.spec(root, epochs=60, method="full")
+    (tmp_path / "spec.yaml").write_text(spec.yaml())
+    run = Run(tmp_path / "run")
+    for i in range(7):
+        process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
+        while checkpoints.latest(run.checkpoint) is None and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(5 + 0.37 * i if i else 0.2)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    train(spec, run.folder)
+    train(spec, tmp_path / "whole")
+    same(Run(tmp_path / "whole"), run)
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
+    spec = tiny.spec(root, epochs=200)
+    (tmp_path / "spec.yaml").write_text(spec.yaml())
+    run = Run(tmp_path / "run")
+    process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE, text=True)
+    while checkpoints.latest(run.checkpoint) is None and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "run the same command again" in told and "Traceback" not in told
+    assert run.exists and not run.finished
+
+
+def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny.spec(root, method="lora(rank=2)"), tmp_path / "run")
+    checkpoint = checkpoints.latest(Run(tmp_path / "run").checkpoint)
+    assert checkpoint is not None and names(checkpoint) == {"facts.json", "tensors.safetensors", "trainer_state.json"}
+    trained = [n for n in load_file(checkpoint / "tensors.safetensors") if n.startswith("trained.")]
+    assert len(trained) == 2 * 2 * 2 + 2, "up and down, query and value, 2 layers; the head"
+    assert names(checkpoint.parent) == {checkpoint.name}, "one checkpoint is enough"
+    (checkpoint / "tensors.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(DeltuneError, match="cannot be read"):
+        train(tiny.spec(root, method="lora(rank=2)", epochs=3), tmp_path / "run")
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("method", ["full", "head", "prefix(length=4) + layernorm"])
+def test_a_loss_that_is_no_number(method: str, root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match=r"diverged at a learning rate of 1e\+38.*lower rate"):
+        train(tiny.spec(root, method=method, lr=1e38, clip=0), tmp_path / "run")
+    assert names(tmp_path) == set(), "nothing half-written"
+
+
+def test_diverging_late_keeps_the_best(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    compute = DeltaTrainer.compute_loss
+
+    def spoiled(self: DeltaTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = compute(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 8 else loss
+
+    with monkeypatch.context() as patch, pytest.raises(DeltuneError, match=r"step 9.*last good epoch"):
+        patch.setattr(DeltaTrainer, "compute_loss", spoiled)
+        train(tiny.spec(root), run.folder)
+    assert not run.finished and names(run.delta) == {"delta.json", "delta.safetensors"}
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Any]:
+    """Files cannot grow beyond a size: the system's own refusal, in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("size", "left"), [(100, set()), (900, {"spec.yaml"}), (6000, {"spec.yaml"}), (15000, None)])
+def test_no_space_left(
+    size: int, left: set[str] | None, root: Path, whole: Run, tmp_path: Path, small_disk: Any
+) -> None:
+    """The folder is whole whatever could not be written, and the run goes on when there is room."""
+    run = Run(tmp_path / "run")
+    small_disk(size)
+    try:
+        with pytest.raises(DeltuneError, match=r"(?i)no space|too large") as caught:
+            train(tiny.spec(root), run.folder)
+    finally:
+        small_disk(resource.RLIM_INFINITY)
+    assert "\n" not in str(caught.value)
+    assert not run.finished and (left is None or left <= (names(run.folder) if run.folder.exists() else set()))
+    if not left and left is not None:
+        assert names(tmp_path) == set()
+    assert not [p for p in tmp_path.rglob(".*")], "no torn files"
+    train(tiny.spec(root), run.folder)
+    same(whole, run)
+
+
+@pytest.mark.parametrize(("family", "longest"), [("bert", 64), ("roberta", 62), ("gpt2", 64), ("llama", 64)])
+def test_more_tokens_than_the_model_holds(family: str, longest: int, root: Path, tmp_path: Path) -> None:
+    folder = str(tiny.model(tmp_path / "model", family))
+    with pytest.raises(DeltuneError, match=f"max_length=90 .* {longest} tokens"):
+        train(tiny.spec(root, model=folder, max_length=90), tmp_path / "run")
+    assert names(tmp_path) == {"model"}
+    train(tiny.spec(root, model=folder, max_length=longest, epochs=1, max_train_rows=8), tmp_path / "run")
+
+
+def test_a_prompt_takes_positions(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="54 tokens"):
+        train(tiny.spec(root, method="prompt(length=10)", max_length=55), tmp_path / "run")
+    for method in ("prompt(length=10, positions='none')", "prefix(length=10)"):
+        train(tiny.spec(root, method=method, max_length=64, epochs=1), tmp_path / "run", resume=False)
+
+
+def test_cut_rows_are_counted(root: Path, tmp_path: Path) -> None:
+    metrics = train(tiny.spec(root, max_length=8, epochs=1), tmp_path / "run")
+    lengths = [len(row["text"].split()) + 2 for row in tiny.sentences(48, 0)]
+    assert metrics["truncated"]["train"] == sum(length > 8 for length in lengths) > 0
+
+
+def test_nothing_to_train(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="trains nothing"):
+        train(tiny.spec(root, method="head", head="freeze"), tmp_path / "run")
+    assert names(tmp_path) == set()
+
+
+def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    data = tiny.data(tmp_path / "data")
+    spec = tiny.spec(root, data=str(data), epochs=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "finish", interrupted)
+        train(spec, tmp_path / "run")
+    shutil.copy(data / "test.jsonl", data / "train.jsonl")
+    with pytest.raises(DeltuneError, match="changed since"):
+        train(spec, tmp_path / "run")
