@@ -7,11 +7,15 @@ All are frozen, comparable and hashable; their repr is the expression that makes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
 from typing import Any, Literal
 
 from .compositions import Add, Composition, Gate, SigmoidGate
 from .errors import DeltuneError, unknown
+from .expressions import usage
 from .forms import Form, Vector, expression
 from .heads import Prefix
 
@@ -183,6 +187,24 @@ class Named(Method):
 
     def __repr__(self) -> str:
         return _call(self.name, self.given)
+
+
+def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., Named]:
+    """A function that returns parts becomes one that returns the named method, with its arguments on record."""
+    shape = signature(make)
+
+    @wraps(make)
+    def method(*args: Any, **kwargs: Any) -> Named:
+        try:
+            bound = shape.bind(*args, **kwargs)
+        except TypeError as error:
+            raise DeltuneError(f"{make.__name__}: {error}; it takes {usage(make)}") from None
+        bound.apply_defaults()
+        arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
+        given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
+        return Named(make.__name__, given, tuple(arguments.items()), make(**arguments))
+
+    return method
 
 
 @dataclass(frozen=True, repr=False)

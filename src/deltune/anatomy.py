@@ -143,7 +143,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The whole model. `base`: path of the base model inside the model given ("" when it is the base model itself)."""
+    """The whole model. `base`: path of the base model inside the model given ("" when it is the base model itself).
+
+    `answers`: what the model gives: "states", "labels" (a head), "choices" (a head over choices) or "words".
+    """
 
     family: str
     model: str
@@ -155,6 +158,7 @@ class Anatomy:
     head: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     hidden: tuple[str, ...] = ()
+    answers: str = "states"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         return self  # a value; copies of a tuned model share it

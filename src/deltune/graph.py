@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,19 @@ class Trace:
     nodes: list[Node]
     entered: dict[str, tuple[torch.nn.Module, set[str]]]
     runs: dict[str, int]
+
+    def around(self, paths: Sequence[str], proper: bool = False) -> str:
+        """The innermost module that ran and holds all the paths (`proper`: strictly holds them, and ran once)."""
+        shared: list[str] = []
+        for names in zip(*(path.split(".") for path in paths), strict=False):
+            if len(set(names)) > 1:
+                break
+            shared.append(names[0])
+        if proper and ".".join(shared) in paths:
+            shared.pop()
+        while shared and (".".join(shared) not in self.entered or (proper and self.runs[".".join(shared)] > 1)):
+            shared.pop()
+        return ".".join(shared)
 
     def of_kind(self, kind: str) -> list[Node]:
         return [node for node in self.nodes if node.kind == kind]

@@ -91,7 +91,7 @@ class _Reader:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
         if node.kind == "mix":
-            path = _common([n.path for n in sub.inputs] + [sub.output.path], self.trace)
+            path = self.trace.around([n.path for n in sub.inputs] + [sub.output.path])
             self.hidden.append(f"query, key, value and heads of {path} (not on the attention interface)")
             return Attention(path, "self", sub.inputs[0].path, output, **norms)  # type: ignore[arg-type]
         query, key, value = (t.shape for t in node.inputs[:3])
@@ -106,7 +106,7 @@ class _Reader:
         output = self.linear(sub.output)
         inputs = tuple(self.linear(n) for n in sub.inputs)
         fused = len(inputs) == 1 and inputs[0].out_width == 2 * output.in_width
-        path = _common([n.path for n in [*sub.inputs, sub.output]], self.trace)
+        path = self.trace.around([n.path for n in [*sub.inputs, sub.output]])
         return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
 
     # -- layers
@@ -153,7 +153,7 @@ class _Reader:
         layers: dict[str, Layer] = {}
         counts = {"encoder": 0, "decoder": 0}
         for group in groups:
-            path = _common([p for s in group for p in self._paths_of(s)], self.trace)
+            path = self.trace.around([p for s in group for p in self._paths_of(s)])
             name = stacks[id(group[0])]
             if path in layers:
                 old = layers[path]
@@ -217,6 +217,7 @@ class _Reader:
         return Anatomy(
             self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
             tuple(norms), pooler, head, self._tensors(layers, embedding, pooler, head), tuple(self.hidden),
+            self._answers(head),
         )  # fmt: skip
 
     def _embedding(self, first: dict[StackName, Layer], inside: tuple[str, ...]) -> set[str]:
@@ -239,14 +240,14 @@ class _Reader:
 
     def _stack(self, name: StackName, layers: list[Layer], embedding: set[str]) -> Stack:
         paths = [layer.path for layer in layers]
-        container = _common(paths, self.trace, proper=True)
+        container = self.trace.around(paths, proper=True)
         entry = container
         while "inputs_embeds" not in _parameters(self.trace.entered[entry][0]) or not (
             self.trace.entered[entry][1] & {"input_ids", "inputs_embeds"}
         ):
             if entry == self.base_path:
                 break
-            entry = _common([entry], self.trace, proper=True)
+            entry = self.trace.around([entry], proper=True)
         prefix = f"{entry}." if entry else ""
         own = [
             n for n in self.trace.of_kind("embedding")
@@ -278,6 +279,12 @@ class _Reader:
                 inner = node.path[len(self.base_path) + 1 :] if self.base_path else node.path
                 return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
         return None
+
+    def _answers(self, head: tuple[str, ...]) -> str:
+        if self.model.get_output_embeddings() is not None:
+            return "words"
+        choosers = modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
+        return "choices" if type(self.model).__name__ in choosers else "labels" if head else "states"
 
     def _head(self) -> tuple[str, ...]:
         """Modules outside the base model that map to labels; a vocabulary projection is no head."""
@@ -330,18 +337,3 @@ def _role(kind: str, leaf: str) -> str:
 
 def _parameters(module: torch.nn.Module) -> set[str]:
     return set(signature(module.forward).parameters)
-
-
-def _common(paths: Sequence[str], trace: Trace, proper: bool = False) -> str:
-    """The innermost module that ran and holds all the paths (`proper`: strictly holds them, and ran once)."""
-    split = [p.split(".") for p in paths]
-    shared: list[str] = []
-    for names in zip(*split, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    if proper and ".".join(shared) in paths:
-        shared.pop()
-    while shared and (".".join(shared) not in trace.entered or (proper and trace.runs[".".join(shared)] > 1)):
-        shared.pop()
-    return ".".join(shared)

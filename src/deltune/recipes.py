@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
-from inspect import signature
-from typing import Any, Literal
+from typing import Literal
 
-from . import algebra, expressions
-from .algebra import LayersArg, Masked, Method, Modification, Named, Selection
+from . import algebra
+from .algebra import LayersArg, Masked, Method, Modification, Selection, named
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .errors import DeltuneError, unknown
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
@@ -17,24 +15,6 @@ from .heads import MultiHead, OwnMultiHead, Prefix
 Site = str | tuple[str, ...]
 Learned = float | str
 """A number, "learned" (starts at 1) or "learned(4)" (starts at 4)."""
-
-
-def _named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., Named]:
-    """A function that returns parts becomes one that returns the named method, with its arguments on record."""
-    shape = signature(make)
-
-    @wraps(make)
-    def method(*args: Any, **kwargs: Any) -> Named:
-        try:
-            bound = shape.bind(*args, **kwargs)
-        except TypeError as error:
-            raise DeltuneError(f"{make.__name__}: {error}; it takes {expressions.usage(make)}") from None
-        bound.apply_defaults()
-        arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
-        given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
-        return Named(make.__name__, given, tuple(arguments.items()), make(**arguments))
-
-    return method
 
 
 def _sites(at: Site, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -62,19 +42,19 @@ def _compose(scale: Learned) -> Composition:
 # -- whole tensors ----------------------------------------------------------------------------------------------------
 
 
-@_named
+@named
 def full() -> tuple[Modification | Selection, ...]:
     """W: every tensor of the model is trained."""
     return (Selection(("all",), algebra.AREAS),)
 
 
-@_named
+@named
 def head() -> tuple[Modification | Selection, ...]:
     """Nothing but the task head is trained."""
     return ()
 
 
-@_named
+@named
 def layernorm(
     terms: Literal["both", "gain", "bias"] = "both",
     of: Literal["both", "attention", "ffn"] = "both",
@@ -95,7 +75,7 @@ def layernorm(
     return (Selection(roles, areas, of, layers),)
 
 
-@_named
+@named
 def bitfit(
     which: Literal["all", "layers", "linear", "query+ffn_up", "norm"] = "all",
     add_missing: bool = False,
@@ -131,7 +111,7 @@ def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, op
 # -- bottlenecks ------------------------------------------------------------------------------------------------------
 
 
-@_named
+@named
 def adapter(
     style: Literal["houlsby", "pfeiffer"] = "houlsby",
     rank: int = 16,
@@ -158,7 +138,7 @@ def adapter(
     return (Modification("attention", form, "sequential", layers=layers, stack=stack, attention=attention), after_ffn)
 
 
-@_named
+@named
 def parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
@@ -181,7 +161,7 @@ def parallel_adapter(
     )
 
 
-@_named
+@named
 def scaled_parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
@@ -205,7 +185,7 @@ def scaled_parallel_adapter(
 # -- prefixes and prompts ---------------------------------------------------------------------------------------------
 
 
-@_named
+@named
 def prefix(
     length: int = 16,
     reparameterise: int | None = None,
@@ -223,7 +203,7 @@ def prefix(
     return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention),)
 
 
-@_named
+@named
 def prompt(
     length: int = 100, init_from: tuple[int, ...] | None = None, positions: Literal["shift", "none"] = "shift"
 ) -> tuple[Modification | Selection, ...]:
@@ -235,13 +215,13 @@ def prompt(
     return (Modification("embedding", Prompt(length, init_from, positions)),)
 
 
-@_named
+@named
 def p_tuning_v2(length: int = 16, layers: LayersArg = "all") -> tuple[Modification | Selection, ...]:
     """prefix(length) without reparameterisation (Liu et al. 2022)."""
     return prefix(length, layers=layers).parts
 
 
-@_named
+@named
 def multi_head_parallel_adapter(
     length: int = 16,
     own_down: bool = False,
@@ -260,7 +240,7 @@ def multi_head_parallel_adapter(
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
-@_named
+@named
 def lora(
     rank: int = 8,
     scale: float = 1,
@@ -289,19 +269,19 @@ def lora(
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
-@_named
+@named
 def mam(length: int = 16, rank: int = 16, scale: float = 4) -> tuple[Modification | Selection, ...]:
     """prefix(length) + scaled_parallel_adapter("ffn", rank, scale): the mix-and-match adapter (UV §4.6)."""
     return (prefix(length) + scaled_parallel_adapter("ffn", rank, scale)).parts
 
 
-@_named
+@named
 def prefix_layernorm(length: int = 16) -> tuple[Modification | Selection, ...]:
     """prefix(length) + layernorm (LN §3.2)."""
     return (prefix(length) + layernorm()).parts
 
 
-@_named
+@named
 def unipelt(length: int = 10, rank: int = 8, bottleneck: int = 48) -> tuple[Modification | Selection, ...]:
     """h + σ(x · w_g) Δh for a prefix, LoRA (one gate for query and value) and an adapter after the FFN (UniPELT; Mao et
     al. 2022)."""
@@ -317,13 +297,13 @@ def unipelt(length: int = 10, rank: int = 8, bottleneck: int = 48) -> tuple[Modi
 # -- rescaling and mixing ---------------------------------------------------------------------------------------------
 
 
-@_named
+@named
 def ia3(layers: LayersArg = "all") -> tuple[Modification | Selection, ...]:
     """w ⊙ h at the keys, the values and the FFN's inner activation, w = 1 at the start (Liu et al. 2022)."""
     return tuple(Modification(s, Rescale(), "sequential", layers=layers) for s in ("key", "value", "ffn_inner"))
 
 
-@_named
+@named
 def three_vectors() -> tuple[Modification | Selection, ...]:
     """γ ⊙ Σ_l α_l h_l + β over all hidden states, where the head reads (3V; LN table 1).
 

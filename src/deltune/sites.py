@@ -224,8 +224,10 @@ def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
 
 def _hidden_states(anatomy: Anatomy, modification: Modification) -> Place:
     stack = anatomy.stacks[-1]
-    if any(t.area == "vocabulary" for t in anatomy.tensors):
-        raise DeltuneError("all hidden states are read together by a task head; this model has a vocabulary instead")
+    if anatomy.answers in ("words", "choices"):
+        raise DeltuneError(
+            f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.answers}"
+        )
     width = stack.width
     widths = replace(Widths(width, width), states=stack.depth + 1)
     name = f"{stack.name}.hidden_states"

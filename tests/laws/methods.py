@@ -33,6 +33,10 @@ QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface
 UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up projection .* has a bias")
 
 
+HEADS = Need("heads", lambda f: f.interface, "an attention whose heads can be seen")
+NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words")
+
+
 @dataclass(frozen=True)
 class Row:
     """A method. identity: it leaves the outputs as they are until it is trained; merges: it folds into the weights."""
@@ -92,7 +96,7 @@ ROWS = (
     Row("multi_head_parallel_adapter(length=3, own_down=True)", needs=(HEADS,)),
     Row("unipelt(length=2, rank=2, bottleneck=4)", identity=False, needs=(INTERFACE,)),
     Row("ia3", merges=True, needs=(INTERFACE,)),
-    Row("three_vectors", needs=(NO_VOCABULARY,)),
+    Row("three_vectors", needs=(NO_WORDS,)),
     Row("bitfit(which='norm', add_missing=True)", merges=False),
     Row("apet(lora(rank=2, at='output') + layernorm, parameters=41)", merges=True),
     Row("apet(adapter(rank=4, bias=True), parameters=57, pattern='adjacent')"),
