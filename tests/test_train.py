@@ -21,7 +21,8 @@ import tiny
 from deltune import checkpoints, runs
 from deltune.errors import DeltuneError
 from deltune.runs import Run
-from deltune.train import DeltaTrainer, train
+from deltune.train import train
+from deltune.trainer import DeltaTrainer
 
 TIMES = ("seconds",)
 

@@ -88,7 +88,10 @@ class TokenTap:
             embeds = torch.cat([rows.expand(batch, -1, -1), embeds], dim=1)
             _lengthen_cache(cache, self.added)
         given |= {"input_ids": None, "inputs_embeds": embeds}
-        given["attention_mask"] = self.mask(given.get("attention_mask"))
+        given["attention_mask"] = self.mask(given.get("attention_mask"), cache, seen)
+        if self.added and not self.shifts and given["attention_mask"] is None:
+            # without a mask, transformers takes repeated positions for sequences packed into one row
+            given["attention_mask"] = torch.ones(batch, self.total, dtype=torch.long, device=embeds.device)
         if given.get("token_type_ids") is not None and self.added:
             given["token_type_ids"] = F.pad(given["token_type_ids"], (self.added, 0))
         if "position_ids" in self.arguments:
@@ -96,20 +99,22 @@ class TokenTap:
         self.check_length(seen)
         return (), {name: value for name, value in given.items() if name in kwargs or value is not None}
 
-    def mask(self, mask: Any) -> Any:
+    def mask(self, mask: Any, cache: Any, seen: int) -> Any:
         """A padding mask (B, n), or prepared masks (B, 1, q, k) alone or by layer type, with the rows visible."""
         if isinstance(mask, dict):
-            return {name: self.mask(value) for name, value in mask.items()}
+            return {name: self.mask(value, cache, seen) for name, value in mask.items()}
         if mask is None:
             return None
-        seen = True if mask.dtype == torch.bool else 1 if mask.dim() == 2 else 0.0
-        longer = F.pad(mask, (self.length, 0), value=seen)
-        if mask.dim() == 2 or not self.added:
+        shown = True if mask.dtype == torch.bool else 1 if mask.dim() == 2 else 0.0
+        longer = F.pad(mask, (self.length, 0), value=shown)
+        if mask.dim() == 2:
             return longer
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        if not self.added:
+            return _for_fixed_cache(mask, longer, hidden, cache, seen)
         top = torch.full_like(longer[..., :1, :], hidden).expand(*longer.shape[:-2], self.added, -1).clone()
         among = torch.ones(self.added, self.added, dtype=torch.bool, device=mask.device).tril()
-        top[..., : self.added] = top[..., : self.added].masked_fill(among, seen)
+        top[..., : self.added] = top[..., : self.added].masked_fill(among, shown)
         return torch.cat([top, longer], dim=-2)
 
     def position_ids(self, given: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> Any:
@@ -177,8 +182,21 @@ class TokenTap:
         return {**self.__dict__, "added": 0, "total": 0}
 
 
+def _for_fixed_cache(mask: torch.Tensor, longer: torch.Tensor, hidden: Any, cache: Any, seen: int) -> torch.Tensor:
+    """A mask prepared for a cache of fixed size (q, k) has the rows' columns already, but its padding stands where the
+    text would be without them: it moves to the right, and what is not written yet stays hidden. The mask of a sliding
+    window counts backwards from the last token and stays."""
+    layers = getattr(cache, "layers", ())
+    if mask.shape[-1] not in {layer.max_cache_len for layer in layers if not getattr(layer, "is_sliding", False)}:
+        return mask
+    queries, keys = mask.shape[-2:]
+    unwritten = torch.arange(keys, device=mask.device) > torch.arange(seen, seen + queries, device=mask.device)[:, None]
+    return longer[..., :keys].masked_fill(unwritten, hidden)
+
+
 def _lengthen_cache(cache: Any, length: int) -> None:
     """Room for the rows in a cache of fixed size that is still empty."""
     for layer in getattr(cache, "layers", ()):
-        if getattr(layer, "max_cache_len", None) and not getattr(layer, "is_initialized", True):
+        if getattr(layer, "max_cache_len", None) and not getattr(layer, "is_sliding", False):
             layer.max_cache_len += length
+            layer.is_initialized = False  # it was allocated for less; the first write does it again

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from . import checkpoints
 from . import data as reading
 from .attaching import attach, load
-from .catalogue import rate
-from .encoding import ByLength, Encoded, check_length, collate, encode
+from .encoding import check_length, encode
 from .errors import DeltuneError
-from .evaluate import SPLITS, Scored, lines, logits, scored
-from .handle import Tuned
+from .evaluate import SPLITS, lines
+from .jobs import Job
 from .models import fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, environment, room
 from .specs import RunSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from .trainer import DeltaTrainer, Reports
 
 SCHEDULES = {"constant": "constant_with_warmup"}
 """Names of the Trainer that differ from ours."""
@@ -59,60 +54,6 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
         return _train(spec, run, resume, progress)
 
 
-@dataclass
-class _Job:
-    """All that one run works with."""
-
-    spec: RunSpec
-    run: Run
-    tuned: Tuned
-    tokenizer: PreTrainedTokenizerBase
-    data: reading.Data
-    encoded: dict[str, Encoded]
-    best: dict[str, Any] = field(default_factory=dict)
-    stale: int = 0  # epochs since the best
-    before: float = 0.0  # seconds of earlier processes
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.tuned.model
-
-    @property
-    def seconds(self) -> float:
-        return self.before + time.monotonic() - self.began
-
-    @property
-    def stopped(self) -> bool:
-        """Patience is at its end."""
-        return self.spec.patience is not None and self.stale >= self.spec.patience
-
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this."""
-        return {"best": self.best, "stale": self.stale, "seconds": self.seconds}
-
-    def scored(self, split: str, bar: Bar | None = None) -> Scored:
-        advance = bar.advance if bar else None
-        size = self.spec.batch_size
-        found = logits(self.model, self.tokenizer, self.encoded[split], size, self.spec.precision, advance)
-        result = scored(found, self.encoded[split])
-        if not math.isfinite(result.metrics["loss"]):
-            raise _diverged(self, f"the {split} loss is {result.metrics['loss']}")
-        return result
-
-    def judge(self, metrics: dict[str, float], epoch: int) -> bool:
-        """Keep the delta if these validation metrics are the best so far; returns whether they are."""
-        value = metrics[self.spec.metric]
-        rank = [-value if self.spec.metric == "loss" else value, -metrics["loss"]]
-        if self.best and rank <= self.best["rank"]:
-            self.stale += 1
-            return False
-        self.tuned.save(self.run.delta)
-        self.best = {"epoch": epoch, "metric": self.spec.metric, "value": value, "rank": rank}
-        self.stale = 0
-        return True
-
-
 def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, Any]:
     load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
     found = reading.load(spec.data, spec.columns, spec.labels, spec.max_train_rows, spec.seed)
@@ -140,7 +81,7 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
         "rows": {split: len(rows) for split, rows in encoded.items()},
     }
     run.begin(spec, environment(str(arguments.device), source))
-    job = _Job(spec, run, tuned, tokenizer, found, encoded)
+    job = Job(spec, run, tuned, tokenizer, found, encoded)
     with Bar(progress) as bar:
         _fit(job, arguments, bar)
         return _finish(job, columns, bar)
@@ -175,7 +116,7 @@ def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingA
     return arguments
 
 
-def _fit(job: _Job, arguments: TrainingArguments, bar: Bar) -> None:
+def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
     """Train from the newest checkpoint, or from the start, to the last epoch or the end of patience."""
     checkpoint = checkpoints.latest(job.run.checkpoint)
     if checkpoint is None:
@@ -195,12 +136,12 @@ def _fit(job: _Job, arguments: TrainingArguments, bar: Bar) -> None:
         return
     trainer = DeltaTrainer(job, arguments)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_Reports(job, bar))
+    trainer.add_callback(Reports(job, bar))
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
 
 
-def _finish(job: _Job, columns: Mapping[str, Mapping[str, Sequence[Any]]], bar: Bar) -> dict[str, Any]:
+def _finish(job: Job, columns: Mapping[str, Mapping[str, Sequence[Any]]], bar: Bar) -> dict[str, Any]:
     """Score the kept delta as it is on the disk, and write predictions and metrics."""
     seconds = job.seconds
     count = job.tuned.count().as_dict()
@@ -220,109 +161,3 @@ def _finish(job: _Job, columns: Mapping[str, Mapping[str, Sequence[Any]]], bar: 
     metrics["signatures"] = signatures
     job.run.finish(metrics)
     return metrics
-
-
-class DeltaTrainer(Trainer):
-    """A Trainer whose checkpoints hold the delta alone, and whose batches are of similar length."""
-
-    def __init__(self, job: _Job, arguments: TrainingArguments) -> None:
-        self.job = job
-        super().__init__(
-            model=job.model,
-            args=arguments,
-            train_dataset=job.encoded["train"],
-            eval_dataset=job.encoded.get("validation"),
-            data_collator=lambda rows: collate(job.tokenizer, rows),
-        )
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> ByLength:
-        rows = self.job.encoded["train"]
-        return ByLength(rows.lengths, self.args.train_batch_size, self.args.seed)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step. Error: its loss is no number."""
-        loss = super().training_step(*args, **kwargs)
-        if not torch.isfinite(loss):
-            raise _diverged(self.job, f"the training loss is {loss.item()} at step {self.state.global_step + 1}")
-        return loss
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the validation split, and keep the delta if it is the best so far."""
-        job = self.job
-        result = job.scored("validation").metrics
-        better = job.judge(result, round(self.state.epoch or 0))
-        metrics = {f"eval_{name}": value for name, value in result.items()}
-        self.log(metrics | {"eval_best": better})
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.control.should_training_stop |= job.stopped
-        return metrics
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: the Trainer would walk over all modules at every step."""
-        return 0
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if "validation" not in self.job.encoded:
-            self.job.tuned.save(self.job.run.delta)
-            self.job.best = {"epoch": round(self.state.epoch or 0)}
-        checkpoints.save(
-            self.job.run.checkpoint,
-            self.state.global_step,
-            dict(self.job.tuned.trained()),
-            self.optimizer,
-            self.lr_scheduler,
-            self.job.facts(),
-            self.state.save_to_json,
-        )
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.trained()))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.restore_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.restore_random(Path(checkpoint))
-
-
-class _Reports(TrainerCallback):
-    """The bar and log.jsonl."""
-
-    def __init__(self, job: _Job, bar: Bar) -> None:
-        self.job, self.bar = job, bar
-        self.loss = ""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.start("train", state.max_steps, state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.advance()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_log = True  # so that the losses of the log do not depend on where a run was resumed
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "train_runtime" in logs:
-            return
-        self.job.run.log({"step": state.global_step, **logs, "seconds": round(self.job.seconds, 2)})
-        if "loss" in logs:
-            self.loss = f"loss {logs['loss']:.3f}"
-            self.bar.note(self.loss)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        name = self.job.spec.metric
-        self.bar.note(f"{self.loss} · epoch {round(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}")
-
-
-def _diverged(job: _Job, what: str) -> DeltuneError:
-    """The error for a loss that is no number; a run without any checkpoint leaves nothing behind."""
-    kept = "the run stays as it was after its last good epoch"
-    if checkpoints.latest(job.run.checkpoint) is None:
-        job.run.clear()
-        kept = "nothing is kept"
-    return DeltuneError(
-        f"{what}: training diverged at a learning rate of {job.spec.rate:g}; {kept}. "
-        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, rate(job.spec.method)):g}, or a warm-up"
-    )

@@ -83,7 +83,10 @@ ROWS = (
     Row("prompt(length=3, init_from=(7, 8))", identity=False),
     Row("prompt(length=3, positions='none')", identity=False, needs=(ABSOLUTE,)),
     Row("lora(rank=2)", merges=True, needs=(INTERFACE,)),
-    *(Row(f"lora(rank=2, at={site!r}, scale=3)", merges=True, needs=(INTERFACE,)) for site in ("query", "key", "value")),
+    *(
+        Row(f"lora(rank=2, at={site!r}, scale=3)", merges=True, needs=(INTERFACE,))
+        for site in ("query", "key", "value")
+    ),
     *(Row(f"lora(rank=2, at={site!r})", merges=True) for site in ("output", "ffn_up", "ffn_down")),
     Row("lora(rank=2, at='ffn', alpha=6)", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),

@@ -60,7 +60,8 @@ def build(family: Family, role: str, dtype: torch.dtype = torch.float64, **chang
     model = ROLES[role][0].from_config(config(family, **changes), attn_implementation=implementation)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if parameter.requires_grad:  # sinusoids are computed again when a checkpoint is read
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.to(dtype).eval()
 
 
@@ -104,7 +105,9 @@ def facts(model: PreTrainedModel) -> dict[str, Any]:
 
 def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Every configuration object in the model, once."""
-    found = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    found = {
+        id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
+    }
     return list(found.values())
 
 

@@ -12,7 +12,23 @@ from deltune.catalogue import TABLE
 
 from .families import FAMILIES, Family
 from .methods import ROWS, Row, refused
-from .specimens import HEADS, batch, build, config, differences, equal, facts, forward, loss, main_role, roles, run, shapes, specimen, stir
+from .specimens import (
+    HEADS,
+    batch,
+    build,
+    config,
+    differences,
+    equal,
+    facts,
+    forward,
+    loss,
+    main_role,
+    roles,
+    run,
+    shapes,
+    specimen,
+    stir,
+)
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
 CLASSES = [(f, role) for f in FAMILIES.values() for role in roles(f)]

@@ -62,7 +62,9 @@ def test_layers_of_a_selection(family: Family, layers: str | tuple[int, ...] | N
     outside = layers in ("all", None)
     wanted = set(_norms(family, WHERE[layers or "all"]))
     wanted |= {f"{path}." for path in family.outer} if outside else set()
-    found = {t.name.rpartition(".")[0] + "." for t in deltune.attach(model, f"layernorm{given}").delta().planned.selected}
+    found = {
+        t.name.rpartition(".")[0] + "." for t in deltune.attach(model, f"layernorm{given}").delta().planned.selected
+    }
     deltune.tuned(model).detach()
     assert found == wanted
 
@@ -107,7 +109,9 @@ def test_terms_of_norms(family: Family, terms: str) -> None:
     leaves = {t.name.rpartition(".")[2] for t in tuned.delta().planned.selected}
     tuned.detach()
     has_bias = "norm" in family.biases
-    assert leaves == {"gain": {"weight"}, "bias": {"bias"}, "both": {"weight", "bias"} if has_bias else {"weight"}}[terms]
+    assert (
+        leaves == {"gain": {"weight"}, "bias": {"bias"}, "both": {"weight", "bias"} if has_bias else {"weight"}}[terms]
+    )
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
@@ -135,7 +139,9 @@ def test_attention_kinds(family: Family, form: str, attention: str) -> None:
     paths = {e.place.target.path for e in tuned.delta().all_edits()}
     inside = [f"{s.layers}.{i}.{s.cross[0]}".rpartition(".")[0] for s in family.stacks if s.cross for i in (0, 1)]
     assert all(path.startswith(tuple(inside)) == (attention == "cross") for path in paths)
-    assert len({path.split("layer")[0] for path in paths}) == (1 if attention == "cross" else 2) or "block" in paths.pop()
+    assert (
+        len({path.split("layer")[0] for path in paths}) == (1 if attention == "cross" else 2) or "block" in paths.pop()
+    )
     changed = moved(before, run(model, inputs))
     assert ("encoder_last_hidden_state" in changed) == (attention == "self")
     assert "last_hidden_state" in changed

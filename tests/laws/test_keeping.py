@@ -27,7 +27,9 @@ def test_a_merged_model_is_a_plain_checkpoint(family: Family, tmp_path: Path) ->
     assert distance(run(read, inputs), outputs) < (1e-12 if family.exact else 1e-5)  # its memory is aligned otherwise
 
 
-HEADED = [(f, role) for f in FAMILIES.values() for role in roles(f) if role in HEADS and role not in ("choice", "question")]
+HEADED = [
+    (f, role) for f in FAMILIES.values() for role in roles(f) if role in HEADS and role not in ("choice", "question")
+]
 
 
 @pytest.mark.parametrize(("family", "role"), HEADED, ids=[f"{f.name} as {role}" for f, role in HEADED])

@@ -113,7 +113,7 @@ def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None
     assert len(calls) == passes * len(prefixes) == 2 * len(family.stacks) + len(cross)
     for call in calls:
         path = paths[call.module]
-        assert call.query.shape[1:] [::2] == (4, family.head_width) and call.key.shape[1] == family.kv_heads
+        assert call.query.shape[1:][::2] == (4, family.head_width) and call.key.shape[1] == family.kv_heads
         is_cross = any(name.startswith(f"{path}.") for name in cross)
         causal = not is_cross and any(s.causal and path.startswith(f"{s.layers}.") for s in family.stacks)
         found, kept = call.output, prefixes[path]
@@ -138,7 +138,9 @@ def test_prefix_without_its_gate(family: Family) -> None:
     paths = {module: path for path, module in model.named_modules()}
     for call in calls:
         keys, values = (t.detach().transpose(0, 1)[None] for t in prefixes[paths[call.module]].values())
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"](call.module, call.query, call.key, call.value, call.mask, **call.options)
+        plain = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            call.module, call.query, call.key, call.value, call.mask, **call.options
+        )
         added = scores(call, keys).softmax(-1) @ values.repeat_interleave(call.query.shape[1] // values.shape[1], dim=1)
         assert torch.allclose(call.output, plain[0] + added.transpose(1, 2), rtol=1e-12, atol=1e-12)
 

@@ -1,0 +1,88 @@
+"""The state of a run under way: its parts, the best delta so far, patience and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import checkpoints
+from .catalogue import rate
+from .data import Data
+from .encoding import Encoded
+from .errors import DeltuneError
+from .evaluate import Scored, logits, scored
+from .handle import Tuned
+from .progress import Bar
+from .runs import Run
+from .specs import RunSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Job:
+    """All that one run works with."""
+
+    spec: RunSpec
+    run: Run
+    tuned: Tuned
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    encoded: dict[str, Encoded]
+    best: dict[str, Any] = field(default_factory=dict)
+    stale: int = 0  # epochs since the best
+    before: float = 0.0  # seconds of earlier processes
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.tuned.model
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.began
+
+    @property
+    def stopped(self) -> bool:
+        """Patience is at its end."""
+        return self.spec.patience is not None and self.stale >= self.spec.patience
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {"best": self.best, "stale": self.stale, "seconds": self.seconds}
+
+    def scored(self, split: str, bar: Bar | None = None) -> Scored:
+        advance = bar.advance if bar else None
+        size = self.spec.batch_size
+        found = logits(self.model, self.tokenizer, self.encoded[split], size, self.spec.precision, advance)
+        result = scored(found, self.encoded[split])
+        if not math.isfinite(result.metrics["loss"]):
+            raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
+        return result
+
+    def judge(self, metrics: dict[str, float], epoch: int) -> bool:
+        """Keep the delta if these validation metrics are the best so far; returns whether they are."""
+        value = metrics[self.spec.metric]
+        rank = [-value if self.spec.metric == "loss" else value, -metrics["loss"]]
+        if self.best and rank <= self.best["rank"]:
+            self.stale += 1
+            return False
+        self.tuned.save(self.run.delta)
+        self.best = {"epoch": epoch, "metric": self.spec.metric, "value": value, "rank": rank}
+        self.stale = 0
+        return True
+
+
+def diverged(job: Job, what: str) -> DeltuneError:
+    """The error for a loss that is no number; a run without any checkpoint leaves nothing behind."""
+    kept = "the run stays as it was after its last good epoch"
+    if checkpoints.latest(job.run.checkpoint) is None:
+        job.run.clear()
+        kept = "nothing is kept"
+    return DeltuneError(
+        f"{what}: training diverged at a learning rate of {job.spec.rate:g}; {kept}. "
+        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, rate(job.spec.method)):g}, or a warm-up"
+    )

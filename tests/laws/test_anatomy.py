@@ -1,0 +1,203 @@
+"""The anatomy that one observed pass gives, against facts written down from each family's source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+import deltune
+from deltune.anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear
+
+from .families import FAMILIES, Family, Stack
+from .specimens import HEADS, config, facts, differences, main_role, roles, specimen
+
+EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
+WIDTH, FFN_WIDTH, HEADS_OF_ATTENTION = 32, {"gpt2": 128, "gptj": 128, "bloom": 128}, 4
+
+
+def layers_of(anatomy: Anatomy, family: Family) -> list[tuple[Stack, int, Layer]]:
+    """Every layer with the stack and the number that it should have."""
+    count = 1 if family.shared else 2
+    wanted = [(stack, i) for stack in family.stacks for i in range(count)]
+    assert len(anatomy.layers) == len(wanted)
+    return [(stack, i, layer) for (stack, i), layer in zip(wanted, anatomy.layers, strict=True)]
+
+
+def stack_name(family: Family, stack: Stack) -> str:
+    return "decoder" if family.kind == "decoder" or family.stacks[0] is not stack else "encoder"
+
+
+@EACH
+def test_stacks_and_layers(family: Family) -> None:
+    anatomy = deltune.inspect(config(family))
+    assert [s.name for s in anatomy.stacks] == {"both": ["encoder", "decoder"]}.get(family.kind, [family.kind])
+    assert all((s.depth, s.width, s.causal) == (2, WIDTH, f.causal) for s, f in zip(anatomy.stacks, family.stacks))
+    for stack, i, layer in layers_of(anatomy, family):
+        assert (layer.stack, layer.index) == (stack_name(family, stack), i)
+        assert layer.path == f"{stack.layers}.{i}"
+        assert layer.passes == (2 if family.shared else 1)
+    assert anatomy.shared == family.shared
+    assert bool(anatomy.hidden) != family.interface
+
+
+@EACH
+def test_attentions(family: Family) -> None:
+    for stack, _, layer in layers_of(deltune.inspect(config(family)), family):
+        wanted = {"self": stack.attention} | ({"cross": stack.cross} if stack.cross else {})
+        assert [a.kind for a in layer.attentions] == list(wanted)
+        for attention in layer.attentions:
+            names = [f"{layer.path}.{name}" for name in wanted[attention.kind]]
+            assert attention.output.path == names[3]
+            assert (attention.output.out_width, attention.output.bias) == (WIDTH, "output" in family.biases)
+            if not family.interface:
+                hidden = (attention.query, attention.key, attention.value, attention.heads, attention.kv_heads)
+                assert set(hidden) == {None}
+                continue
+            found = (attention.heads, attention.kv_heads, attention.head_width, attention.value_width)
+            assert found == (HEADS_OF_ATTENTION, family.kv_heads, family.head_width, family.head_width)
+            assert attention.causal == (stack.causal and attention.kind == "self")
+            own, shared = 4 * family.head_width, family.kv_heads * family.head_width
+            assert attention.output.in_width == own
+            for role, name, width, part in zip(
+                ("query", "key", "value"), names, (own, shared, shared), range(3), strict=False
+            ):
+                linear: Linear = getattr(attention, role)
+                assert (linear.path, linear.in_width, linear.out_width) == (name, WIDTH, width)
+                assert linear.bias == (role in family.biases)
+                columns = family.columns and Columns(family.columns[0], *family.columns[1][part])
+                assert linear.columns == columns
+
+
+@EACH
+def test_ffns(family: Family) -> None:
+    inner = FFN_WIDTH.get(family.name, 64)
+    for stack, _, layer in layers_of(deltune.inspect(config(family)), family):
+        assert len(layer.ffns) == 1
+        ffn = layer.ffns[0]
+        assert [linear.path for linear in (*ffn.inputs, ffn.output)] == [f"{layer.path}.{name}" for name in stack.ffn]
+        assert ffn.gated == family.gated
+        assert (ffn.output.in_width, ffn.output.out_width) == (inner, WIDTH)
+        fused = family.gated and len(stack.ffn) == 2
+        assert {(up.in_width, up.out_width) for up in ffn.inputs} == {(WIDTH, 2 * inner if fused else inner)}
+        assert all(up.bias == ("ffn_up" in family.biases) for up in ffn.inputs)
+        assert ffn.output.bias == ("ffn_down" in family.biases)
+        assert ffn.reads == ffn.inputs[0].path
+
+
+@EACH
+def test_norms(family: Family) -> None:
+    anatomy = deltune.inspect(config(family))
+    for stack, i, layer in layers_of(anatomy, family):
+        wanted = {f"{layer.path}.{path}": place for path, place in stack.norms.items()}
+        if (family.name, i) == ("modernbert", 0):
+            del wanted[f"{layer.path}.attn_norm"]  # an Identity there
+        assert {n.path: f"{n.place} {'+'.join(n.of)}" for n in layer.norms} == wanted
+        assert all(n.gain and n.bias == ("norm" in family.biases) for n in layer.norms)
+        assert all(n.width == (WIDTH if n.place not in ("query", "key") else n.width) for n in layer.norms)
+        parts: list[tuple[Attention | FFN, str]] = [(part, "attention") for part in layer.attentions]
+        for part, of in [*parts, *((ffn, "ffn") for ffn in layer.ffns)]:
+            for place in ("pre", "post"):
+                path = getattr(part, place)
+                assert (path is not None) == any(w.startswith(place) and of in w for w in wanted.values())
+                assert path is None or wanted[path].startswith(place) and of in wanted[path]
+        if stack.cross and "pre" in {n.place for n in layer.norms}:  # each attention has its own
+            assert len({a.pre for a in layer.attentions}) == 2
+    assert {n.path: n.place for n in anatomy.norms} == dict(family.outer)
+
+
+@EACH
+def test_embeddings_pooler_and_head(family: Family) -> None:
+    anatomy = deltune.inspect(config(family))
+    model = specimen(family.name, "base")
+    assert (anatomy.pooler, anatomy.head, anatomy.base) == (family.pooler, (), "")
+    embedding = model.get_input_embeddings()
+    assert model.get_submodule(anatomy.stacks[0].words or "") is embedding
+    assert all((stack.positions is not None) == family.table for stack in anatomy.stacks)
+    for stack in anatomy.stacks:
+        if stack.positions is not None:
+            assert model.get_submodule(stack.positions).weight.shape[0] >= 64
+    outside = {t.name.rpartition(".")[0] for t in anatomy.tensors if t.area not in ("layers", "embedding")}
+    shared_by_layers = {"encoder.rel_embeddings"} if family.name == "deberta-v2" else set()
+    pooler = {b for b in family.beyond if family.pooler and b.startswith(family.pooler)}
+    assert outside - shared_by_layers == pooler | {p for p, place in family.outer.items() if place == "final"}
+    layered = [t for t in anatomy.tensors if t.area == "layers"]
+    assert all(t.name.startswith(anatomy.layers[t.layer].path + ".") for t in layered if t.layer is not None)
+    assert sum(t.numel for t in anatomy.tensors) == sum(p.numel() for p in model.parameters())
+
+
+CLASSES = [(f, role) for f in FAMILIES.values() for role in roles(f)]
+
+
+@pytest.mark.parametrize(("family", "role"), CLASSES, ids=[f"{f.name} as {role}" for f, role in CLASSES])
+def test_the_live_model_has_the_anatomy_of_its_configuration(family: Family, role: str) -> None:
+    """Paths inside the base model, layers and norms are the same; observing changes nothing."""
+    model = specimen(family.name, role)
+    known = facts(model)
+    deltune.inspect.__globals__["_known"].pop(model, None)
+    live = deltune.inspect(model)
+    assert differences(known, facts(model)) == []
+    described = deltune.inspect(config(family))
+    head = {name.split(".")[0] for name, _ in model.named_parameters()} - {live.base.split(".")[0]}
+    assert set(live.head) == (head if role in HEADS else set())
+    if role == "causal" and family.kind != "decoder":
+        return  # these are built as decoders: another model than the configuration's AutoModel
+    prefix = f"{live.base}." if live.base else ""
+    assert model.get_submodule(live.base) is model.base_model
+
+    def bare(anatomy: Anatomy, cut: str) -> str:
+        parts = (anatomy.layers, anatomy.norms, anatomy.stacks)
+        return repr(parts).replace(f"'{cut}", "'").replace(f"'{cut.rstrip('.')}'", "''") if cut else repr(parts)
+
+    assert bare(live, prefix) == bare(described, "")
+
+
+def test_observing_leaves_training_mode_and_implementation_alone() -> None:
+    model = specimen("bart")
+    model.train()
+    known = facts(model)
+    deltune.inspect.__globals__["_known"].pop(model, None)
+    deltune.inspect(model)
+    assert differences(known, facts(model)) == []
+    model.eval()
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "bloom", "gptj"])
+def test_what_hides_says_so(name: str) -> None:
+    """Without the attention interface: layers, FFNs and norms are there, and a prefix is a clear error."""
+    anatomy = deltune.inspect(config(FAMILIES[name]))
+    assert len(anatomy.layers) == 2 and all(layer.ffns and layer.norms for layer in anatomy.layers)
+    assert len(anatomy.hidden) == 2 and all("not on the attention interface" in fact for fact in anatomy.hidden)
+    for method, site in (("prefix(length=2)", "heads"), ("lora(rank=2)", "query")):
+        with pytest.raises(deltune.DeltuneError, match=f"site '{site}' needs the attention .* attention interface"):
+            deltune.count(config(FAMILIES[name]), method)
+
+
+class _Vision(PreTrainedConfig):
+    model_type = "not-a-family"
+
+
+def test_what_is_no_language_model() -> None:
+    from transformers import ViTConfig, ViTModel
+
+    with pytest.raises(deltune.DeltuneError, match="does not read input_ids"):
+        deltune.inspect(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
+    with pytest.raises(deltune.DeltuneError, match="no model can be built from this _Vision"):
+        deltune.inspect(_Vision())
+    model = ViTModel(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
+    with pytest.raises(deltune.DeltuneError, match="only language models"):
+        deltune.attach(model, "layernorm")
+    assert not any("deltune" in name for name, _ in model.named_modules())
+
+
+@EACH
+def test_the_tree_prints_every_part(family: Family) -> None:
+    anatomy = deltune.inspect(config(family))
+    text = str(anatomy)
+    for layer in anatomy.layers:
+        parts = [layer.path, *(n.path for n in layer.norms), *(f.output.path for f in layer.ffns)]
+        assert all(f"[{path}]" in text for path in parts)
+    assert all(f"[{norm.path}]" in text for norm in anatomy.norms)
+    assert f"{sum(t.numel for t in anatomy.tensors):,}" in text.splitlines()[0]
+    assert torch.get_default_device().type == "cpu"  # the meta device was left again
+    assert main_role(family)
