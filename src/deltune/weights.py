@@ -18,7 +18,11 @@ class Sparse(nn.Module):
     def __init__(self, shape: tuple[int, ...], index: np.ndarray) -> None:
         super().__init__()
         self.shape = shape
-        self.values = nn.Parameter(torch.empty(len(index)))
+        self.values: torch.Tensor
+        if len(index):
+            self.values = nn.Parameter(torch.empty(len(index)))
+        else:  # nothing of it is trained, so there is nothing to optimise
+            self.register_buffer("values", torch.empty(0), persistent=False)
         self.register_buffer("index", torch.from_numpy(index))
 
     def start(self, dense: torch.Tensor) -> None:

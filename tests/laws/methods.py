@@ -100,12 +100,11 @@ ROWS = (
     Row("unipelt(length=2, rank=2, bottleneck=4)", identity=False, needs=(INTERFACE,)),
     Row("ia3", merges=True, needs=(INTERFACE,)),
     Row("three_vectors", needs=(NO_WORDS,)),
-    Row("bitfit(which='norm', add_missing=True)", merges=False),
     Row("apet(lora(rank=2, at='output') + layernorm, parameters=41)", merges=True),
     Row("apet(adapter(rank=4, bias=True), parameters=57, pattern='adjacent')"),
     Row("apet(adapter(rank=4), parameters=57, pattern='adjacent', along='columns')"),
     Row("apet(prefix(length=3), parameters=57)", identity=False, needs=(INTERFACE,)),
-    Row("apet(full, parameters=91)", merges=True),
+    Row("apet(layernorm(embedding=False, final=False), parameters=31, pattern='adjacent')", merges=True),
 )
 
 METHODS = {row.text: row for row in ROWS}

@@ -10,7 +10,7 @@ import deltune
 from deltune.anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear
 
 from .families import FAMILIES, Family, Stack
-from .specimens import HEADS, config, facts, differences, main_role, roles, specimen
+from .specimens import HEADS, config, differences, facts, main_role, roles, specimen
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
 WIDTH, FFN_WIDTH, HEADS_OF_ATTENTION = 32, {"gpt2": 128, "gptj": 128, "bloom": 128}, 4
@@ -100,7 +100,7 @@ def test_norms(family: Family) -> None:
             for place in ("pre", "post"):
                 path = getattr(part, place)
                 assert (path is not None) == any(w.startswith(place) and of in w for w in wanted.values())
-                assert path is None or wanted[path].startswith(place) and of in wanted[path]
+                assert path is None or (wanted[path].startswith(place) and of in wanted[path])
         if stack.cross and "pre" in {n.place for n in layer.norms}:  # each attention has its own
             assert len({a.pre for a in layer.attentions}) == 2
     assert {n.path: n.place for n in anatomy.norms} == dict(family.outer)

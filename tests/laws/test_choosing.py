@@ -46,7 +46,7 @@ def test_layers(family: Family, form: str, layers: str | tuple[int, ...]) -> Non
     states = "encoder_hidden_states" if family.kind == "both" else "hidden_states"
     first = min(WHERE[layers])
     still = {f"{states}.{i}" for i in range(first + 1)}
-    if "encoder" in stacks and f"{states}.0" in before or "hidden_states.0" in before:
+    if ("encoder" in stacks and f"{states}.0" in before) or "hidden_states.0" in before:
         changed = {name for name in moved(before, after) if name.startswith(f"{states}.")}
         assert not changed & still and f"{states}.{first + 1}" in changed
     tuned.detach()

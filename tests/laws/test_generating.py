@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import deltune
 
 from .families import FAMILIES, Family
-from .methods import ABSOLUTE, Need, Row
+from .methods import ABSOLUTE, Need
 from .specimens import batch, main_role, specimen, stir
 
 NEW = 5

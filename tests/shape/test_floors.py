@@ -18,7 +18,8 @@ FLOORS = (
     ("algebra", "recipes", "catalogue", "sites", "planning", "counting", "budget"),
     ("weights", "edits", "taps", "prompting", "merging", "store", "handle", "attaching"),
     ("models", "files", "data", "metrics"),
-    ("specs", "runs", "encoding", "progress", "checkpoints", "evaluate", "folding", "inputs", "train"),
+    ("specs", "runs", "checkpoints", "encoding", "progress", "evaluate", "folding", "inputs"),
+    ("jobs", "trainer", "train"),
     ("show", "quickstart", "cli", "__main__"),
 )
 """From the ground up; a module imports only what stands before it here."""
@@ -26,7 +27,9 @@ FLOORS = (
 FREE = {"__init__"}
 """The lazy front door points at every floor and imports none."""
 
-FAMILIES = ("bert", "roberta", "electra", "albert", "gpt2", "gpt_neo", "llama", "qwen", "mistral", "gemma", "bart", "t5")
+FAMILIES = (
+    "bert", "roberta", "electra", "albert", "gpt2", "gpt_neo", "llama", "qwen", "mistral", "gemma", "bart", "t5",
+)  # fmt: skip
 
 MODULES = sorted(path.stem for path in SOURCE.glob("*.py"))
 

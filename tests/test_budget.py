@@ -1,0 +1,69 @@
+"""Sizes solved for a budget: never over it, equal shares, exact with masks."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import BertConfig
+
+import deltune
+from deltune.budget import solve
+
+CONFIG = BertConfig()
+BASE = 109_482_240
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "prefix(length=?) + scaled_parallel_adapter(at='ffn', rank=?, scale=4)",
+        "prefix(length=?) + layernorm",
+        "mam(length=?, rank=?)",
+        "adapter(rank=?, bias=True)",
+        "lora(rank=?) + adapter(rank=?) + prefix(length=?)",
+    ],
+)
+@pytest.mark.parametrize("budget", ["0.1%", "0.5%", 400_000, 3_000_001])
+def test_never_over_and_nothing_more_fits(method: str, budget: int | str) -> None:
+    found = solve(CONFIG, method, budget)
+    assert found.count == deltune.count(CONFIG, found.method).method <= found.budget
+    cheapest = 2 * 768 * 12  # one more of any of these sizes costs at least this
+    assert found.left < 2 * cheapest + 2 * 768 * 12
+
+
+def test_equal_shares_and_weights() -> None:
+    even = deltune.fit(CONFIG, "prefix(length=?) + parallel_adapter(rank=?)", 2 * 768 * 12 * 40)
+    assert even == deltune.parse("prefix(length=20) + parallel_adapter(rank=20)")
+    uneven = deltune.fit(CONFIG, "prefix(length=?) + parallel_adapter(rank=?)", 2 * 768 * 12 * 40, weights=[3, 1])
+    assert uneven == deltune.parse("prefix(length=30) + parallel_adapter(rank=10)")
+
+
+def test_a_mask_fills_a_budget_exactly() -> None:
+    assert solve(CONFIG, "apet(lora, parameters=?)", "0.05%").left == 0
+    found = deltune.fit(CONFIG, "apet(lora, parameters=?)", "0.05%")
+    assert found == deltune.parse(f"apet(lora, parameters={BASE // 2000})")
+
+
+def test_aligned_to_another_method() -> None:
+    """UV table 2: on a base model MAM 16 + 16 counts as LoRA of rank 16."""
+    found = solve(CONFIG, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
+    assert (repr(found.method), found.left) == ("mam", 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "told"),
+    [
+        ("lora", 5000, "leaves no size open"),
+        ("lora(rank=?)", 10, "too small: .* has 36,864"),
+        ("lora(rank=?)", "many", "a number of scalars or a share"),
+        ("lora(rank=?)", "0%", "at least 1"),
+        ("lora(rnk=?)", 5000, "no argument 'rnk'"),
+    ],
+)
+def test_mistakes(method: str, budget: int | str, told: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match=told):
+        deltune.fit(CONFIG, method, budget)
+
+
+def test_an_open_size_is_told_where_it_is_not_solved() -> None:
+    with pytest.raises(deltune.DeltuneError, match="left open"):
+        deltune.parse("lora(rank=?)")
