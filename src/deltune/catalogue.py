@@ -48,7 +48,8 @@ class Entry:
 
     @property
     def formula(self) -> str:
-        return (self.make.__doc__ or "").strip().split("\n")[0]
+        """The first sentence of its text."""
+        return " ".join((self.make.__doc__ or "").split("\n\n")[0].split())
 
 
 TABLE: Mapping[str, Entry] = {

@@ -75,6 +75,34 @@ def count(
 
 
 @app.command()
+def fit(
+    model: ModelArgument,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help='With ? for sizes: "prefix(length=?) + layernorm".')],
+    budget: Annotated[str | None, typer.Option(help="A number of scalars, or a share such as 0.5%.")] = None,
+    align: Annotated[str | None, typer.Option(help="Match the count of this method instead.")] = None,
+    denominator: Annotated[str, typer.Option(help="What a share is a share of.")] = "model",
+    weights: Annotated[str | None, typer.Option(help="Shares of the ? in order: 3,1 [equal].")] = None,
+    as_json: Json = False,
+) -> None:
+    """Solve the sizes written as ? for a budget: never over it, with what is left."""
+    from . import budget as budgets
+    from . import models
+    from .catalogue import parse
+
+    if (budget is None) == (align is None):
+        raise DeltuneError("give --budget or --align, one of them")
+    wanted = parse(align) if align is not None else str(budget)
+    try:
+        shares = None if weights is None else [float(share) for share in weights.split(",")]
+    except ValueError:
+        raise DeltuneError(f"--weights {weights}: give numbers, such as 3,1") from None
+    found = budgets.solve(models.load_config(model), method, wanted, denominator, shares)
+    facts = {"method": repr(found.method), "count": found.count, "budget": found.budget, "left": found.left}
+    told = f"{found.method!r}\n{found.count:,} scalars of {found.budget:,}, {found.left:,} left"
+    out.print_json(data=facts) if as_json else out.print(told)
+
+
+@app.command()
 def train(
     file: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="A spec; options override it.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, folder or minilm.")] = None,

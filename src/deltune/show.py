@@ -10,13 +10,13 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from .catalogue import TABLE
+from .catalogue import TABLE, parse
 from .expressions import usage
 from .specs import RunSpec
 
 
 def method_facts() -> dict[str, dict[str, Any]]:
-    """Every method of the table: name, formula, text, usage, rate, paper, example."""
+    """Every method of the table: name, formula, text, usage, rate, paper, example and point of the design space."""
     return {
         name: {
             "name": name,
@@ -26,6 +26,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
             "rate": entry.rate,
             "paper": entry.paper,
             "example": entry.example,
+            "point": [repr(part) for part in parse(entry.example).parts],
         }
         for name, entry in TABLE.items()
     }
@@ -34,6 +35,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
 def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     """One line a method."""
     table = _table("method", "formula", "paper")
+    table.columns[0].min_width = max(map(len, facts))
     for fact in facts.values():
         table.add_row(fact["name"], fact["formula"], fact["paper"])
     return table
@@ -42,7 +44,8 @@ def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
 def method_page(fact: Mapping[str, Any]) -> str:
     """One method in full."""
     page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
-    return f'{page}\nexample: deltune count minilm "{fact["example"]}"'
+    point = "\n  ".join(fact["point"]) or "no modification and no selection: the head alone"
+    return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nwhich is, in the design space:\n  {point}'
 
 
 def score_table(scores: Mapping[str, Mapping[str, float]]) -> RenderableType:

@@ -1,0 +1,299 @@
+"""Expressions: what is printed is read back, every mistake is shown in its place, nothing is evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deltune
+from deltune.algebra import ATTENTIONS, LAYERS, STACKS, Method, explicit
+from deltune.catalogue import TABLE
+from deltune.forms import ACTIVATIONS
+
+RANKS = st.integers(1, 4096)
+SHARES = st.floats(0, 1, exclude_max=True)
+NUMBERS = st.one_of(st.integers(-100, 100), st.floats(allow_nan=False, allow_infinity=False))
+SCALES = st.one_of(NUMBERS, st.just("learned"), NUMBERS.map(lambda n: f"learned({n})"))
+WHERE = {
+    "layers": st.one_of(st.sampled_from(LAYERS), st.lists(st.integers(0, 99), min_size=1).map(tuple)),
+    "stack": st.sampled_from(STACKS),
+    "attention": st.sampled_from(ATTENTIONS),
+}
+INITS = {"init": st.sampled_from(["lora", "bert"]), "dropout": SHARES}
+BOTTLENECK = {
+    "rank": RANKS, "bias": st.booleans(), "activation": st.sampled_from(sorted(ACTIVATIONS)),
+    "layer_norm": st.booleans(), **INITS,
+}  # fmt: skip
+PROJECTIONS = ["query", "key", "value", "output", "ffn_up", "ffn_down", "ffn"]
+
+
+def sites(*known: str) -> st.SearchStrategy[str | tuple[str, ...]]:
+    return st.one_of(
+        st.sampled_from(known), st.lists(st.sampled_from(known), min_size=1, unique=True).map(tuple)
+    )  # fmt: skip
+
+
+PARALLEL = {
+    "at": sites("ffn", "attention", "heads"), "scale": SCALES, "x": st.sampled_from(["input", "residual"]),
+    **BOTTLENECK, **WHERE,
+}  # fmt: skip
+ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "full": {},
+    "head": {},
+    "layernorm": {
+        "terms": st.sampled_from(["both", "gain", "bias"]), "of": st.sampled_from(["both", "attention", "ffn"]),
+        "layers": WHERE["layers"], "embedding": st.sampled_from([None, True, False]), "final": st.none() | st.booleans(),
+    },
+    "bitfit": {
+        "which": st.sampled_from(["layers", "linear", "query+ffn_up", "norm"]), "layers": WHERE["layers"],
+    },
+    "adapter": {"style": st.sampled_from(["houlsby", "pfeiffer"]), "zero_up": st.booleans(), **BOTTLENECK, **WHERE},
+    "parallel_adapter": PARALLEL,
+    "scaled_parallel_adapter": PARALLEL,
+    "prefix": {"length": RANKS, "reparameterise": st.none() | RANKS, "gate": st.booleans(), **WHERE},
+    "prompt": {
+        "length": RANKS, "init_from": st.none() | st.lists(st.integers(0, 99), min_size=1).map(tuple),
+        "positions": st.sampled_from(["shift", "none"]),
+    },
+    "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE},
+    "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS},
+}  # fmt: skip
+
+
+def _some(arguments: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=arguments)
+
+
+NAMED = st.one_of([_some(arguments).map(lambda a, name=name: TABLE[name].make(**a)) for name, arguments in ARGUMENTS.items()])
+FORMS = st.one_of(
+    _some({k: v for k, v in BOTTLENECK.items() if k != "rank"} | {"zero_up": st.booleans()}).flatmap(
+        lambda a: RANKS.map(lambda r: deltune.Bottleneck(r, **a))
+    ),
+    st.builds(deltune.LowRank, RANKS, SHARES, INITS["init"]),
+    st.builds(deltune.Vector),
+)
+COMPOSITIONS = st.one_of(st.just(deltune.Add()), st.builds(deltune.Scale, NUMBERS, st.booleans()))
+MODIFICATIONS = st.builds(
+    deltune.Modification, st.sampled_from(["heads", "attention", "query", "ffn", "block"]), FORMS,
+    st.sampled_from(["parallel", "sequential"]), COMPOSITIONS, WHERE["layers"], WHERE["stack"], WHERE["attention"],
+)  # fmt: skip
+PREFIXES = st.builds(
+    deltune.Modification, st.just("heads"), st.builds(deltune.Prefix, RANKS, st.none() | RANKS),
+    compose=st.one_of(COMPOSITIONS, st.just(deltune.Gate())),
+)  # fmt: skip
+SELECTIONS = st.builds(
+    deltune.Selection, st.lists(st.sampled_from(["norm.gain", "linear.bias", "all"]), min_size=1).map(tuple),
+    st.lists(st.sampled_from(["layers", "embedding", "pooler"]), min_size=1).map(tuple),
+)  # fmt: skip
+METHODS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size=1, max_size=4).map(
+    lambda terms: sum(terms[1:], terms[0])
+)
+
+
+def test_every_argument_of_every_method_is_generated() -> None:
+    assert set(ARGUMENTS) == set(TABLE)
+    for name, arguments in ARGUMENTS.items():
+        left = set(signature(TABLE[name].make).parameters) - set(arguments)
+        assert left <= ({"alpha"} if name == "lora" else set()), name
+
+
+@given(METHODS)
+@settings(deadline=None, max_examples=300)
+def test_what_is_printed_is_read_back(method: Method) -> None:
+    again = deltune.parse(repr(method))
+    assert again == method and hash(again) == hash(method) and again.parts == method.parts
+    assert repr(again) == repr(method)
+    spelled = deltune.parse(explicit(method))  # with the defaults written out, as files have it
+    assert spelled.parts == method.parts
+
+
+@given(METHODS, METHODS, METHODS)
+@settings(deadline=None, max_examples=50)
+def test_sums(one: Method, two: Method, three: Method) -> None:
+    assert (one + two) + three == one + (two + three)
+    assert (one + two).parts == one.parts + two.parts
+    assert deltune.parse(f"{one!r}+{two!r}") == one + two
+
+
+@given(RANKS, st.integers(1, 1000))
+def test_alpha_is_a_scale(rank: int, alpha: int) -> None:
+    method = deltune.parse(f"lora(rank={rank}, alpha={alpha})")
+    scale = method.parts[0].compose  # type: ignore[union-attr]
+    assert scale == (deltune.Add() if alpha == rank else deltune.Scale(alpha / rank))
+    assert deltune.parse(repr(method)) == method
+
+
+def test_python_objects_and_text_are_one() -> None:
+    modification = deltune.Modification(site="ffn", form=deltune.Bottleneck(512), compose=deltune.Scale(4))
+    text = "Modification(site=ffn, form=Bottleneck(512), insertion='parallel', compose=Scale(4)) + prefix(30)"
+    assert deltune.parse(text) == modification + deltune.parse("prefix(length=30)")
+    assert deltune.parse(modification) is modification
+    assert deltune.parse("  lora\n  +   layernorm ") == deltune.parse("lora+layernorm")
+    assert deltune.parse("lora()") == deltune.parse("lora") == deltune.parse("lora(8)")
+    assert deltune.parse("lora(layers=[0, 1])") == deltune.parse("lora(layers=(0, 1))")
+
+
+# text, where each caret stands (the text from there on), and what the messages say
+MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("prefx(length=16)", ("prefx",), ("unknown name 'prefx'", "Did you mean 'prefix'?", "layernorm", "lora")),
+    ("lora(rnk=8)", ("rnk",), ("no argument 'rnk'", "Did you mean 'rank'?", "rank=8, scale=1")),
+    ("lora(at='quey')", ("lora",), ("unknown site 'quey'", "Did you mean 'query'?", "ffn_up")),
+    ("lora(rank='8')", ("rank",), ("rank='8' is not a whole number",)),
+    ("lora(rank=8.0)", ("rank",), ("rank=8.0 is not a whole number",)),
+    ("lora(rank=True)", ("rank",), ("rank=True is not a whole number",)),
+    ("lora(rank=0)", ("lora",), ("rank=0: must be a whole number of at least 1",)),
+    ("lora(rank=-1)", ("lora",), ("rank=-1",)),
+    ("lora(dropout=1)", ("lora",), ("dropout=1", "[0, 1)")),
+    ("lora(scale=2, alpha=2)", ("lora",), ("give scale or alpha, not both",)),
+    ("lora(8, 1, 'query', None, 0.0, 'all', 'all', 'all', 9)", ("9",), ("lora takes 8 arguments",)),
+    ("lora(8, rank=9)", ("rank",), ("'rank' is given twice",)),
+    ("layernorm(terms='gains')", ("terms",), ("terms='gains' is not one of 'both', 'gain', 'bias'",)),
+    ("layernorm(layers='middle')", ("layernorm",), ("unknown layers 'middle'", "lower half")),
+    ("adapter(layers=[0, -1])", ("adapter",), ("layers=(0, -1)",)),
+    ("adapter(layers=[])", ("adapter",), ("layers=()",)),
+    ("prefix(stack='coder')", ("stack",), ("stack='coder' is not one of 'all', 'encoder', 'decoder'",)),
+    ("scaled_parallel_adapter(scale='learn')", ("scaled",), ("scale='learn'", "learned(4)")),
+    ("Modification('fn', Bottleneck(4))", ("Modification",), ("unknown site 'fn'", "Did you mean 'ffn'?")),
+    ("Modification(fn, Bottleneck(4))", ("fn",), ("unknown name 'fn'",)),
+    ("Modification(ffn, Bottleneck())", ("Bottleneck",), ("Bottleneck needs rank",)),
+    ("Modification(ffn, Prefix(4))", ("Modification",), ("Prefix acts inside an attention: site 'heads'",)),
+    ("Modification(ffn, LowRank(4), compose=Gate())", ("Modification",), ("Gate composes a Prefix only",)),
+    ("Modification(ffn, 4)", ("4",), ("form=4 is not a Form",)),
+    ("bitfit(which='all', layers=[0])", ("bitfit",), ("give which='layers'",)),
+    ("lora + (prefix", ("(prefix",), ("cannot be read", "never closed")),
+    ("lora lora", ("lora lora",), ("cannot be read",)),
+    ("lora +", (), ("cannot be read",)),
+    ("lora + 3", ("3",), ("only names, calls, + and literal arguments",)),
+    ("lora * 2", ("lora",), ("only names, calls, +",)),
+    ("'lora'", ("'lora'",), ("only names, calls, +",)),
+    ("lora(**{})", ("{}",), ("** is not allowed",)),
+    ("lora(*[])", ("*[]",), ("only names, calls, +",)),
+    ("Bottleneck(3)", (), ("is a Bottleneck, a part of a method; wrap it in Modification",)),
+    ("lora + Bottleneck(3)", ("lora",), ("cannot be added: only methods can",)),
+    ("", (), ("the method expression is empty",)),
+    (
+        "prefx(length=16) + lora(rnk=8, at=quey) + adapter(rank='a', bias=1)",
+        ("prefx", "quey", "rank='a'", "bias"),
+        ("4 problems", "'prefix'", "'quey'", "rank='a'", "bias=1 is not True or False"),
+    ),
+    ("lora(rank='a', rnk=2, scale=None)", ("rank='a'", "rnk", "scale"), ("3 problems", "'rnk'", "scale=None")),
+    ("prefix(length=16, größe=2) + lörа", ("größe", "lörа"), ("2 problems", "'größe'", "'lörа'")),
+)
+
+
+@pytest.mark.parametrize(("text", "places", "says"), MISTAKES, ids=[m[0] or "empty" for m in MISTAKES])
+def test_mistakes(text: str, places: tuple[str, ...], says: tuple[str, ...]) -> None:
+    with pytest.raises(deltune.DeltuneError) as caught:
+        deltune.parse(text)
+    message = str(caught.value)
+    assert all(part in message for part in says), message
+    lines = message.splitlines()
+    carets = [i for i, line in enumerate(lines) if line.strip() == "^"]
+    if places:
+        assert [lines[i - 1][lines[i].index("^") :] for i in carets] == [text[text.index(p) :] for p in places]
+
+
+def test_a_caret_in_a_long_text_is_in_view() -> None:
+    text = " + ".join(["lora(rank=2)"] * 40 + ["lra(rank=2)"] + ["lora(rank=2)"] * 10)
+    with pytest.raises(deltune.DeltuneError) as caught:
+        deltune.parse(text)
+    shown, caret = str(caught.value).splitlines()[-2:]
+    assert shown[caret.index("^") :].startswith("lra(rank=2) + lora") and len(shown) < 120
+
+
+@pytest.mark.parametrize("value", [None, 3, b"lora", ["lora"], object()])
+def test_what_is_no_text(value: Any) -> None:
+    with pytest.raises(deltune.DeltuneError, match="an expression"):
+        deltune.parse(value)
+
+
+BEYOND: dict[str, str] = {
+    "call of a builtin": "__import__('deltune').touched()",
+    "call in an argument": "lora(rank=__import__('deltune').touched())",
+    "attribute": "lora.__class__",
+    "attribute of a literal": "lora(rank=(1).__class__)",
+    "method call": "lora.x()",
+    "call of a call": "lora()()",
+    "subscript": "lora[0]",
+    "subscript in an argument": "lora(rank=[1][0])",
+    "f-string": "f'{lora}'",
+    "f-string in an argument": "lora(at=f'{1}')",
+    "lambda": "lora(rank=lambda: 1)",
+    "comprehension": "lora(at=[s for s in ('query',)])",
+    "condition": "lora(rank=1 if True else 2)",
+    "power": "lora(rank=9**9**9)",
+    "arithmetic": "lora(rank=1+1)",
+    "comparison": "lora(rank=1<2)",
+    "boolean": "lora or head",
+    "walrus": "(x := lora)",
+    "await": "await lora",
+    "dict": "lora(at={'query': 1})",
+    "set": "lora(at={'query'})",
+    "bytes": "lora(at=b'query')",
+    "ellipsis": "lora(rank=...)",
+    "complex": "lora(rank=1j)",
+    "not": "lora(rank=not 1)",
+    "plus sign": "lora(rank=+1)",
+    "statement": "import os",
+    "two statements": "lora; lora",
+    "assignment": "lora = 1",
+    "comment hides the rest": "lora(rank=8 # )",
+    "nested parentheses": "(" * 5000 + "lora" + ")" * 5000,
+    "nested calls": "lora(" * 3000 + ")" * 3000,
+    "nested lists": "lora(at=" + "[" * 150 + "]" * 150 + ")",
+    "many signs": "lora(rank=" + "-" * 20000 + "1)",
+    "many digits": "lora(rank=" + "9" * 10000 + ")",
+    "zero byte": "lora\0",
+    "surrogate": "lora\udc80",
+    "infinity": "lora(scale=1e999)",
+}
+
+
+@pytest.mark.parametrize("text", BEYOND.values(), ids=BEYOND)
+def test_nothing_is_evaluated(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(deltune, "touched", lambda: calls.append("touched"), raising=False)
+    with pytest.raises(deltune.DeltuneError):
+        deltune.parse(text)
+    assert calls == []
+
+
+def test_a_long_sum_is_no_deep_one() -> None:
+    method = deltune.parse(" + ".join(f"lora(rank={i + 1})" for i in range(300)))
+    assert len(method.terms) == 300 and deltune.parse(repr(method)) == method
+
+
+@given(st.text(max_size=40))
+@settings(deadline=None, max_examples=200)
+def test_any_text_is_a_method_or_a_deltune_error(text: str) -> None:
+    try:
+        deltune.parse(text)
+    except deltune.DeltuneError as error:
+        assert str(error)
+
+
+CALLS: tuple[tuple[Callable[[], object], str], ...] = (
+    (lambda: TABLE["lora"].make(rnk=8), "rnk.*it takes.*rank=8"),
+    (lambda: TABLE["lora"].make(at=("query", "values")), "unknown site 'values'"),
+    (lambda: deltune.Modification("ffn", deltune.Prefix(2)), "site 'heads'"),
+    (lambda: deltune.Scale(math.nan), "a number"),
+    (lambda: deltune.Selection(("gain",)), "unknown role 'gain'.*Did you mean 'norm.gain'"),
+)
+
+
+@pytest.mark.parametrize(("make", "says"), CALLS, ids=[says for _, says in CALLS])
+def test_the_same_mistakes_in_python(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match=says):
+        make()
+
+
+def test_signatures_have_no_catch_alls() -> None:
+    for entry in TABLE.values():
+        kinds = {p.kind for p in signature(entry.make).parameters.values()}
+        assert not kinds & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}

@@ -1,0 +1,159 @@
+"""The documentation runs: blocks of README.md, CONTRIBUTING.md and docs/*.md, by the mark of their fence.
+
+python   runs, in order and in one namespace a file; a comment `# -> text` is a line that is printed, in this order
+console  `$ deltune ...` runs, trainings cut to a few rows; the lines after it are what is printed, `…` for anything
+bash     is only shown; commands, options and targets of make in it exist
+Every file works in a folder of its own that looks like a checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import deltune
+from deltune import catalogue, cli, models
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FEW = ["--epochs", "1", "--max-train-rows", "16", "--batch-size", "16", "--max-length", "16", "--quiet"]
+"""What a training in the documentation is cut to; the last of equal options counts."""
+
+pages = pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its mark, its text, the line it begins on."""
+
+    mark: str
+    text: str
+    line: int
+
+
+def blocks(page: Path, *marks: str) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\S*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    all_of_them = [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in found]
+    return [block for block in all_of_them if not marks or block.mark in marks]
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the sources in it, as the working directory."""
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def told(command: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything that a command line prints, run in this process."""
+    monkeypatch.setattr(sys, "argv", command + (FEW if command[1] == "train" else []))
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        monkeypatch.setattr(cli.out, "file", out)
+        with contextlib.suppress(SystemExit):
+            cli.main()
+    return out.getvalue()
+
+
+@pages
+def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, Any] = {"__name__": "documentation"}
+    for block in blocks(page, "python", "console"):
+        at = f"{page.name} line {block.line}"
+        if block.mark == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+            lines = iter(squeezed(line) for line in out.getvalue().splitlines())
+            for wanted in re.findall(r"# ->(.*)", block.text):
+                assert squeezed(wanted) in lines, f"{at}: {wanted!r} is not among {out.getvalue()!r}"
+        else:
+            for command, wanted in sessions(block):
+                out_text = squeezed(told(command, monkeypatch))
+                assert "Traceback" not in out_text
+                parts = [squeezed(part) for part in wanted.split("…")]
+                pattern = ".*".join(re.escape(part) for part in parts)
+                assert re.fullmatch(f"{pattern}", out_text), f"{at}: {shlex.join(command)} prints\n{out_text}"
+
+
+def sessions(block: Block) -> Iterator[tuple[list[str], str]]:
+    """Commands of a console block, each with what it prints."""
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, printed = part.partition("\n")
+        words = shlex.split(command)
+        assert words[0] == "deltune", f"only deltune runs in a console block, not {words[0]}"
+        yield words, printed
+
+
+@pages
+def test_what_is_only_shown_exists(page: Path) -> None:
+    """Options of deltune and targets of make in bash blocks."""
+    group: Any = typer.main.get_command(cli.app)
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block in blocks(page, "bash"):
+        for line in block.text.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["make"]:
+                assert words[1] in targets
+            elif words[:1] == ["deltune"]:
+                command = group.commands[words[1]]
+                command.make_context(words[1], [w for w in words[2:] if w != "…"], resilient_parsing=False).close()
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings], target
+
+
+def rows() -> dict[str, str]:
+    """The README's tables of methods: name and count on MiniLM."""
+    found = re.findall(
+        r"^\| `(\w+)(?:\([^|]*\))?` \|.*\| ([\d,]+|N) \|[^|]*\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", sorted({*catalogue.TABLE, *rows()}))
+def test_the_table_of_methods(name: str) -> None:
+    assert name in rows(), f"give {name} a row in README.md"
+    wanted = rows()[name]
+    if name not in catalogue.TABLE:
+        pytest.skip(f"README.md tells of {name}, which is not there yet")
+    if wanted != "N":
+        assert f"{deltune.count(models.load_config('minilm'), name).method:,}" == wanted
+
+
+def test_every_module_has_a_line_in_contributing() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    missing = [p.stem for p in sorted((ROOT / "src" / "deltune").glob("*.py")) if f"| `{p.stem}` |" not in text]
+    assert not missing
+
+
+def test_the_picture_is_one() -> None:
+    picture = ROOT / "docs" / "picture.svg"
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert picture.stat().st_size < 20_000

@@ -1,0 +1,309 @@
+"""Folders of deltas: everything that can be wrong with one is an error that says so, and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laws.families import FAMILIES
+from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
+from safetensors.torch import load_file, save_file
+
+import deltune
+from deltune import store
+
+METHOD = "prefix(length=2) + lora(rank=2) + layernorm"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound delta of the BERT specimen."""
+    model = specimen("bert")
+    folder = stir(deltune.attach(model, METHOD)).save(tmp_path_factory.mktemp("store") / "sound")
+    deltune.tuned(model).detach()
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "delta"))
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file under a folder with its contents."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def change_facts(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    found = json.loads((folder / store.FACTS).read_text())
+    change(found)
+    (folder / store.FACTS).write_text(json.dumps(found))
+
+
+def change_numbers(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Other tensors, with a checksum that fits them."""
+    numbers = load_file(folder / store.NUMBERS)
+    numbers = {name: value.clone() for name, value in numbers.items()}
+    change(numbers)
+    save_file(numbers, folder / store.NUMBERS)
+    digest = hashlib.sha256((folder / store.NUMBERS).read_bytes()).hexdigest()
+    change_facts(folder, lambda f: f.update(sha256=digest))
+
+
+def truncate(folder: Path, share: float) -> None:
+    path = folder / store.NUMBERS
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def flip(folder: Path) -> None:
+    path = folder / store.NUMBERS
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+
+def rename(numbers: dict[str, torch.Tensor]) -> None:
+    name = next(n for n in numbers if n.startswith("edit."))
+    numbers[name + "_more"] = numbers.pop(name)
+
+
+def cut(numbers: dict[str, torch.Tensor]) -> None:
+    name = next(n for n in numbers if n.endswith("keys"))
+    numbers[name] = numbers[name][:1].contiguous()
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no numbers": (lambda f: (f / store.NUMBERS).unlink(), r"delta\.safetensors is missing"),
+    "no facts": (lambda f: (f / store.FACTS).unlink(), r"holds no delta .*delta\.safetensors"),
+    "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "holds no delta .*nothing"),
+    "no folder": (shutil.rmtree, "no folder"),
+    "truncated in the middle": (lambda f: truncate(f, 0.5), "truncated or no safetensors file"),
+    "truncated in its header": (lambda f: truncate(f, 0.01), "truncated or no safetensors file"),
+    "empty file": (lambda f: truncate(f, 0), "truncated or no safetensors file"),
+    "one bit altered": (flip, "checksum differs"),
+    "not safetensors": (lambda f: torch.save({}, f / store.NUMBERS), "truncated or no safetensors file"),
+    "facts no JSON": (lambda f: (f / store.FACTS).write_text("{"), r"delta\.json cannot be read"),
+    "facts no text": (lambda f: (f / store.FACTS).write_bytes(b"\xff\xfe\x00"), r"delta\.json cannot be read"),
+    "facts of a stranger": (lambda f: (f / store.FACTS).write_text('{"peft_type": "LORA"}'), "not written by deltune"),
+    "facts a list": (lambda f: (f / store.FACTS).write_text("[]"), "not written by deltune"),
+    "newer format": (lambda f: change_facts(f, lambda x: x.update(format=2)), "format 2.*reads 1.*update deltune"),
+    "unknown method": (lambda f: change_facts(f, lambda x: x.update(explicit="lora9")), "unknown name 'lora9'"),
+    "a tensor missing": (lambda f: change_numbers(f, lambda n: n.pop(next(iter(n)))), "missing tensor"),
+    "a tensor more": (lambda f: change_numbers(f, lambda n: n.update(more=torch.zeros(1))), "extra tensor more"),
+    "a tensor renamed": (lambda f: change_numbers(f, rename), "(?s)2 problems.*missing tensor edit.*extra tensor edit"),
+    "a tensor of another shape": (lambda f: change_numbers(f, cut), r"keys has shape \(1, 4, 8\).*\(2, 4, 8\)"),
+    "another base": (
+        lambda f: change_facts(f, lambda x: x["base"]["fingerprint"].update(layers="0" * 16)),
+        "another base model .*the layers of this one",
+    ),
+    "another family": (lambda f: change_facts(f, lambda x: x["base"].update(family="gpt2")), "on a gpt2 model"),
+    "another head": (
+        lambda f: change_facts(f, lambda x: x["head"].update(tensors=["score.weight"])), r"holds a head .*score\.weight"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILT)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+def test_a_spoilt_folder_changes_nothing(folder: Path, case: str, beside: bool) -> None:
+    spoil, says = SPOILT[case]
+    spoil(folder)
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model)
+    if beside:
+        stir(deltune.attach(model, "adapter(rank=2) + layernorm", name="live"))
+    before, known = run(model, inputs), facts(model)
+    with pytest.raises(deltune.DeltuneError, match=says):
+        deltune.load(model, folder, name="spoilt")
+    assert differences(known, facts(model)) == []
+    assert equal(run(model, inputs), before)
+    if beside:
+        assert (deltune.tuned(model).names, deltune.tuned(model).active) == (("live",), "live")
+        deltune.tuned(model).detach()
+
+
+KEYS = ("format", "method", "explicit", "head", "labels", "base", "tensors", "sha256")
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}], ids=str)
+@pytest.mark.parametrize("key", KEYS)
+def test_facts_of_the_wrong_kind(folder: Path, key: str, value: Any) -> None:
+    """A value that is not of its kind is an error of ours, or harmless; never a traceback, never a changed model."""
+    change_facts(folder, lambda f: f.update({key: value}))
+    model = build(FAMILIES["bert"], "sequence")
+    known = facts(model)
+    try:
+        deltune.load(model, folder).detach()
+    except deltune.DeltuneError as error:
+        assert str(error)
+    assert differences(known, facts(model)) == []
+
+
+@pytest.mark.parametrize("where", ["", "delta"])
+def test_a_run_or_its_delta(saved: Path, tmp_path: Path, where: str) -> None:
+    shutil.copytree(saved, tmp_path / "run" / "delta")
+    (tmp_path / "run" / "metrics.json").write_text("{}")
+    model = specimen("bert")
+    loaded = deltune.load(model, str(tmp_path / "run" / where))
+    assert loaded.method == deltune.parse(METHOD)
+    loaded.detach()
+
+
+def test_what_it_was_tuned_on(saved: Path) -> None:
+    """Other values, other sizes, another family, another class: refused, each with its reason."""
+    other = build(FAMILIES["bert"], "sequence")
+    with torch.no_grad():
+        other.bert.encoder.layer[1].output.dense.weight[0, 0] += 1  # the first value is among those looked at
+    wider = build(FAMILIES["bert"], "sequence", intermediate_size=128)
+    for model, says in (
+        (other, "another base model .*the layers of this one"),
+        (wider, "another base model .*the layers of this one"),
+        (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
+        (build(FAMILIES["bert"], "base"), "holds a head for BertForSequenceClassification .*BertModel has none"),
+        (build(FAMILIES["bert"], "masked"), "holds a head for BertForSequenceClassification .*BertForMaskedLM has none"),
+    ):
+        known = facts(model)
+        with pytest.raises(deltune.DeltuneError, match=says):
+            deltune.load(model, saved)
+        assert differences(known, facts(model)) == []
+
+
+def test_half_precision_is_the_same_base(saved: Path) -> None:
+    model = specimen("bert")
+    wanted = run(deltune.load(model, saved).model, batch(model))["logits"]
+    deltune.tuned(model).detach()
+    half = build(FAMILIES["bert"], "sequence", torch.bfloat16)
+    found = run(deltune.load(half, saved).model, batch(model))["logits"]
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_a_name_in_use(saved: Path) -> None:
+    model = specimen("bert")
+    tuned = stir(deltune.attach(model, "adapter(rank=2)", name="one"))
+    known = facts(model)
+    for name, says in (("one", "'one' is attached already"), ("a.b", "name 'a.b'"), ("values", "name 'values'")):
+        with pytest.raises(deltune.DeltuneError, match=says):
+            deltune.load(model, saved, name=name)
+    assert differences(known, facts(model)) == []
+    tuned.detach()
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "other files": lambda target: (target.mkdir(), (target / "notes.txt").write_text("mine")),
+    "a RUN": lambda target: ((target / "delta").mkdir(parents=True), (target / "metrics.json").write_text("{}")),
+    "a file": lambda target: target.write_text("mine"),
+    "a delta and more": lambda target: (target.mkdir(), *((target / n).write_text("") for n in (store.FACTS, "x"))),
+    "under a file": lambda target: target.parent.joinpath("file").write_text("mine"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_saving_never_takes_what_is_not_a_delta(case: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    FOREIGN[case](target)
+    if case == "under a file":
+        target = tmp_path / "file" / "target"
+    before = tree(tmp_path)
+    model = specimen("bert")
+    tuned = stir(deltune.attach(model, METHOD))
+    outputs = run(model, batch(model))
+    with pytest.raises(deltune.DeltuneError):
+        tuned.save(target)
+    assert tree(tmp_path) == before
+    assert equal(run(model, batch(model)), outputs)
+    tuned.detach()
+
+
+def test_saving_again_replaces(saved: Path, folder: Path) -> None:
+    model = specimen("bert")
+    tuned = stir(deltune.attach(model, "adapter(rank=2)"), seed=9)
+    outputs = run(model, batch(model))
+    assert tuned.save(folder) == folder
+    tuned.detach()
+    assert sorted(p.name for p in folder.iterdir()) == [store.FACTS, store.NUMBERS]
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]  # nothing is left over
+    loaded = deltune.load(model, folder)
+    assert equal(run(model, batch(model)), outputs) and repr(loaded.method) == "adapter(rank=2)"
+    loaded.detach()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_replacement_that_fails_leaves_the_old(folder: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails at the first or the second of the two renames: what was there is there, whole."""
+    before = tree(folder.parent)
+    model = specimen("bert")
+    tuned = deltune.attach(model, "adapter(rank=2)")
+    real, calls = os.replace, []
+
+    def replace(source: Any, target: Any) -> None:
+        calls.append(target)
+        if len(calls) == failing:
+            raise OSError(5, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(deltune.DeltuneError, match=r"could not be written.*Input/output error"):
+        tuned.save(folder)
+    tuned.detach()
+    assert tree(folder.parent) == before
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import torch
+from laws.specimens import specimen, stir
+import deltune
+tuned = stir(deltune.attach(specimen("bert"), "adapter(rank=64)"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    tuned.save(sys.argv[1])
+except deltune.DeltuneError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("room", [0, 1000, 50_000])
+@pytest.mark.parametrize("there", [False, True], ids=["new", "over another"])
+def test_no_space_left(saved: Path, tmp_path: Path, room: int, there: bool) -> None:
+    target = tmp_path / "out" / "delta"
+    if there:
+        shutil.copytree(saved, target)
+    before = tree(tmp_path)
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(target), str(room)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"refused: the delta could not be written to {target}")
+    assert tree(tmp_path) == before
+    assert not target.exists() or there
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    tuned = deltune.attach(specimen("bert"), "layernorm")
+    with pytest.raises(deltune.DeltuneError, match="could not be written"):
+        tuned.save(closed / "delta")
+    tuned.detach()
+
+
+def test_files_hold_no_code(saved: Path) -> None:
+    assert sorted(p.name for p in saved.iterdir()) == [store.FACTS, store.NUMBERS]
+    told = json.loads((saved / store.FACTS).read_text())
+    assert told["method"] == METHOD and deltune.parse(told["explicit"]).parts == deltune.parse(METHOD).parts
+    numbers = load_file(saved / store.NUMBERS)
+    assert {name: list(t.shape) for name, t in numbers.items()} == told["tensors"]
