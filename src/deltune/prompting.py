@@ -29,6 +29,8 @@ class TokenTap:
         self.active: list[Edit] = []
         self.added = 0  # rows that the pass under way has before its tokens
         self.total = 0  # its length with them
+        self.order: torch.Tensor | None = None  # where its positions read, if rows stand behind padding
+        self.causal = stack.causal
         self.words = model.get_submodule(stack.words or "")
         self.positions = model.get_submodule(stack.positions) if stack.positions else None
         entry = model.get_submodule(path)
@@ -89,6 +91,9 @@ class TokenTap:
             _lengthen_cache(cache, self.added)
         given |= {"input_ids": None, "inputs_embeds": embeds}
         given["attention_mask"] = self.mask(given.get("attention_mask"), cache, seen)
+        order = self.behind_padding(given["attention_mask"])
+        if order is not None:
+            given["attention_mask"] = given["attention_mask"].gather(1, order)
         if self.added and not self.shifts and given["attention_mask"] is None:
             # without a mask, transformers takes repeated positions for sequences packed into one row
             given["attention_mask"] = torch.ones(batch, self.total, dtype=torch.long, device=embeds.device)
@@ -96,8 +101,26 @@ class TokenTap:
             given["token_type_ids"] = F.pad(given["token_type_ids"], (self.added, 0))
         if "position_ids" in self.arguments:
             given["position_ids"] = self.position_ids(given.get("position_ids"), seen, tokens, embeds.device)
+        self.order = order if self.added else None
+        if self.order is not None:
+            given["inputs_embeds"] = _reordered(embeds, self.order)
+            for name in ("position_ids", "token_type_ids"):
+                if given.get(name) is not None:
+                    given[name] = _reordered(given[name].expand(batch, -1), self.order)
         self.check_length(seen)
         return (), {name: value for name, value in given.items() if name in kwargs or value is not None}
+
+    def behind_padding(self, mask: Any) -> torch.Tensor | None:
+        """Where each position of a causal stack reads (B, l + n), so that rows stand between left padding and text: a
+        sliding window then reaches them as it would without padding. None where there is no left padding."""
+        if not self.causal or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        own = mask[:, self.length :]
+        if own.shape[1] == 0 or bool(own[:, 0].all()):
+            return None
+        padding = (own.cumsum(1) == 0).sum(1, keepdim=True)
+        at = torch.arange(mask.shape[1], device=mask.device)[None]
+        return torch.where(at < padding, at + self.length, torch.where(at < padding + self.length, at - padding, at))
 
     def mask(self, mask: Any, cache: Any, seen: int) -> Any:
         """A padding mask (B, n), or prepared masks (B, 1, q, k) alone or by layer type, with the rows visible."""
@@ -110,6 +133,11 @@ class TokenTap:
         if mask.dim() == 2:
             return longer
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        if any(getattr(layer, "is_sliding", False) for layer in getattr(cache, "layers", ())):
+            raise DeltuneError(
+                "a prompt and a cache of fixed size do not go together in a model with sliding windows: the masks that "
+                "generate prepares do not know the prompt's rows; generate without cache_implementation='static'"
+            )
         if not self.added:
             return _for_fixed_cache(mask, longer, hidden, cache, seen)
         top = torch.full_like(longer[..., :1, :], hidden).expand(*longer.shape[:-2], self.added, -1).clone()
@@ -135,6 +163,8 @@ class TokenTap:
         """positions="none": the rows get no position; where the family counts by itself, the text gets its own."""
         if not self.active or self.shifts or not self.added or observing():
             return None
+        if self.order is not None:
+            return output.masked_fill((self.order < self.added)[..., None], 0.0)
         text = output[..., self.added :, :] if "position_ids" in self.arguments else output[..., : -self.added, :]
         return torch.cat([torch.zeros_like(output[..., : self.added, :]), text], dim=-2)
 
@@ -161,11 +191,12 @@ class TokenTap:
     def _trimmed(self, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._trimmed(v) for v in value)
-        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == self.total:
-            return value[:, self.added :]
-        if isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape[2] == self.total:
-            return value[:, :, self.added :, self.added :]
-        return value
+        if not isinstance(value, torch.Tensor) or value.dim() not in (3, 4) or value.shape[-2] != self.total:
+            return value
+        if self.order is not None:  # back to rows first, before they go
+            value = _reordered(value, self.order.argsort(1), value.dim() - 2)
+            value = _reordered(value, self.order.argsort(1), 3) if value.dim() == 4 else value
+        return value[..., self.added :, self.added :] if value.dim() == 4 else value[:, self.added :]
 
     def check_length(self, seen: int) -> None:
         """Rows and text must fit the position table."""
@@ -179,7 +210,14 @@ class TokenTap:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "added": 0, "total": 0}
+        return {**self.__dict__, "added": 0, "total": 0, "order": None}
+
+
+def _reordered(values: torch.Tensor, order: torch.Tensor, along: int = 1) -> torch.Tensor:
+    """values (B, ...) with its axis `along` read in an order (B, l + n) of its own for each row."""
+    shape = [1] * values.dim()
+    shape[0], shape[along] = order.shape
+    return values.gather(along, order.reshape(shape).expand([*values.shape[:along], -1, *values.shape[along + 1 :]]))
 
 
 def _for_fixed_cache(mask: torch.Tensor, longer: torch.Tensor, hidden: Any, cache: Any, seen: int) -> torch.Tensor:
