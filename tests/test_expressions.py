@@ -70,7 +70,9 @@ def _some(arguments: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dic
     return st.fixed_dictionaries({}, optional=arguments)
 
 
-NAMED = st.one_of([_some(arguments).map(lambda a, name=name: TABLE[name].make(**a)) for name, arguments in ARGUMENTS.items()])
+NAMED = st.one_of(
+    [_some(arguments).map(lambda a, name=name: TABLE[name].make(**a)) for name, arguments in ARGUMENTS.items()]
+)
 FORMS = st.one_of(
     _some({k: v for k, v in BOTTLENECK.items() if k != "rank"} | {"zero_up": st.booleans()}).flatmap(
         lambda a: RANKS.map(lambda r: deltune.Bottleneck(r, **a))

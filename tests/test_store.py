@@ -168,7 +168,10 @@ def test_what_it_was_tuned_on(saved: Path) -> None:
         (wider, "another base model .*the layers of this one"),
         (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
         (build(FAMILIES["bert"], "base"), "holds a head for BertForSequenceClassification .*BertModel has none"),
-        (build(FAMILIES["bert"], "masked"), "holds a head for BertForSequenceClassification .*BertForMaskedLM has none"),
+        (
+            build(FAMILIES["bert"], "masked"),
+            "holds a head for BertForSequenceClassification .*BertForMaskedLM has none",
+        ),
     ):
         known = facts(model)
         with pytest.raises(deltune.DeltuneError, match=says):

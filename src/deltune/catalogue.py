@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from . import algebra, expressions
@@ -45,6 +46,12 @@ class Entry:
     paper: str
     example: str
     rate: float = RATE
+
+    @property
+    def plain(self) -> Method:
+        """The method with every argument at its default; the example where it has none."""
+        needed = any(p.default is p.empty for p in signature(self.make).parameters.values())
+        return parse(self.example) if needed else self.make()
 
     @property
     def formula(self) -> str:

@@ -37,6 +37,7 @@ class TokenTap:
         self.arguments = list(signature(entry.forward).parameters)
         self.handles = [entry.register_forward_pre_hook(self.before, with_kwargs=True)]
         if self.positions is not None:
+            self.handles.append(self.positions.register_forward_pre_hook(self.of_the_text))
             self.handles.append(self.positions.register_forward_hook(self.without_positions))
         if len(anatomy.stacks) > 1:
             decoder = model.get_submodule(anatomy.stacks[1].entry)
@@ -152,6 +153,7 @@ class TokenTap:
         length = self.length
         if given is None:
             start = seen - (length if seen else 0)
+            start += _unused(self.positions) if not hasattr(self.positions, "offset") else 0
             given = torch.arange(start, start + tokens, device=device)[None]
         shifted = given + length if self.shifts else given
         if not self.added:
@@ -159,14 +161,22 @@ class TokenTap:
         rows = torch.arange(length, device=device) * int(self.shifts)
         return torch.cat([rows.expand(given.shape[0], -1), shifted], dim=1)
 
+    def of_the_text(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """positions="none" where the family counts by itself: it looks up the text's positions alone."""
+        if not self.active or self.shifts or not self.added or observing() or "position_ids" in self.arguments:
+            return None
+        tokens = self.total - self.added  # it is given a tensor of the tokens' shape, or the shape itself
+        shape = args[0][:, :tokens] if isinstance(args[0], torch.Tensor) else torch.Size((args[0][0], tokens))
+        return shape, *args[1:]
+
     def without_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
         """positions="none": the rows get no position; where the family counts by itself, the text gets its own."""
         if not self.active or self.shifts or not self.added or observing():
             return None
         if self.order is not None:
             return output.masked_fill((self.order < self.added)[..., None], 0.0)
-        text = output[..., self.added :, :] if "position_ids" in self.arguments else output[..., : -self.added, :]
-        return torch.cat([torch.zeros_like(output[..., : self.added, :]), text], dim=-2)
+        text = output[..., self.added :, :] if "position_ids" in self.arguments else output
+        return torch.cat([text.new_zeros(*text.shape[:-2], self.added, text.shape[-1]), text], dim=-2)
 
     def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The decoder's view of the encoder grows with the rows."""
@@ -202,7 +212,7 @@ class TokenTap:
         """Rows and text must fit the position table."""
         if self.positions is None or not self.shifts:
             return
-        rows, needed = self.positions.get_parameter("weight").shape[0], seen + self.total
+        rows, needed = self.positions.get_parameter("weight").shape[0] - _unused(self.positions), seen + self.total
         if needed > rows:
             raise DeltuneError(
                 f"{needed - self.length} tokens and a prompt of {self.length} take {needed} positions, and this "
@@ -211,6 +221,12 @@ class TokenTap:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "added": 0, "total": 0, "order": None}
+
+
+def _unused(positions: Any) -> int:
+    """Rows of a position table that stand before the first position: BART's and OPT's offset, RoBERTa's padding."""
+    padding = getattr(positions, "padding_idx", None)
+    return int(getattr(positions, "offset", 0 if padding is None else padding + 1))
 
 
 def _reordered(values: torch.Tensor, order: torch.Tensor, along: int = 1) -> torch.Tensor:

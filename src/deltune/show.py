@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from .catalogue import TABLE, parse
+from .catalogue import TABLE
 from .expressions import usage
 from .specs import RunSpec
 
@@ -26,7 +26,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
             "rate": entry.rate,
             "paper": entry.paper,
             "example": entry.example,
-            "point": [repr(part) for part in parse(entry.example).parts],
+            "point": [repr(part) for part in entry.plain.parts],
         }
         for name, entry in TABLE.items()
     }
@@ -45,7 +45,7 @@ def method_page(fact: Mapping[str, Any]) -> str:
     """One method in full."""
     page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
     point = "\n  ".join(fact["point"]) or "no modification and no selection: the head alone"
-    return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nwhich is, in the design space:\n  {point}'
+    return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nin the design space:\n  {point}'
 
 
 def score_table(scores: Mapping[str, Mapping[str, float]]) -> RenderableType:

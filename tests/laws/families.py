@@ -67,6 +67,7 @@ class Family:
     shared: bool = False
     exact: bool = True
     kernels: tuple[str, ...] = ("sdpa", "eager")
+    checkpoints: bool = True  # transformers can checkpoint its layers
     beyond: tuple[str, ...] = ()  # linears with biases outside the layers, norms apart
 
     @property
@@ -160,6 +161,7 @@ ROWS = (
             {"attention.LayerNorm": "post attention", "full_layer_layer_norm": "post ffn"},
         ),),
         outer=_BERT_OUTER, pooler="pooler", beyond=("encoder.embedding_hidden_mapping_in", "pooler"), shared=True,
+        checkpoints=False,
     ),
     Family(
         "modernbert",

@@ -10,14 +10,16 @@ from transformers import PreTrainedModel
 
 import deltune
 
-from .families import Family
+from .families import FAMILIES, Family
 from .methods import Row, cells
-from .specimens import batch, build, distance, equal, forward, loss, main_role, run, specimen, stir
+from .specimens import batch, build, distance, equal, forward, loss, main_role, run, shapes, specimen, stir
 
 EVERY = "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')"
 FEW = ("prefix(length=3) + lora(rank=2) + layernorm", "prefix(length=3, reparameterise=8)", "prompt(length=3)", EVERY)
-CHECKPOINTED = (*FEW, "parallel_adapter(at=('ffn', 'attention'), rank=4, x='residual')", "bitfit(which='layers')",
-                "adapter(style='pfeiffer', rank=4)", "lora(rank=2, at='ffn', alpha=6)", "mam(length=3, rank=4)")  # fmt: skip
+CHECKPOINTED = (
+    *FEW, "parallel_adapter(at=('ffn', 'attention'), rank=4, x='residual')", "bitfit(which='layers')",
+    "adapter(style='pfeiffer', rank=4)", "lora(rank=2, at='ffn', alpha=6)", "mam(length=3, rank=4)",
+)  # fmt: skip
 
 
 def gradients(model: PreTrainedModel, tuned: deltune.Tuned, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
@@ -28,28 +30,33 @@ def gradients(model: PreTrainedModel, tuned: deltune.Tuned, inputs: dict[str, An
     return found
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@cells(*CHECKPOINTED)
-def test_gradient_checkpointing(family: Family, row: Row, reentrant: bool) -> None:
+@cells(*CHECKPOINTED, families=lambda f: f.checkpoints)
+def test_gradient_checkpointing(family: Family, row: Row) -> None:
+    """The layers are computed a second time, in both of torch's ways, and the gradients are the same."""
     model = build(family, main_role(family))
-    assert model.supports_gradient_checkpointing
     inputs = batch(model)
     tuned = stir(deltune.attach(model, row.text))
     model.train()
     plain = gradients(model, tuned, inputs)
-    runs: list[str] = []
-    layer = model.base_model.get_submodule(f"{family.stacks[0].layers}.0")
-    layer.register_forward_pre_hook(lambda *_: runs.append("run"))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:  # checkpoints of this kind need an input that wants a gradient, as with every frozen model
-        model.enable_input_require_grads()
-    saved = gradients(model, tuned, inputs)
-    passes = 2 if family.shared else 1
-    assert len(runs) == 2 * passes, "the layers were not computed again: nothing was checkpointed"
-    assert saved.keys() == plain.keys()
-    for name, gradient in plain.items():
-        assert (saved[name] is None) == (gradient is None), name
-        assert gradient is None or torch.allclose(saved[name], gradient, rtol=1e-9, atol=1e-12), name
+    runs: list[str] = []  # of a linear inside the first layer: a layer's own hooks stay outside its checkpoint
+    inner = model.base_model.get_submodule(f"{family.stacks[0].layers}.0.{family.stacks[0].ffn[0]}")
+    inner.register_forward_pre_hook(lambda *_: runs.append("run"))
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:  # these checkpoints need an input that wants a gradient, as with every frozen model
+            model.enable_input_require_grads()
+        runs.clear()
+        saved = gradients(model, tuned, inputs)
+        assert len(runs) == 2, "the layers were not computed again: nothing was checkpointed"
+        assert saved.keys() == plain.keys()
+        for name, gradient in plain.items():
+            assert (saved[name] is None) == (gradient is None), (name, reentrant)
+            assert gradient is None or torch.allclose(saved[name], gradient, rtol=1e-9, atol=1e-12), (name, reentrant)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
+def test_who_checkpoints(family: Family) -> None:
+    assert specimen(family.name).supports_gradient_checkpointing == family.checkpoints
 
 
 @cells(*FEW, "bitfit", "full", "scaled_parallel_adapter(rank=4, scale='learned', x='residual')")
@@ -86,12 +93,29 @@ def test_a_model_in_half_precision(family: Family, row: Row) -> None:
     assert all(p.grad.dtype == p.dtype for p in tuned.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@cells("prefix(length=3) + lora(rank=2) + layernorm", "prompt(length=3)")
-def test_compiled(family: Family, row: Row, backend: str) -> None:
+COMPILED = {"bert", "albert", "modernbert", "gpt2", "gpt_neox", "llama", "gemma2", "phi3", "bart", "t5", "bloom"}
+"""Families that differ in what is compiled: post- and pre-norm, shared, fused, rotary, gated, windows, two stacks, none
+on the interface. The slow run compiles all."""
+
+
+def _backends() -> list[Any]:
+    found = []
+    for family in FAMILIES.values():
+        slow = () if family.name in COMPILED else (pytest.mark.slow,)
+        for text, backend in (("{}lora(rank=2, at='output') + layernorm", "aot_eager"), ("prompt(length=3)", "eager")):
+            method = text.format("prefix(length=3) + " if family.interface else "") + " + parallel_adapter(rank=2)"
+            found.append(pytest.param(family, method, backend, marks=slow, id=f"{family.name}: {method} {backend}"))
+            found.append(
+                pytest.param(family, method, "inductor", marks=pytest.mark.slow, id=f"{family.name}: {method} inductor")
+            )
+    return found
+
+
+@pytest.mark.parametrize(("family", "method", "backend"), _backends())
+def test_compiled(family: Family, method: str, backend: str) -> None:
     model = specimen(family.name)
     inputs = batch(model)
-    tuned = stir(deltune.attach(model, f"{row.text} + parallel_adapter(rank=2)"))
+    tuned = stir(deltune.attach(model, method))
     outputs = run(model, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)
@@ -110,7 +134,7 @@ def test_hidden_states_and_attentions_keep_their_shapes(family: Family, row: Row
     assert any("attentions" in name for name in before) and any("hidden_states" in name for name in before)
     deltune.attach(model, row.text)
     after = run(model, inputs, **options)
-    assert {name: value.shape for name, value in after.items()} == {name: v.shape for name, v in before.items()}
+    assert shapes(after) == shapes(before, grown=3 if "prompt" in row.text else 0)
     assert equal(run(model, inputs), {k: v for k, v in after.items() if "." not in k})
 
 
@@ -152,4 +176,28 @@ def test_the_longest_input_with_a_prompt(family: Family, row: Row) -> None:
     if room < family.longest:
         with pytest.raises(deltune.DeltuneError, match=rf"{room + 1} tokens and a prompt of 3.*{family.longest}"):
             run(model, batch(model, rows=1, length=room + 1, pad=0))
+    tuned.detach()
+
+
+@pytest.mark.parametrize("positions", ["shift", "none"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.table], ids=lambda f: f.name)
+def test_positions_beside_a_prompt(family: Family, positions: str) -> None:
+    """shift: rows and text have the positions of one text as long as both; none: the text keeps its own, rows none."""
+    model = specimen(family.name)
+    table = model.get_submodule(deltune.inspect(model).stacks[0].positions or "")
+    found: list[torch.Tensor] = []
+
+    def looked_up(inputs: dict[str, Any]) -> torch.Tensor:
+        found.clear()
+        hook = table.register_forward_hook(lambda module, args, output: found.append(output))
+        run(model, inputs)
+        hook.remove()
+        return found[0].reshape(-1, found[0].shape[-1])  # (n, d)
+
+    alone = looked_up(batch(model, rows=1, length=7, pad=0))
+    longer = looked_up(batch(model, rows=1, length=10, pad=0))
+    tuned = deltune.attach(model, f"prompt(length=3, positions={positions!r})")
+    beside = looked_up(batch(model, rows=1, length=7, pad=0))
+    wanted = longer if positions == "shift" else torch.cat([torch.zeros(3, alone.shape[-1]).to(alone), alone])
+    assert torch.equal(beside, wanted)
     tuned.detach()
