@@ -48,10 +48,12 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "head": {},
     "layernorm": {
         "terms": st.sampled_from(["both", "gain", "bias"]), "of": st.sampled_from(["both", "attention", "ffn"]),
-        "layers": WHERE["layers"], "embedding": st.sampled_from([None, True, False]), "final": st.none() | st.booleans(),
+        "layers": WHERE["layers"], "embedding": st.none() | st.booleans(),
+        "final": st.none() | st.booleans(),
     },
     "bitfit": {
         "which": st.sampled_from(["layers", "linear", "query+ffn_up", "norm"]), "layers": WHERE["layers"],
+        "add_missing": st.booleans(),
     },
     "adapter": {"style": st.sampled_from(["houlsby", "pfeiffer"]), "zero_up": st.booleans(), **BOTTLENECK, **WHERE},
     "parallel_adapter": PARALLEL,
@@ -63,6 +65,16 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE},
     "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS},
+    "p_tuning_v2": {"length": RANKS, "layers": WHERE["layers"]},
+    "multi_head_parallel_adapter": {"length": RANKS, "own_down": st.booleans(), **WHERE},
+    "prefix_layernorm": {"length": RANKS},
+    "unipelt": {"length": RANKS, "rank": RANKS, "bottleneck": RANKS},
+    "ia3": {"layers": WHERE["layers"]},
+    "three_vectors": {},
+    "apet": {
+        "pattern": st.sampled_from(["adjacent", "discrete"]), "along": st.sampled_from(["rows", "columns"]),
+        "seed": st.integers(0, 99),
+    },
 }  # fmt: skip
 
 
@@ -70,8 +82,17 @@ def _some(arguments: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dic
     return st.fixed_dictionaries({}, optional=arguments)
 
 
+def _made(name: str, given: dict[str, Any]) -> Method:
+    given = {"which": "layers", **given} if name == "bitfit" and "layers" in given else given  # "all" has no layers
+    return TABLE[name].make(**given)
+
+
 NAMED = st.one_of(
-    [_some(arguments).map(lambda a, name=name: TABLE[name].make(**a)) for name, arguments in ARGUMENTS.items()]
+    [
+        _some(arguments).map(lambda a, name=name: _made(name, a))
+        for name, arguments in ARGUMENTS.items()
+        if name != "apet"
+    ]
 )
 FORMS = st.one_of(
     _some({k: v for k, v in BOTTLENECK.items() if k != "rank"} | {"zero_up": st.booleans()}).flatmap(
@@ -93,16 +114,20 @@ SELECTIONS = st.builds(
     deltune.Selection, st.lists(st.sampled_from(["norm.gain", "linear.bias", "all"]), min_size=1).map(tuple),
     st.lists(st.sampled_from(["layers", "embedding", "pooler"]), min_size=1).map(tuple),
 )  # fmt: skip
-METHODS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size=1, max_size=4).map(
-    lambda terms: sum(terms[1:], terms[0])
-)
+TERMS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size=1, max_size=4)
+SUMS = TERMS.map(lambda terms: sum(terms[1:], terms[0]))
+MASKED = st.builds(
+    lambda method, parameters, given: TABLE["apet"].make(method, parameters, **given),
+    SUMS, RANKS | st.sampled_from(["0.05%", "1%"]), _some(ARGUMENTS["apet"]),
+)  # fmt: skip
+METHODS = st.one_of(SUMS, SUMS, MASKED, st.builds(lambda one, two: one + two, MASKED, SUMS))
 
 
 def test_every_argument_of_every_method_is_generated() -> None:
     assert set(ARGUMENTS) == set(TABLE)
     for name, arguments in ARGUMENTS.items():
         left = set(signature(TABLE[name].make).parameters) - set(arguments)
-        assert left <= ({"alpha"} if name == "lora" else set()), name
+        assert left <= {"lora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), name
 
 
 @given(METHODS)
@@ -164,12 +189,12 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("Modification('fn', Bottleneck(4))", ("Modification",), ("unknown site 'fn'", "Did you mean 'ffn'?")),
     ("Modification(fn, Bottleneck(4))", ("fn",), ("unknown name 'fn'",)),
     ("Modification(ffn, Bottleneck())", ("Bottleneck",), ("Bottleneck needs rank",)),
-    ("Modification(ffn, Prefix(4))", ("Modification",), ("Prefix acts inside an attention: site 'heads'",)),
+    ("Modification(ffn, Prefix(4))", ("Modification",), ("Prefix acts at site 'heads', not at 'ffn'",)),
     ("Modification(ffn, LowRank(4), compose=Gate())", ("Modification",), ("Gate composes a Prefix only",)),
     ("Modification(ffn, 4)", ("4",), ("form=4 is not a Form",)),
     ("bitfit(which='all', layers=[0])", ("bitfit",), ("give which='layers'",)),
     ("lora + (prefix", ("(prefix",), ("cannot be read", "never closed")),
-    ("lora lora", ("lora lora",), ("cannot be read",)),
+    ("lora head", ("head",), ("cannot be read",)),
     ("lora +", (), ("cannot be read",)),
     ("lora + 3", ("3",), ("only names, calls, + and literal arguments",)),
     ("lora * 2", ("lora",), ("only names, calls, +",)),
@@ -284,7 +309,7 @@ CALLS: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: TABLE["lora"].make(rnk=8), "rnk.*it takes.*rank=8"),
     (lambda: TABLE["lora"].make(at=("query", "values")), "unknown site 'values'"),
     (lambda: deltune.Modification("ffn", deltune.Prefix(2)), "site 'heads'"),
-    (lambda: deltune.Scale(math.nan), "a number"),
+    (lambda: deltune.Scale(math.nan), "must be a finite number"),
     (lambda: deltune.Selection(("gain",)), "unknown role 'gain'.*Did you mean 'norm.gain'"),
 )
 

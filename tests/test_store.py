@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from laws.families import FAMILIES
-from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 import deltune
 from deltune import store
+from laws.families import FAMILIES
+from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 
 METHOD = "prefix(length=2) + lora(rank=2) + layernorm"
 
@@ -165,18 +166,22 @@ def test_what_it_was_tuned_on(saved: Path) -> None:
     wider = build(FAMILIES["bert"], "sequence", intermediate_size=128)
     for model, says in (
         (other, "another base model .*the layers of this one"),
-        (wider, "another base model .*the layers of this one"),
+        (wider, "another base model .*layers and pooler of this one"),
         (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
-        (build(FAMILIES["bert"], "base"), "holds a head for BertForSequenceClassification .*BertModel has none"),
-        (
-            build(FAMILIES["bert"], "masked"),
-            "holds a head for BertForSequenceClassification .*BertForMaskedLM has none",
-        ),
+        (_as("base"), "holds a head for BertForSequenceClassification .*BertModel has none"),
+        (_as("masked"), "holds a head for BertForSequenceClassification .*BertForMaskedLM has none"),
     ):
         known = facts(model)
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.load(model, saved)
         assert differences(known, facts(model)) == []
+
+
+def _as(role: str) -> PreTrainedModel:
+    """The same base model in another class."""
+    model = build(FAMILIES["bert"], role)
+    model.base_model.load_state_dict(specimen("bert").base_model.state_dict(), strict=False)
+    return model
 
 
 def test_half_precision_is_the_same_base(saved: Path) -> None:

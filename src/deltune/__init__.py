@@ -17,10 +17,35 @@ if TYPE_CHECKING:
     from .handle import Tuned
     from .heads import MultiHead, OwnMultiHead, Prefix
     from .observe import inspect
+    from .recipes import (
+        adapter,
+        apet,
+        bitfit,
+        full,
+        head,
+        ia3,
+        layernorm,
+        lora,
+        mam,
+        multi_head_parallel_adapter,
+        p_tuning_v2,
+        parallel_adapter,
+        prefix,
+        prefix_layernorm,
+        prompt,
+        scaled_parallel_adapter,
+        three_vectors,
+        unipelt,
+    )
 
 __version__ = "0.1.0"
 
 _FORMS = ("Bottleneck", "LowRank", "Mixture", "Prompt", "Rescale", "Vector")
+_RECIPES = (
+    "adapter", "apet", "bitfit", "full", "head", "ia3", "layernorm", "lora", "mam", "multi_head_parallel_adapter",
+    "p_tuning_v2", "parallel_adapter", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter",
+    "three_vectors", "unipelt",
+)  # fmt: skip
 _HEADS = ("MultiHead", "OwnMultiHead", "Prefix")
 
 _HOME = {
@@ -28,6 +53,7 @@ _HOME = {
     **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "compositions"),
     **dict.fromkeys(_FORMS, "forms"),
     **dict.fromkeys(_HEADS, "heads"),
+    **dict.fromkeys(_RECIPES, "recipes"),
     **dict.fromkeys(("attach", "load", "tuned"), "attaching"),
     "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),
@@ -39,8 +65,10 @@ _HOME = {
 
 __all__ = [
     "Add", "Bottleneck", "Count", "DeltuneError", "Gate", "LowRank", "Mixture", "Modification", "MultiHead",
-    "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "attach",
-    "count", "fit", "inspect", "load", "methods", "parse", "tuned",
+    "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "adapter",
+    "apet", "attach", "bitfit", "count", "fit", "full", "head", "ia3", "inspect", "layernorm", "load", "lora", "mam",
+    "methods", "multi_head_parallel_adapter", "p_tuning_v2", "parallel_adapter", "parse", "prefix",
+    "prefix_layernorm", "prompt", "scaled_parallel_adapter", "three_vectors", "tuned", "unipelt",
 ]  # fmt: skip
 
 
@@ -54,4 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_HOME)

@@ -7,15 +7,16 @@ All are frozen, comparable and hashable; their repr is the expression that makes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from .compositions import Add, Composition, Gate, SigmoidGate
-from .errors import DeltuneError, unknown
-from .expressions import usage
+from .errors import DeltuneError, all_problems, unknown
+from .expressions import accepts, check_fields, describe, usage
 from .forms import Form, Vector, expression
 from .heads import Prefix
 
@@ -93,6 +94,7 @@ class Modification(Method):
     optional: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_where(self.layers, self.stack, self.attention)
         for name, value, known in (
             ("site", self.site, SITES),
@@ -112,6 +114,8 @@ class Modification(Method):
             raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
         if needs in SITE_OF and self.insertion == "sequential":
             raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
+        if self.x == "residual" and (self.site not in ("attention", "ffn", "heads") or self.insertion != "parallel"):
+            raise DeltuneError("x='residual' is for a parallel insertion at 'attention', 'ffn' or 'heads'")
         if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
         if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
@@ -144,6 +148,7 @@ class Selection(Method):
     optional: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_where(self.layers, self.stack)
         for role in self.roles:
             if role not in ROLES:
@@ -153,6 +158,8 @@ class Selection(Method):
                 raise DeltuneError(unknown("area", area, AREAS))
         if self.of not in ("both", "attention", "ffn"):
             raise DeltuneError(unknown("of", self.of, ("both", "attention", "ffn")))
+        if self.of != "both" and not all(role.startswith("norm.") for role in self.roles):
+            raise DeltuneError(f"of={self.of!r} chooses norms; the roles here are {', '.join(self.roles)}")
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
@@ -201,6 +208,10 @@ def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable
             raise DeltuneError(f"{make.__name__}: {error}; it takes {usage(make)}") from None
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
+        hints = get_type_hints(make)
+        wrong = [f"{k}={v!r} is not {describe(hints[k])}" for k, v in arguments.items() if not accepts(hints[k], v)]
+        if wrong:
+            raise all_problems(make.__name__, wrong)
         given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
         return Named(make.__name__, given, tuple(arguments.items()), make(**arguments))
 
@@ -222,6 +233,7 @@ class Masked(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, value, known in (
             ("pattern", self.pattern, ("discrete", "adjacent")),
             ("along", self.along, ("rows", "columns")),
@@ -236,14 +248,15 @@ class Masked(Method):
     def _share(self) -> float | None:
         text = str(self.parameters).strip()
         try:
-            return float(text[:-1]) / 100 if text.endswith("%") else None
+            share = float(text[:-1]) / 100 if text.endswith("%") else math.nan
+            return share if math.isfinite(share) else None
         except ValueError:
             return None
 
-    def wanted(self, base: int) -> int:
-        """N for a base model of `base` scalars; a share is rounded down."""
+    def wanted(self, base: Callable[[], int]) -> int:
+        """N for a base model of base() scalars; a share is rounded down."""
         share = self._share()
-        return int(self.parameters) if share is None else int(base * share)
+        return int(self.parameters) if share is None else int(base() * share)
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +16,13 @@ from . import store
 from .algebra import Method
 from .attention import extended_name
 from .catalogue import parse
+from .counting import base_size
 from .edits import Delta, Labels, slot_key
 from .errors import DeltuneError, unknown
 from .forms import Prompt
 from .handle import NAME, Tuned
 from .observe import inspect
-from .planning import plan
+from .planning import Plan, plan
 from .trace import configurations
 
 
@@ -38,11 +40,29 @@ def attach(
         raise DeltuneError(unknown("head", head, ("train", "freeze")))
     handle = existing(model)
     check_name(name, handle.names if handle else ())
-    planned = plan(handle.anatomy if handle else inspect(model), parsed)
+    planned = plan(handle.anatomy if handle else inspect(model), parsed, lambda: base_size(model)[1])
     if any(edit.modification.form.needs == "attention" for edit in planned.edits):
         for config in configurations(model):
             extended_name(config._attn_implementation)
-    handle = handle or Tuned(model)
+    with _attaching(model) as handle:
+        _attach(handle, parsed, planned, name, head)
+    return handle
+
+
+@contextlib.contextmanager
+def _attaching(model: PreTrainedModel) -> Iterator[Tuned]:
+    """The model's handle, made if need be; on any failure a handle that was made goes again."""
+    before = existing(model)
+    handle = before or Tuned(model)
+    try:
+        yield handle
+    except BaseException:
+        if before is None and existing(model) is handle:
+            handle.detach()
+        raise
+
+
+def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle.fit(Delta(parsed, planned, heads, head))
     delta.start()
@@ -52,7 +72,6 @@ def attach(
     for owned in delta.owned:
         delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
     handle.add(name, delta, handle.base_labels)
-    return handle
 
 
 @torch.no_grad()
@@ -76,15 +95,9 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> T
     facts, numbers = store.read(where)
     handle = existing(model)
     check_name(name, handle.names if handle else ())
-    fresh = handle is None
-    handle = handle or Tuned(model)
-    try:
+    with _attaching(model) as handle:
         delta, labels = _read_delta(handle, facts, numbers, where)
-    except BaseException:
-        if fresh:
-            handle.detach()
-        raise
-    handle.add(name, delta, labels or handle.base_labels)
+        handle.add(name, delta, labels or handle.base_labels)
     return handle
 
 
@@ -101,11 +114,13 @@ def _read_delta(
             f"{', '.join(own) or 'none'}: load the base model as {facts['base']['model']}"
         )
     method = parse(facts["explicit"])
-    delta = handle.fit(Delta(method, plan(handle.anatomy, method), head, facts["head"]["mode"], folded=True))
+    planned = plan(handle.anatomy, method, lambda: base_size(handle.model)[1])
+    delta = handle.fit(Delta(method, planned, head, facts["head"]["mode"], folded=True))
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
     wanted: dict[str, tuple[int, ...] | None] = {name: tuple(t.shape) for name, t in delta.kept().items()}
     wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}
     store.check_tensors(wanted, numbers, where)
+    _check_head(facts, {name: (numbers[f"base.{name}"].shape, shapes[name]) for name in head}, where)
     with torch.no_grad():
         for name, tensor in delta.kept().items():
             tensor.copy_(numbers[name])
@@ -114,11 +129,24 @@ def _read_delta(
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
             delta.held[slot_key(name)] = nn.Parameter(value.clone())  # the file's memory is unaligned: other last bits
     delta.method = parse(facts["method"])
+    if delta.method.parts != method.parts:
+        raise DeltuneError(f"{where}: the method {facts['method']!r} is not what {facts['explicit']!r} says")
     labels = facts.get("labels")
     if not labels:
         return delta, None
     pairs = tuple(sorted((int(k), str(v)) for k, v in labels["id2label"].items()))
     return delta, Labels(pairs, labels.get("problem_type"))
+
+
+def _check_head(facts: dict[str, Any], shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+    """Error when a head's tensors differ from this model's in more than the number of labels, the first axis."""
+    labels = len((facts.get("labels") or {}).get("id2label") or ())
+    for name, (found, own) in shapes.items():
+        if tuple(found[1:]) != tuple(own[1:]) or (found[0] != own[0] and found[0] != labels):
+            raise DeltuneError(
+                f"{where}: head tensor {name} has shape {tuple(found)}, this model's head has {tuple(own)}; only the "
+                f"number of labels may differ, and the file names {labels}"
+            )
 
 
 def check_name(name: str, taken: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,12 +57,12 @@ def solve(
     anatomy = inspect(model)
 
     def cost(wanted: Method) -> int:
-        return count_plan(anatomy, plan(anatomy, wanted), "number", 1).method
+        return count_plan(anatomy, plan(anatomy, wanted, lambda: base_size(model)[1]), "number", 1).method
 
     wanted = cost(budget) if isinstance(budget, Method) else _scalars(model, budget, denominator)
     pieces = _pieces(method)
     slots = len(pieces) - 1
-    if weights is not None and (len(weights) != slots or min(weights) <= 0):
+    if weights is not None and (len(weights) != slots or not all(0 < w < math.inf for w in weights)):
         raise DeltuneError(f"weights={list(weights)}: give {slots} positive numbers, one for each ?")
 
     def made(sizes: Sequence[int]) -> Method:
@@ -101,7 +102,7 @@ def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denom
     text = str(budget).replace(",", "").strip()
     try:
         number = int(base_size(model, denominator)[1] * float(text[:-1]) / 100) if text.endswith("%") else int(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise DeltuneError(f"budget={budget!r}: give a number of scalars or a share such as '0.5%'") from None
     if number < 1:
         raise DeltuneError(f"budget={budget!r} is {number} scalars; give at least 1")
@@ -110,6 +111,8 @@ def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denom
 
 def _pieces(method: str) -> list[str]:
     """The expression cut at its question marks, those inside quotes left alone."""
+    if not isinstance(method, str):
+        raise DeltuneError("fit wants an expression with ? for the sizes to solve, as a text")
     pieces, quote = [""], ""
     for character in method:
         if character in "'\"":

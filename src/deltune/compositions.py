@@ -5,17 +5,23 @@ Shapes: h and Δh (B, n, ...), x (B, n, d) what the frozen sub-module reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from .errors import DeltuneError
+from .expressions import check_fields
 from .forms import Shapes, Widths, expression
 
 
 @dataclass(frozen=True, repr=False)
 class Composition:
     """How Δh joins h. `shapes`: tensors of one place; `tied`: tensors that a sub-module's places share under a name."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def __repr__(self) -> str:
         return expression(self)
@@ -51,6 +57,10 @@ class Scale(Composition):
 
     value: float = 1.0
     learned: bool = False
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise DeltuneError(f"scale {self.value}: must be a finite number")
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"scale": ()} if self.learned else {}

@@ -84,7 +84,10 @@ def count(
     Errors: what cannot be attached cannot be counted (DeltuneError); an unknown denominator.
     """
     anatomy = inspect(model)
-    return count_plan(anatomy, plan(anatomy, parse(method)), *base_size(model, denominator), head=head)
+    if head not in ("train", "freeze"):
+        raise DeltuneError(unknown("head", head, ("train", "freeze")))
+    planned = plan(anatomy, parse(method), lambda: base_size(model)[1])
+    return count_plan(anatomy, planned, *base_size(model, denominator), head=head)
 
 
 def count_plan(

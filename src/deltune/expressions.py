@@ -10,6 +10,9 @@ mistake is collected and reported at once, each with a caret under its place.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -202,6 +205,24 @@ def usage(make: Callable[..., Any]) -> str:
     return str(shown.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def check_fields(value: Any) -> None:
+    """Error when a field of a frozen dataclass does not fit its type; lists become tuples, so that it can be hashed."""
+    kind: Any = type(value)
+    hints = _hints(kind)
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if isinstance(given, list):
+            given = tuple(given)
+            object.__setattr__(value, field.name, given)
+        if not accepts(hints[field.name], given):
+            raise DeltuneError(f"{type(value).__name__}: {field.name}={given!r} is not {describe(hints[field.name])}")
+
+
 def accepts(hint: Any, value: Any) -> bool:
     """Whether a value fits a type hint; an int fits a float, a bool fits neither."""
     if hint is Any:
@@ -220,7 +241,8 @@ def accepts(hint: Any, value: Any) -> bool:
     if hint is None or hint is type(None):
         return value is None
     if hint in (int, float):
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        return number and math.isfinite(value)
     return isinstance(value, hint)
 
 

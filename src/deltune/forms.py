@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from .errors import DeltuneError, unknown
+from .expressions import check_fields
 from .sparse import Side
 
 Tensors = Mapping[str, torch.Tensor]
@@ -65,8 +66,15 @@ class Form:
 
     needs: ClassVar[str] = "hidden"
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def __repr__(self) -> str:
         return expression(self)
+
+    def fits(self, widths: Widths) -> str | None:
+        """Why it cannot act between these widths, or None."""
+        return None
 
     def shapes(self, widths: Widths) -> Shapes:
         """Shapes of the tensors that are kept."""
@@ -154,6 +162,7 @@ class Bottleneck(Form):
     zero_up: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(rank=self.rank)
         share("dropout", self.dropout)
         if self.activation not in ACTIVATIONS:
@@ -199,6 +208,7 @@ class LowRank(Form):
     init: Init = "lora"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(rank=self.rank)
         share("dropout", self.dropout)
 
@@ -247,6 +257,11 @@ class Rescale(Form):
     def start(self, tensors: Tensors) -> None:
         torch.nn.init.ones_(tensors["gain"])
 
+    def fits(self, widths: Widths) -> str | None:
+        if widths.in_width == widths.out_width:
+            return None
+        return f"Rescale needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
+
     def rest(self, tensors: Tensors) -> None:
         self.start(tensors)
 
@@ -293,6 +308,7 @@ class Prompt(Form):
     positions: Literal["shift", "none"] = "shift"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(length=self.length)
         if self.positions not in ("shift", "none"):
             raise DeltuneError(unknown("positions", self.positions, ("shift", "none")))

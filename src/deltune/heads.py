@@ -32,6 +32,7 @@ class Prefix(Form):
     reparameterise: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(length=self.length)
         if self.reparameterise is not None:
             positive(reparameterise=self.reparameterise)
@@ -104,6 +105,7 @@ class MultiHead(Form):
     length: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(length=self.length)
 
     def shapes(self, widths: Widths) -> Shapes:
@@ -131,11 +133,13 @@ class OwnMultiHead(Form):
     length: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(length=self.length)
 
+    def fits(self, widths: Widths) -> str | None:
+        return None if widths.heads else "OwnMultiHead acts at site 'heads' of an attention whose heads can be seen"
+
     def shapes(self, widths: Widths) -> Shapes:
-        if not widths.heads:
-            raise DeltuneError("OwnMultiHead acts at site 'heads' of an attention whose heads can be seen")
         return {
             "down": (widths.heads * self.length, widths.in_width),
             "values": (self.length, widths.heads, widths.value_width),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .anatomy import Anatomy
-from .compositions import Gate, Scale, SigmoidGate
+from .compositions import Add, Gate, Scale, SigmoidGate
 from .edits import Delta, Edit
 from .errors import all_problems
 from .forms import LowRank, Rescale, Vector
@@ -28,7 +28,8 @@ def merged(
         raise all_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     with torch.no_grad():
         values = {name: tensor.detach() for name, tensor in own.items()}
-        for edit in delta.all_edits():
+        # a rescaled input is what every other edit of that projection reads, so it folds last
+        for edit in sorted(delta.all_edits(), key=lambda e: e.place.target.side == "input"):
             for leaf in _leaves(anatomy, edit):
                 name = _tensor_name(anatomy, edit, leaf)
                 values[name] = _folded(edit, leaf, values.get(name, original(name).detach()))
@@ -46,7 +47,8 @@ def _obstacle(anatomy: Anatomy, edit: Edit) -> str | None:
     if isinstance(modification.compose, Gate | SigmoidGate):
         return "its gate depends on the input"
     if isinstance(modification.form, Rescale) and edit.place.linear is not None:
-        return None
+        plain = modification.insertion == "sequential" and type(modification.compose) is Add
+        return None if plain else "a rescaling folds when it is sequential and added"
     if isinstance(modification.form, Vector):
         if edit.place.target.side == "output" and _tensor_name(anatomy, edit, "bias"):
             return None

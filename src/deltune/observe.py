@@ -288,10 +288,17 @@ class _Reader:
 
     def _head(self) -> tuple[str, ...]:
         """Modules outside the base model that map to labels; a vocabulary projection is no head."""
-        if self.base is self.model or self.model.get_output_embeddings() is not None:
+        if self.model.get_output_embeddings() is not None:
             return ()
-        top = self.base_path.split(".")[0]
-        return tuple(n for n, m in self.model.named_children() if n not in (top, "deltune") and list(m.parameters()))
+        own = {self.base_path.split(".")[0], "deltune"}
+        plain: Any = AutoModel._model_mapping[type(self.model.config)]
+        if self.base is self.model and type(self.model) is not plain:
+            own |= {
+                name for name, _ in skeleton(self.model.config).named_children()
+            }  # T5's class for answering has none
+        elif self.base is self.model:
+            return ()
+        return tuple(n for n, m in self.model.named_children() if n not in own and list(m.parameters()))
 
     def _tensors(
         self, layers: list[Layer], embedding: set[str], pooler: str | None, head: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,13 @@ from .sparse import Mask, Unit, split
 
 @dataclass(frozen=True)
 class PlannedEdit:
-    """A modification at one place. `key`: its name in modules and files; `mask`: which of its scalars are trained."""
+    """A modification at one place. `key`: its name in modules and files; `origin`: the number of the first part of its
+    term in the sum; `mask`: which of its scalars are trained."""
 
     key: str
     modification: Modification
     place: Place
+    origin: int
     mask: Mask | None = None
 
     @property
@@ -29,7 +32,7 @@ class PlannedEdit:
     @property
     def tied(self) -> str:
         """The name of what the places of its sub-module share, a gate."""
-        return f"{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
+        return f"{self.origin}_{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,11 @@ class Plan:
         return self  # a value; copies of a tuned model share it
 
 
-def plan(anatomy: Anatomy, method: Method) -> Plan:
-    """Resolve a method on a model. Errors: DeltuneError with every term that cannot be had and why."""
+def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
+    """Resolve a method on a model; base() is the size of AutoModel, for a mask that is a share of it.
+
+    Errors: DeltuneError with every term that cannot be had and why.
+    """
     problems: list[str] = []
     plans: list[Plan] = []
     index = 0
@@ -58,14 +64,18 @@ def plan(anatomy: Anatomy, method: Method) -> Plan:
         index += len(term.parts)
         if isinstance(term, Masked) and not problems:
             try:
-                found = _masked(anatomy, found, term)
+                found = _masked(found, term, base)
             except DeltuneError as error:
                 problems.append(f"{term!r}: {error}")
         plans.append(found)
+    names = [t.name for p in plans for t, _ in p.partly]
+    whole = {t.name for p in plans for t in p.selected}
+    if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
+        problems.append(f"two terms train {', '.join(twice[:3])}, one of them under a mask: mask their sum instead")
     if problems:
         raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
     selected = {t.name: t for p in plans for t in p.selected}
-    partly = {t.name: (t, mask) for p in plans for t, mask in p.partly if t.name not in selected}
+    partly = {t.name: (t, mask) for p in plans for t, mask in p.partly}
     return Plan(
         tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
         tuple(t for p in plans for t in p.tied),
@@ -80,7 +90,7 @@ def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Pl
         try:
             if isinstance(part, Modification):
                 found = places(anatomy, part)
-                edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p) for p in found]
+                edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
             else:
                 selected += tensors(anatomy, part)
         except DeltuneError as error:
@@ -88,9 +98,8 @@ def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Pl
     return Plan(tuple(edits), tuple(dict.fromkeys(selected)))
 
 
-def _masked(anatomy: Anatomy, whole: Plan, masked: Masked) -> Plan:
+def _masked(whole: Plan, masked: Masked, base: Callable[[], int]) -> Plan:
     """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out."""
-    base = sum(t.numel for t in anatomy.tensors if t.area not in ("head", "vocabulary"))
     owners: list[tuple[str, str, Unit]] = []
     for edit in whole.edits:
         owners += [("edit", edit.key, unit) for unit in _units(edit)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -29,12 +31,10 @@ def _sites(at: Site, known: tuple[str, ...]) -> tuple[str, ...]:
 
 def _compose(scale: Learned) -> Composition:
     if isinstance(scale, str):
-        inner = scale.removeprefix("learned").strip("()") if scale.startswith("learned") else ""
-        if scale == "learned":
-            return Scale(1.0, learned=True)
+        found = re.fullmatch(r"learned(?:\(([-+0-9.e]+)\))?", scale.replace(" ", ""))
         try:
-            return Scale(float(inner), learned=True)
-        except ValueError:
+            return Scale(float(found[1] or 1) if found else math.nan, learned=True)
+        except (ValueError, DeltuneError):
             raise DeltuneError(f"scale={scale!r}: give a number, 'learned' or 'learned(4)'") from None
     return Add() if scale == 1 else Scale(float(scale))
 
@@ -256,6 +256,8 @@ def lora(
     at: query, key, value, output, ffn_up, ffn_down, or "ffn" for all linears of the FFN. alpha: s = alpha / rank.
     """
     if alpha is not None:
+        if rank < 1:
+            raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
         if scale != 1:
             raise DeltuneError("lora: give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
@@ -328,6 +330,8 @@ def apet(
     concatenate (prompt vectors and low rank, eq. 15), plugin (adapters, eq. 16). parameters: N, or a share of the
     base model such as "0.05%"; pattern: discrete (uniform) or adjacent (consecutive rows or columns); seed of the draw.
     """
+    if isinstance(method, str) and method not in OPERATIONS:
+        raise DeltuneError(unknown("operation", method, [*OPERATIONS, "a method"]))
     return Masked(OPERATIONS[method]() if isinstance(method, str) else method, parameters, pattern, along, seed)
 
 

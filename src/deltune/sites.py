@@ -127,6 +127,8 @@ def _place(spot: Spot, modification: Modification) -> Place:
         (a.heads or 0) if a else 0, (a.kv_heads or 0) if a else 0, (a.head_width or 0) if a else 0,
         (a.value_width or 0) if a else 0,
     )  # fmt: skip
+    if why := modification.form.fits(widths):
+        raise DeltuneError(why)
     inside = modification.form.needs == "attention" and not modification.compose.reads_x
     return Place(
         spot.name, spot.target, spot.x if reads and not inside else None, widths, spot.sublayer, spot.group, spot.again,

@@ -5,6 +5,7 @@ Writing is all or nothing; reading checks everything before the model is touched
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -44,9 +45,10 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
             raise DeltuneError(
                 f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
             )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    fresh = old = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
         shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
         facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
@@ -58,12 +60,20 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
             os.replace(target, old)
-            os.replace(fresh, target)
+            try:
+                os.replace(fresh, target)
+            except OSError:
+                os.replace(old, target)
+                raise
             shutil.rmtree(old)
         else:
             os.replace(fresh, target)
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(fresh, ignore_errors=True)
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+        if old is not None:
+            with contextlib.suppress(OSError):
+                old.rmdir()  # never a full one: that is what was there before
         full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
         reason = "no space left on the device" if full else str(error)
         raise DeltuneError(
@@ -140,14 +150,33 @@ def read_facts(folder: str | Path) -> dict[str, Any]:
         facts = json.loads((where / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{where / FACTS} cannot be read: {error}") from error
-    needed = ("format", "method", "explicit", "head", "base", "tensors", "sha256")
-    if not isinstance(facts, dict) or any(key not in facts for key in needed):
-        raise DeltuneError(f"{where / FACTS} was not written by deltune (it lacks {', '.join(needed)} or some of them)")
+    if not isinstance(facts, dict) or (wrong := _wrong(facts, _KINDS)):
+        lacks = ", ".join(wrong if isinstance(facts, dict) else _KINDS)
+        raise DeltuneError(f"{where / FACTS} was not written by deltune (missing, or of another kind: {lacks})")
     if facts["format"] != FORMAT:
         raise DeltuneError(
             f"{where / FACTS} has format {facts['format']!r}, this deltune reads {FORMAT}; update deltune"
         )
     return facts
+
+
+_KINDS: dict[str, Any] = {
+    "format": int, "method": str, "explicit": str, "labels": dict | None, "tensors": dict, "sha256": str,
+    "head": {"mode": str, "tensors": list},
+    "base": {"family": str, "model": str, "name": str, "fingerprint": dict},
+}  # fmt: skip
+
+
+def _wrong(facts: dict[str, Any], kinds: dict[str, Any], inside: str = "") -> list[str]:
+    """Names of the facts that are missing or of another kind."""
+    found = []
+    for key, kind in kinds.items():
+        value, name = facts.get(key), inside + key
+        if isinstance(kind, dict):
+            found += _wrong(value, kind, f"{name}.") if isinstance(value, dict) else [name]
+        elif not isinstance(value, kind):
+            found.append(name)
+    return found
 
 
 def read(where: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -286,7 +286,8 @@ ROWS = (
             "h", _qkvo("self_attention", *["query_key_value"] * 3, "dense"),
             ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), _PRE, causal=True,
         ),),
-        outer={"word_embeddings_layernorm": "embedding", "ln_f": "final"}, positions="alibi", interface=False, kernels=(),
+        outer={"word_embeddings_layernorm": "embedding", "ln_f": "final"}, positions="alibi", interface=False,
+        kernels=(),
     ),
     Family(
         "gptj", {**_GPT, "rotary_dim": 4},

@@ -32,7 +32,9 @@ def stack_name(family: Family, stack: Stack) -> str:
 def test_stacks_and_layers(family: Family) -> None:
     anatomy = deltune.inspect(config(family))
     assert [s.name for s in anatomy.stacks] == {"both": ["encoder", "decoder"]}.get(family.kind, [family.kind])
-    assert all((s.depth, s.width, s.causal) == (2, WIDTH, f.causal) for s, f in zip(anatomy.stacks, family.stacks))
+    assert all(
+        (s.depth, s.width, s.causal) == (2, WIDTH, f.causal) for s, f in zip(anatomy.stacks, family.stacks, strict=True)
+    )
     for stack, i, layer in layers_of(anatomy, family):
         assert (layer.stack, layer.index) == (stack_name(family, stack), i)
         assert layer.path == f"{stack.layers}.{i}"
@@ -111,8 +113,8 @@ def test_embeddings_pooler_and_head(family: Family) -> None:
     anatomy = deltune.inspect(config(family))
     model = specimen(family.name, "base")
     assert (anatomy.pooler, anatomy.head, anatomy.base) == (family.pooler, (), "")
-    embedding = model.get_input_embeddings()
-    assert model.get_submodule(anatomy.stacks[0].words or "") is embedding
+    words = model.get_input_embeddings().weight
+    assert all(model.get_submodule(stack.words or "").weight is words for stack in anatomy.stacks)
     assert all((stack.positions is not None) == family.table for stack in anatomy.stacks)
     for stack in anatomy.stacks:
         if stack.positions is not None:
@@ -138,18 +140,27 @@ def test_the_live_model_has_the_anatomy_of_its_configuration(family: Family, rol
     live = deltune.inspect(model)
     assert differences(known, facts(model)) == []
     described = deltune.inspect(config(family))
-    head = {name.split(".")[0] for name, _ in model.named_parameters()} - {live.base.split(".")[0]}
+    own = {name for name, _ in specimen(family.name, "base").named_children()} | {live.base.split(".")[0]}
+    head = {name for name, module in model.named_children() if name not in own and list(module.parameters())}
     assert set(live.head) == (head if role in HEADS else set())
-    if role == "causal" and family.kind != "decoder":
-        return  # these are built as decoders: another model than the configuration's AutoModel
-    prefix = f"{live.base}." if live.base else ""
-    assert model.get_submodule(live.base) is model.base_model
+    if role == "causal" and family.kind == "both":
+        return  # the decoder alone, without what it reads of an encoder
+    stacks = {stack.name for stack in live.stacks}  # T5's token classes have an encoder alone
+    assert bare(live, stacks, f"{live.base}." if live.base else "") == bare(described, stacks, "")
 
-    def bare(anatomy: Anatomy, cut: str) -> str:
-        parts = (anatomy.layers, anatomy.norms, anatomy.stacks)
-        return repr(parts).replace(f"'{cut}", "'").replace(f"'{cut.rstrip('.')}'", "''") if cut else repr(parts)
 
-    assert bare(live, prefix) == bare(described, "")
+def bare(anatomy: Anatomy, stacks: set[str], prefix: str) -> str:
+    """Layers, outer norms and stacks, with paths as in the base model."""
+    named = [
+        part
+        for part in (*anatomy.layers, *anatomy.stacks)
+        if (part.stack if isinstance(part, Layer) else part.name) in stacks
+    ]
+    norms = [
+        n for n in anatomy.norms if n.path.removeprefix(prefix).split(".")[0] not in {"encoder", "decoder"} - stacks
+    ]
+    text = repr((named, norms))
+    return text.replace(f"'{prefix}", "'").replace(f"'{prefix.rstrip('.')}'", "''") if prefix else text
 
 
 def test_observing_leaves_training_mode_and_implementation_alone() -> None:

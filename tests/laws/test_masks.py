@@ -148,7 +148,7 @@ def test_every_scalar_learns_within_two_steps(method: str) -> None:
 
 
 def test_missing_biases_are_added_at_zero() -> None:
-    """bitfit(add_missing=True): the function at the start is the model's own, and afterwards every linear has a bias."""
+    """bitfit(add_missing=True): at the start the model is its own, and afterwards every linear has a bias."""
     model = build(FAMILIES["llama"], "causal")
     inputs = batch(model)
     expected = forward(model, inputs)

@@ -41,6 +41,9 @@ def imported(module: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deltune":
+            inside = (node.module or "").split(".")[1:]
+            found |= {inside[0]} if inside else {alias.name for alias in node.names}
     return found & set(MODULES)
 
 

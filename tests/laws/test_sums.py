@@ -1,0 +1,128 @@
+"""Sums and raw modifications that no row of the table has: merging, masks and refusals hold for them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deltune
+from deltune import recipes
+from deltune.algebra import Modification
+
+from .families import FAMILIES
+from .specimens import batch, build, distance, equal, forward, stir
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox", "phi3", "llama"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ia3 + lora(at='ffn')",
+        "lora(at='ffn') + ia3",
+        "lora(at=('key', 'value')) + ia3",
+        "ia3 + lora(at=('key', 'value'), scale=3)",
+        "lora(rank=2) + lora(rank=3, scale=2) + layernorm",
+        "apet(lora(at='ffn'), parameters=50) + full",
+    ],
+)
+def test_sums_merge_in_the_order_they_run(family: str, text: str) -> None:
+    model = build(FAMILIES[family], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, text))
+    expected = forward(model, inputs)
+    tuned.merge()
+    assert distance(forward(model, inputs), expected) < (1e-12 if FAMILIES[family].exact else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Modification('key', Rescale(), 'sequential', compose=Scale(2))",
+        "Modification('output', Rescale(), 'parallel')",
+        "Modification('query', LowRank(2), 'sequential')",
+        "Modification('ffn', LowRank(2))",
+    ],
+)
+def test_what_is_no_weight_does_not_merge(text: str) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, text))
+    expected = forward(model, inputs)
+    with pytest.raises(deltune.DeltuneError, match="cannot be merged"):
+        tuned.merge()
+    assert equal(forward(model, inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Modification('ffn', OwnMultiHead(3))", "whose heads can be seen"),
+        ("Modification('ffn_up', Rescale())", "as wide as h"),
+        ("apet(layernorm, parameters=20) + apet(layernorm, parameters=20, seed=1)", "mask their sum"),
+        ("apet(layernorm, parameters=20) + layernorm", "mask their sum"),
+        ("apet(adapter(layer_norm=True), parameters=20)", "no LayerNorm of its own"),
+        ("apet(prefix(reparameterise=8), parameters=20)", "reparameterise=None"),
+    ],
+)
+def test_a_refusal_leaves_the_model_as_it_was(text: str, told: str) -> None:
+    model = build(FAMILIES["bert"], "base")
+    with pytest.raises(deltune.DeltuneError, match=told):
+        deltune.attach(model, text)
+    assert "deltune" not in model._modules
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_gates_of_two_terms_are_two() -> None:
+    model = build(FAMILIES["bert"], "base")
+    small = "unipelt(length=2, rank=2, bottleneck=2)"
+    tuned = deltune.attach(model, f"{small} + apet({small}, parameters=400)")
+    assert tuned.count().trained == sum(p.numel() for p in tuned.parameters())
+    assert tuned.count().method == deltune.count(model, small).method + 400
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: recipes.lora(rank=2.5),
+        lambda: recipes.adapter(style="pfeifer"),
+        lambda: recipes.layernorm(terms="gains"),
+        lambda: recipes.apet("foo", 5),
+        lambda: deltune.Bottleneck(2, init="xavier"),
+        lambda: deltune.Vector(where="foo"),
+        lambda: deltune.Modification("ffn", 4),
+        lambda: deltune.Modification("query", deltune.LowRank(2), x="residual"),
+        lambda: deltune.Selection(("linear.bias",), of="attention"),
+        lambda: deltune.Scale(float("nan")),
+        lambda: deltune.lora(rank=0, alpha=8),
+    ],
+)
+def test_python_is_checked_as_the_parser_is(make: Callable[[], Any]) -> None:
+    with pytest.raises(deltune.DeltuneError):
+        make()
+
+
+def test_a_list_is_as_good_as_a_tuple() -> None:
+    one = Modification("ffn", deltune.Bottleneck(2), layers=[0])  # type: ignore[arg-type]
+    assert hash(one) == hash(Modification("ffn", deltune.Bottleneck(2), layers=(0,)))
+
+
+def test_a_share_is_of_the_base_model_whatever_class_is_attached() -> None:
+    counts = {
+        role: deltune.count(build(FAMILIES["bert"], role), "apet(layernorm, parameters='0.5%')").method
+        for role in ("base", "sequence", "masked")
+    }
+    assert len(set(counts.values())) == 1, counts
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Any) -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = deltune.attach(model, "layernorm")
+    tuned.put("classifier.weight", torch.nn.Parameter(torch.zeros(3, 7, dtype=torch.float64)))
+    tuned.save(tmp_path / "d")
+    fresh = build(FAMILIES["bert"], "sequence")
+    with pytest.raises(deltune.DeltuneError, match="only the number of labels may differ"):
+        deltune.load(fresh, tmp_path / "d")
+    assert "deltune" not in fresh._modules
