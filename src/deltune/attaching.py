@@ -64,7 +64,7 @@ def _attaching(model: PreTrainedModel) -> Iterator[Tuned]:
 
 def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    delta = handle.fit(Delta(parsed, planned, heads, head))
+    delta = handle.settle(Delta(parsed, planned, heads, head))
     delta.start()
     for name_in_model, sparse in delta.masked():
         sparse.start(handle.original(name_in_model).detach())
@@ -115,7 +115,7 @@ def _read_delta(
         )
     method = parse(facts["explicit"])
     planned = plan(handle.anatomy, method, lambda: base_size(handle.model)[1])
-    delta = handle.fit(Delta(method, planned, head, facts["head"]["mode"], folded=True))
+    delta = handle.settle(Delta(method, planned, head, facts["head"]["mode"], folded=True))
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
     wanted: dict[str, tuple[int, ...] | None] = {name: tuple(t.shape) for name, t in delta.kept().items()}
     wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,16 @@ class Trace:
 
 def back(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:
     """Nodes of a kind in `stop` reached by going up from `nodes` (inclusive) through kinds in `through`."""
-    found, seen, queue = [], set(), list(nodes)
+    return _reached(list(nodes), through, stop, lambda node: node.parents)
+
+
+def forth(node: Node, through: set[str], stop: set[str]) -> list[Node]:
+    """Nodes of a kind in `stop` reached by going down from `node` (exclusive) through kinds in `through`."""
+    return _reached(list(node.children), through, stop, lambda child: child.children)
+
+
+def _reached(queue: list[Node], through: set[str], stop: set[str], beyond: Callable[[Node], list[Node]]) -> list[Node]:
+    found, seen = [], set()
     while queue:
         node = queue.pop()
         if id(node) in seen:
@@ -61,20 +70,5 @@ def back(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]
         if node.kind in stop:
             found.append(node)
         elif node.kind in through:
-            queue.extend(node.parents)
-    return sorted(found, key=lambda n: n.order)
-
-
-def forth(node: Node, through: set[str], stop: set[str]) -> list[Node]:
-    """Nodes of a kind in `stop` reached by going down from `node` (exclusive) through kinds in `through`."""
-    found, seen, queue = [], set(), list(node.children)
-    while queue:
-        child = queue.pop()
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        if child.kind in stop:
-            found.append(child)
-        elif child.kind in through:
-            queue.extend(child.children)
+            queue.extend(beyond(node))
     return sorted(found, key=lambda n: n.order)

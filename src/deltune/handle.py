@@ -201,7 +201,7 @@ class Tuned(nn.Module):
             found = delta.kept() | {f"base.{name}": self.value(delta, name) for name in delta.owned}
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
-    def fit(self, delta: Delta) -> Delta:
+    def settle(self, delta: Delta) -> Delta:
         """Move a new delta's own tensors to where they act: float32, or float64 in a float64 model."""
         default = next(self.model.parameters()).device
         wide = any(p.dtype == torch.float64 for p in self.model.parameters())
