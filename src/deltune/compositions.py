@@ -87,8 +87,8 @@ class Gate(Composition):
 
 @dataclass(frozen=True, repr=False)
 class SigmoidGate(Composition):
-    """h + σ(x · w_g) Δh (UniPELT; Mao et al. 2022), with one value a position: a mean over the tokens, as the authors take
-    it, would make a row's output depend on its padding (ours).
+    """h + σ(x · w_g) Δh (UniPELT; Mao et al. 2022), with one value a position (ours): a mean over the tokens, as
+    the authors take it, would make a row's output depend on its padding.
 
     name: the gates of one name in one sub-module are one d-vector w_g, 0 at the start (so that every gate is 1/2).
     """
