@@ -91,13 +91,9 @@ class Golden:
         return f"{self.paper}: {self.method} on {self.model}"
 
 
-def _on(*models: str) -> tuple[str, ...]:
-    return models
-
-
-BERTS = _on("BERT-base", "BERT-large")
-T5S = _on("T5-v1.1 small", "T5-v1.1 base", "T5-v1.1 xxl")
-SMALLER = _on("BERT L4-H512", "BERT-base", "BERT-large")
+BERTS = ("BERT-base", "BERT-large")
+T5S = ("T5-v1.1 small", "T5-v1.1 base", "T5-v1.1 xxl")
+SMALLER = ("BERT L4-H512", "BERT-base", "BERT-large")
 
 
 def _rows(

@@ -10,7 +10,7 @@ import deltune
 from deltune.anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear
 
 from .families import FAMILIES, Family, Stack
-from .specimens import HEADS, config, differences, facts, main_role, roles, specimen
+from .specimens import HEADS, config, differences, facts, roles, specimen
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
 WIDTH, FFN_WIDTH, HEADS_OF_ATTENTION = 32, {"gpt2": 128, "gptj": 128, "bloom": 128}, 4
@@ -211,4 +211,3 @@ def test_the_tree_prints_every_part(family: Family) -> None:
     assert all(f"[{norm.path}]" in text for norm in anatomy.norms)
     assert f"{sum(t.numel for t in anatomy.tensors):,}" in text.splitlines()[0]
     assert torch.get_default_device().type == "cpu"  # the meta device was left again
-    assert main_role(family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import pytest
@@ -45,10 +46,9 @@ def test_layers(family: Family, form: str, layers: str | tuple[int, ...]) -> Non
     after = run(model, inputs, **options)
     states = "encoder_hidden_states" if family.kind == "both" else "hidden_states"
     first = min(WHERE[layers])
-    still = {f"{states}.{i}" for i in range(first + 1)}
-    if ("encoder" in stacks and f"{states}.0" in before) or "hidden_states.0" in before:
-        changed = {name for name in moved(before, after) if name.startswith(f"{states}.")}
-        assert not changed & still and f"{states}.{first + 1}" in changed
+    changed = {name for name in moved(before, after) if name.startswith(f"{states}.")}
+    assert f"{states}.0" in before and f"{states}.{first + 1}" in changed
+    assert not changed & {f"{states}.{i}" for i in range(first + 1)}
     tuned.detach()
 
 
@@ -137,15 +137,23 @@ def test_attention_kinds(family: Family, form: str, attention: str) -> None:
     before = run(model, inputs)
     tuned = stir(deltune.attach(model, form.format(f", attention={attention!r}")))
     paths = {e.place.target.path for e in tuned.delta().all_edits()}
-    inside = [f"{s.layers}.{i}.{s.cross[0]}".rpartition(".")[0] for s in family.stacks if s.cross for i in (0, 1)]
-    assert all(path.startswith(tuple(inside)) == (attention == "cross") for path in paths)
-    assert (
-        len({path.split("layer")[0] for path in paths}) == (1 if attention == "cross" else 2) or "block" in paths.pop()
-    )
+    edited = {modules for modules in _attentions(family) if any(path.startswith(modules) for path in paths)}
+    assert edited == {m for m, kind in _attentions(family).items() if kind == attention}
     changed = moved(before, run(model, inputs))
     assert ("encoder_last_hidden_state" in changed) == (attention == "self")
     assert "last_hidden_state" in changed
     tuned.detach()
+
+
+def _attentions(family: Family) -> dict[str, str]:
+    """Paths of all attentions with their kinds."""
+    found = {}
+    for stack in family.stacks:
+        for i in (0, 1):
+            for kind, names in (("self", stack.attention), ("cross", stack.cross)):
+                if names:
+                    found[f"{stack.layers}.{i}.{names[0]}".rpartition(".")[0]] = kind
+    return found
 
 
 @pytest.mark.parametrize("family", ONE, ids=lambda f: f.name)
@@ -183,7 +191,7 @@ def test_projections_are_the_true_ones(family: Family, site: str) -> None:
     tuned = stir(deltune.attach(model, f"lora(rank=2, at={site!r})"))
     assert {e.place.target.path for e in tuned.delta().all_edits()} == wanted
     tuned.detach()
-    other = _copied(model)
+    other = copy.deepcopy(model)
     before = {name: p.clone() for name, p in other.named_parameters()}
     stir(deltune.attach(other, f"lora(rank=2, at={site!r})")).merge()
     changed = {name: p - before[name] for name, p in other.named_parameters() if not torch.equal(p, before[name])}
@@ -196,9 +204,3 @@ def test_projections_are_the_true_ones(family: Family, site: str) -> None:
             rows = out.unflatten(0, (groups, -1))
             touched = rows[:, start:stop].ne(0).any(-1)
             assert touched.all() and not torch.cat([rows[:, :start], rows[:, stop:]], 1).any(), name
-
-
-def _copied(model: torch.nn.Module) -> deltune.Tuned:
-    import copy
-
-    return copy.deepcopy(model)

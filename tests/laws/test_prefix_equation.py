@@ -110,6 +110,7 @@ def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None
     paths = {module: path for path, module in model.named_modules()}
     cross = {f"{s.layers}.{i}.{s.cross[0]}" for s in family.stacks if s.cross for i in (0, 1)}
     passes = 2 if family.shared else 1
+    assert any(c.options.get("position_bias") is not None for c in calls) == (family.positions == "relative")
     assert len(calls) == passes * len(prefixes) == 2 * len(family.stacks) + len(cross)
     for call in calls:
         path = paths[call.module]
