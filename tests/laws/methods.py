@@ -20,6 +20,7 @@ class Need:
     name: str
     holds: Callable[[Family], bool]
     says: str
+    bare: bool = True  # the bare base model lacks it too, not only the class the family is mostly used as
 
 
 INTERFACE = Need("interface", lambda f: f.interface, "attention interface")
@@ -29,12 +30,12 @@ BIAS = Need("bias", lambda f: bool(f.biases), r"no bias in .*tensors there: .*no
 LAYER_BIAS = Need("layer bias", lambda f: bool(f.biases), r"no norm\.bias or linear\.bias in layers; .*norm\.gain")
 LINEAR_BIAS = Need("linear bias", lambda f: bool({*f.biases} - {"norm"}), r"no linear\.bias in layers; .*norm\.gain")
 NORM_BIAS = Need("norm bias", lambda f: "norm" in f.biases, "no norm of this model has a bias")
-QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface, "no query projection .* has a bias")
-UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up projection .* has a bias")
+QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface, "no query of this model has a bias")
+UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up of this model has a bias")
 
 
 HEADS = Need("heads", lambda f: f.interface, "an attention whose heads can be seen")
-NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words")
+NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words", bare=False)
 
 
 @dataclass(frozen=True)
