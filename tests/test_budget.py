@@ -43,6 +43,16 @@ def test_a_mask_fills_a_budget_exactly() -> None:
     assert found == deltune.parse(f"apet(lora, parameters={BASE // 2000})")
 
 
+def test_a_mask_is_never_asked_for_more_than_there_is() -> None:
+    """lora(rank=1) has 36,864 scalars; the rest of the budget goes to the other ?, or stays."""
+    assert solve(CONFIG, "apet(lora(rank=1), parameters=?)", 50_000).left == 50_000 - 36_864
+    found = solve(CONFIG, "apet(lora(rank=1), parameters=?) + prefix(length=?)", 500_000)
+    assert (
+        repr(found.method)
+        == "apet(lora(rank=1), parameters=36864, pattern='discrete', along='rows', seed=0) + prefix(length=25)"
+    )
+
+
 def test_aligned_to_another_method() -> None:
     """UV table 2: on a base model MAM 16 + 16 counts as LoRA of rank 16."""
     found = solve(CONFIG, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
@@ -57,6 +67,7 @@ def test_aligned_to_another_method() -> None:
         ("lora(rank=?)", "many", "a number of scalars or a share"),
         ("lora(rank=?)", "0%", "at least 1"),
         ("lora(rnk=?)", 5000, "no argument 'rnk'"),
+        ("three_vectors + lora(rank=?, stack='decoder')", 5000, "encoder only"),
     ],
 )
 def test_mistakes(method: str, budget: int | str, told: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.evaluate import evaluate, predict, ready
-from deltune.folding import merge
+from deltune.exporting import merge
 from deltune.runs import Run
 from deltune.train import train
 
@@ -56,6 +56,19 @@ def test_other_data(run: Run, tmp_path: Path) -> None:
     tiny.lines(tmp_path / "data" / "test.jsonl", rows)
     with pytest.raises(DeltuneError, match="vegetable"):
         evaluate(run.folder, str(tmp_path / "data"), ["test"])
+
+
+def test_other_data_need_no_train_split(run: Run, tmp_path: Path) -> None:
+    tiny.data(tmp_path / "data", others=6)
+    whole = evaluate(run.folder, str(tmp_path / "data"), ["test"])
+    for name in ("train", "validation"):
+        for file in (tmp_path / "data").glob(f"{name}.*"):
+            file.unlink()
+    assert evaluate(run.folder, str(tmp_path / "data")) == whole
+    for file in (tmp_path / "data").glob("test.*"):
+        file.unlink()
+    with pytest.raises(DeltuneError, match="no train or validation or test file"):
+        evaluate(run.folder, str(tmp_path / "data"))
 
 
 def test_splits_that_are_not_there(run: Run, pairs: Run) -> None:

@@ -38,6 +38,9 @@ SITES = {
 }
 """Sites of UV's third dimension, with what each one is."""
 
+INSIDE_ATTENTION = ("heads", "attention", "query", "key", "value", "output")
+"""The sites that each attention has, where attention= chooses."""
+
 PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 LAYERS = ("all", "lower half", "upper half")
 STACKS = ("all", "encoder", "decoder")
@@ -103,6 +106,8 @@ class Modification(Method):
         ):
             if value not in known:
                 raise DeltuneError(unknown(name, value, known))
+        if self.attention != "all" and self.site not in INSIDE_ATTENTION:
+            raise DeltuneError(f"attention={self.attention!r} chooses attentions; site {self.site!r} is in none")
         needs, form = self.form.needs, type(self.form).__name__
         if needs in SITE_OF and self.site not in SITE_OF[needs]:
             raise DeltuneError(f"{form} acts at site {SITE_OF[needs][0]!r}, not at {self.site!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,33 +70,52 @@ def solve(
         text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
         return parse(text)
 
-    least, small = _smallest(made, cost, slots)
+    def cost_at(*sizes: int) -> int:
+        return cost(made(sizes))
+
+    def takes(slot: int, size: int) -> bool:
+        try:
+            return cost_at(*(size if i == slot else small for i in range(slots))) > 0
+        except DeltuneError:
+            return False
+
+    def largest(slot: int, size: int) -> int:
+        """The largest size up to `size` that the method takes there (a mask keeps no more than there is)."""
+        if takes(slot, size):
+            return size
+        return small + bisect_left(range(small + 1, size), True, key=lambda tried: not takes(slot, tried))
+
+    small, least = _smallest(cost_at, slots)
     if least > wanted:
         raise DeltuneError(
             f"a budget of {wanted:,} is too small: with every ? at {small}, {method} has {least:,} scalars"
         )
-    units = [cost(made([small + (i == j) for j in range(slots)])) - least for i in range(slots)]
+    units = [cost_at(*(small + (i == j) for j in range(slots))) - least for i in range(slots)]
     shares = [1.0] * slots if weights is None else list(weights)
     free = wanted - (least - small * sum(units))
     sizes = [max(small, int(free * s / sum(shares) // u)) if u else small for s, u in zip(shares, units, strict=True)]
-    while cost(made(sizes)) > wanted:  # the smallest size where a share was less
-        largest = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
-        sizes[largest] -= 1
-    left = wanted - cost(made(sizes))
+    sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
+    while cost_at(*sizes) > wanted:  # the smallest size where a share was less
+        over = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
+        sizes[over] -= 1
+    left = wanted - cost_at(*sizes)
     for i in sorted(range(slots), key=lambda i: units[i]):
         if units[i] and left >= units[i]:
-            sizes[i] += left // units[i]
-            left %= units[i]
+            more = largest(i, sizes[i] + left // units[i]) - sizes[i]
+            sizes[i], left = sizes[i] + more, left - more * units[i]
     solved = made(sizes)
     return Fit(solved, cost(solved), wanted)
 
 
-def _smallest(made: Callable[[Sequence[int]], Method], cost: Callable[[Method], int], slots: int) -> tuple[int, int]:
-    """The count at the smallest sizes: 1, or 2 where one alone is refused (a mask on a product needs two)."""
+def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
+    """The smallest sizes and their count: 1, or 2 where one alone is refused (a mask on a product needs two)."""
     try:
-        return cost(made([1] * slots)), 1
-    except DeltuneError:
-        return cost(made([2] * slots)), 2
+        return 1, cost_at(*[1] * slots)
+    except DeltuneError as refused:
+        try:
+            return 2, cost_at(*[2] * slots)
+        except DeltuneError:
+            raise refused from None
 
 
 def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:

@@ -228,9 +228,9 @@ def merge(
 ) -> None:
     """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
     with _notes(quiet):
-        from . import folding
+        from . import exporting
 
-        target = folding.merge(run, to)
+        target = exporting.merge(run, to)
     out.print_json(data={"to": str(target)}) if as_json else out.print(f"merged into {target}")
 
 

@@ -40,6 +40,10 @@ class Composition:
     def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill those of its tensors that are given with their initial values, in place."""
 
+    def factor(self, tensors: Mapping[str, torch.Tensor]) -> float | torch.Tensor | None:
+        """s where it is h + s Δh with the same s for every input, so that Δh folds into a weight; else None."""
+        return None
+
     def __call__(
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
     ) -> torch.Tensor:
@@ -49,6 +53,9 @@ class Composition:
 @dataclass(frozen=True, repr=False)
 class Add(Composition):
     """h + Δh."""
+
+    def factor(self, tensors: Mapping[str, torch.Tensor]) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +75,9 @@ class Scale(Composition):
     def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if "scale" in tensors:
             tensors["scale"].fill_(self.value)
+
+    def factor(self, tensors: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        return tensors["scale"] if self.learned else self.value
 
     def __call__(
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None

@@ -60,6 +60,7 @@ def load(
     labels: Sequence[str] | None = None,
     max_train_rows: int | None = None,
     seed: int = 0,
+    training: bool = True,
 ) -> Data:
     """Read a folder of train/validation/test files (.jsonl, .json, .csv, also with .gz, or .parquet) or a hub id.
 
@@ -67,16 +68,19 @@ def load(
     the order text, (pair,) label; default: found among the `fields` of meta.json or all columns: the label by its name,
     the texts as the one or two columns of strings. labels: names in the order of their ids; default: `label_names` of
     meta.json, else what train holds, sorted. max_train_rows: size of a sample of train drawn under `seed`. Validation
-    and test may be absent. Raises one DeltuneError that lists what is wrong, with file and line.
+    and test may be absent; with training=False (labels given) train too, but not all three. Raises one DeltuneError
+    that lists what is wrong, with file and line.
     """
     problems: list[str] = []
     if max_train_rows is not None and max_train_rows < 1:
         problems.append(f"max_train_rows must be at least 1, not {max_train_rows}")
     folder = Path(source).expanduser()
-    raw = _folder(folder, problems) if folder.is_dir() else _hub(source)
+    needed = ("train",) if training else tuple(SPLITS)
+    raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed)
     files = raw.files
-    used = _columns(files["train"], columns, raw.fields, problems) if "train" in files else {}
-    if not used or not files["train"].rows:
+    first = next((files[split] for split in needed if split in files), None)
+    used = _columns(first, columns, raw.fields, problems) if first else {}
+    if not used or not first or not first.rows:
         raise failure(f"data {source}", problems)
     _check_texts(files, used, problems)
     known = labels or raw.names.get(used["label"]) or raw.names.get("")
@@ -103,19 +107,23 @@ def load(
     return Data({split: Dataset.from_dict(s) for split, s in splits.items()}, names, used, source, fingerprint)
 
 
-def _folder(folder: Path, problems: list[str]) -> _Raw:
-    """The files of a folder by split, and what its meta.json says of them."""
+def _folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _Raw:
+    """The files of a folder by split, one of `needed` among them, and what its meta.json says of them."""
     there = sorted(folder.iterdir())
     raw = _Raw({})
-    for split, stems in SPLITS.items():
-        paths = [p for p in there if suffix_of(p) in READERS and p.name.removesuffix(suffix_of(p)) in stems]
-        if len(paths) > 1:
-            problems.append(f"more than one file for {split}: {', '.join(p.name for p in paths)}. Keep one")
-        elif paths:
-            raw.files[split] = read(paths[0], problems)
-        elif split == "train":
-            held = ", ".join(p.name for p in there[:20]) or "nothing"
-            problems.append(f"no train file (train{', train'.join(READERS)}); the folder holds: {held}")
+    paths = {
+        split: [p for p in there if suffix_of(p) in READERS and p.name.removesuffix(suffix_of(p)) in stems]
+        for split, stems in SPLITS.items()
+    }
+    for split, found in paths.items():
+        if len(found) > 1:
+            problems.append(f"more than one file for {split}: {', '.join(p.name for p in found)}. Keep one")
+        elif found:
+            raw.files[split] = read(found[0], problems)
+    if not any(paths[split] for split in needed):
+        held = ", ".join(p.name for p in there[:20]) or "nothing"
+        names = f"{needed[0]}{f', {needed[0]}'.join(READERS)}"
+        problems.append(f"no {' or '.join(needed)} file ({names}); the folder holds: {held}")
     meta = folder / "meta.json"
     if meta.is_file():
         try:
@@ -140,7 +148,7 @@ def _names(listed: str) -> list[str]:
     return [name.strip() for name in re.sub(r"\([^)]*\)", "", listed).split(",") if name.strip()]
 
 
-def _hub(source: str) -> _Raw:
+def _hub(source: str, needed: Sequence[str]) -> _Raw:
     """The splits of a data set of the hub; where it cannot be reached, of the copy that `datasets` keeps."""
     from datasets import load_dataset
 
@@ -158,9 +166,9 @@ def _hub(source: str) -> _Raw:
         raise DeltuneError(problem) from error
     splits = {stem: split for split, stems in SPLITS.items() for stem in stems}
     raw = _Raw({splits[s]: File(s, list(enumerate(d.to_list(), 1)), "row") for s, d in found.items() if s in splits})
-    if "train" not in raw.files:
-        raise DeltuneError(f"data {source} has no train split; it has: {', '.join(found)}.")
-    raw.names = {column: f.names for column, f in found["train"].features.items() if hasattr(f, "names")}
+    if not any(split in raw.files for split in needed):
+        raise DeltuneError(f"data {source} has no {' or '.join(needed)} split; it has: {', '.join(found)}.")
+    raw.names = {n: f.names for d in found.values() for n, f in d.features.items() if hasattr(f, "names")}
     return raw
 
 
@@ -176,8 +184,8 @@ def _offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _columns(train: File, asked: Fields | None, fields: Fields | None, problems: list[str]) -> dict[str, str]:
-    """Role -> column: as asked for or as meta.json says, else inferred from train; empty if that fails."""
+def _columns(first: File, asked: Fields | None, fields: Fields | None, problems: list[str]) -> dict[str, str]:
+    """Role -> column: as asked for or as meta.json says, else inferred from the first file; empty if that fails."""
     given = asked or (fields if isinstance(fields, Mapping) else None)
     if given:
         roles = ROLES if len(given) == 3 else ("text", "label")
@@ -187,17 +195,17 @@ def _columns(train: File, asked: Fields | None, fields: Fields | None, problems:
             wrong.append(f"columns are different ones for text, (pair,) label; given were {given}")
         problems += wrong
         return {} if wrong else {role: used[role] for role in ROLES if role in used}
-    if not train.rows:
+    if not first.rows:
         return {}
-    there = [c for c in fields or train.columns if c in train.columns] or train.columns
+    there = [c for c in fields or first.columns if c in first.columns] or first.columns
     label = next((c for name in LABELS for c in there if c.lower() == name), "")
-    texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(train, c)]
-    listed, todo = ", ".join(train.columns), "Say which is which: columns={'text': …, 'pair': …, 'label': …}"
+    texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(first, c)]
+    listed, todo = ", ".join(first.columns), "Say which is which: columns={'text': …, 'pair': …, 'label': …}"
     if not label:
-        problems.append(f"{train.name} has no column named {' or '.join(LABELS)}. Its columns: {listed}. {todo}")
+        problems.append(f"{first.name} has no column named {' or '.join(LABELS)}. Its columns: {listed}. {todo}")
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
-        problems.append(f"{train.name} has {which} where one or two are wanted. Its columns: {listed}. {todo}")
+        problems.append(f"{first.name} has {which} where one or two are wanted. Its columns: {listed}. {todo}")
     if not label or len(texts) not in (1, 2):
         return {}
     return {**dict(zip(ROLES, texts, strict=False)), "label": label}
@@ -247,7 +255,7 @@ def _label_ids(
     ids = {name: i for i, name in enumerate(names)}
     if not any(map(_is_id, names)):  # then a number in the data is an index into the names
         ids |= {str(i): i for i in range(len(names))}
-    trained = {ids.get(label) for label in train}
+    trained = {ids.get(label) for label in train} if "train" in values else set(ids.values())
     for split, found in values.items():
         file, first = files[split], {label: n for n, label in reversed(found)}
         for label, count in Counter(label for _, label in found).items():

@@ -1,24 +1,22 @@
-"""Scores and predictions of a tuned classifier, and of a finished run."""
+"""A finished run in use: its model with the delta attached, its scores on any data, its predictions."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 from . import data as reading
 from .attaching import load
-from .encoding import Encoded, check_length, collate, encode
+from .encoding import check_length, encode
 from .errors import DeltuneError, unknown
-from .metrics import METRICS, score
 from .models import fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, room, write_lines
+from .scoring import lines, logits, scored
 from .specs import RunSpec
 from .store import delta_folder, read_facts
 
@@ -28,16 +26,6 @@ if TYPE_CHECKING:
 SPLITS = ("validation", "test")
 Text = str | Sequence[str]
 """A text, or a text and its pair."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A split with the model's answers: metrics (loss included), class ids and probabilities, row by row."""
-
-    metrics: dict[str, float]
-    signatures: dict[str, str]
-    predictions: list[int]
-    scores: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -70,69 +58,6 @@ def ready(run: str | Path) -> Ready:
     return Ready(place, spec, model, tokenizer, labels)
 
 
-@torch.no_grad()
-def logits(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoded: Encoded,
-    batch_size: int,
-    precision: str = "fp32",
-    advance: Callable[[int], None] | None = None,
-) -> torch.Tensor:
-    """(rows, labels) in float32, in the order of the rows; computed in batches of similar length."""
-    device = next(model.parameters()).device
-    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]["input_ids"]))
-    parts = []
-    cast = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
-    training = model.training
-    model.eval()
-    try:
-        with cast:
-            for start in range(0, len(order), batch_size):
-                rows = [encoded[i] for i in order[start : start + batch_size]]
-                batch = {n: t.to(device) for n, t in collate(tokenizer, rows).items() if n != "labels"}
-                parts.append(model(**batch).logits.float().cpu())
-                if advance is not None:
-                    advance(len(rows))
-    finally:
-        model.train(training)
-    found = torch.cat(parts)
-    result = torch.empty_like(found)
-    result[torch.tensor(order)] = found
-    return result
-
-
-def scored(found: torch.Tensor, encoded: Encoded) -> Scored:
-    """Metrics of logits against the labels of the rows; f1 where there are two labels."""
-    references = [int(row["labels"]) for row in encoded.rows]
-    predictions = found.argmax(-1).tolist()
-    loss = functional.cross_entropy(found, torch.tensor(references)).item()
-    count = found.shape[-1]
-    names = [name for name in METRICS if name != "f1" or count == 2]
-    results = score(names, predictions, references, list(range(count)))
-    return Scored(
-        {"loss": loss} | {name: result.value for name, result in results.items()},
-        {name: result.signature for name, result in results.items()},
-        predictions,
-        found.softmax(-1).tolist(),
-    )
-
-
-def lines(columns: Mapping[str, Sequence[Any]], result: Scored, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """The predictions of a split as lines of JSON: id, input, prediction, reference, scores."""
-    inputs = columns["text"] if "pair" not in columns else list(zip(columns["text"], columns["pair"], strict=True))
-    return [
-        {
-            "id": columns["id"][i],
-            "input": inputs[i],
-            "prediction": labels[result.predictions[i]],
-            "reference": labels[columns["label"][i]],
-            "scores": dict(zip(labels, scores, strict=True)),
-        }
-        for i, scores in enumerate(result.scores)
-    ]
-
-
 def evaluate(
     run: str | Path,
     data: str | None = None,
@@ -150,7 +75,7 @@ def evaluate(
     facts = ready(run)
     columns = known.columns if data is None else known.columns or place.environment.get("data", {}).get("columns")
     source = known.data if data is None else data
-    found = reading.load(source, columns=columns, labels=facts.labels, max_train_rows=None, seed=known.seed)
+    found = reading.load(source, columns=columns, labels=facts.labels, training=False)
     wanted = [s for s in SPLITS if s in found.splits] if splits is None else list(splits)
     wrong = [unknown("split", s, found.splits) for s in wanted if s not in found.splits]
     if wrong or not wanted:

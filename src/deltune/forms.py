@@ -105,6 +105,11 @@ class Form:
         for tensor in tensors.values():
             tensor.zero_()
 
+    def affine(self, tensors: Tensors) -> Affine | None:
+        """(A, b) where Δh = A u + b and no more, so that it folds into a weight; A (d_out, d_in), or (d,) for a diagonal;
+        either may be None for zero."""
+        return None
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
         raise NotImplementedError
@@ -113,6 +118,8 @@ class Form:
         """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
         raise NotImplementedError
 
+
+Affine = tuple[torch.Tensor | None, torch.Tensor | None]
 
 Product = tuple[int, tuple[Side, ...], tuple[Side, ...]]
 """A shared rank, and the sides below and above it."""
@@ -221,6 +228,9 @@ class LowRank(Form):
     def product(self, widths: Widths) -> Product:
         return _pair(self.rank, widths)
 
+    def affine(self, tensors: Tensors) -> Affine:
+        return tensors["up"] @ tensors["down"], None
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         if self.dropout and training:
             u = F.dropout(u, self.dropout)
@@ -243,6 +253,9 @@ class Vector(Form):
     def start(self, tensors: Tensors) -> None:
         torch.nn.init.zeros_(tensors["vector"])
 
+    def affine(self, tensors: Tensors) -> Affine:
+        return None, tensors["vector"]
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         return tensors["vector"].to(u.dtype)
 
@@ -264,6 +277,9 @@ class Rescale(Form):
 
     def rest(self, tensors: Tensors) -> None:
         self.start(tensors)
+
+    def affine(self, tensors: Tensors) -> Affine:
+        return tensors["gain"] - 1, None
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         return tensors["gain"].to(u.dtype) * u - u

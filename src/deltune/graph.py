@@ -11,12 +11,16 @@ import torch
 
 @dataclass(eq=False)
 class Node:
-    """One recorded step. kind: linear, norm, embedding, attention, add, mix, view, pass, op, input."""
+    """One recorded step. kind: linear, norm, embedding, attention, add, mix, view, pass, op, input.
+
+    path: of its module, "" where it is none; argument: the name of an input.
+    """
 
     kind: str
     parents: list[Node]
     order: int
     path: str = ""
+    argument: str = ""
     module: Any = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     sources: list[Node | None] = field(default_factory=list)  # who had produced each input by then

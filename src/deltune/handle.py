@@ -96,7 +96,8 @@ class Tuned(nn.Module):
         return count_plan(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The trained parameters of the delta in use, for an optimiser."""
+        """Trained parameters of the delta in use, for an optimiser: those of the whole model that train, head and tensors
+        tuned in place included, and none of the deltas that wait. `recurse` (torch's) is not looked at."""
         yield from (p for _, p in self.trained())
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,10 +12,10 @@ from .catalogue import rate
 from .data import Data
 from .encoding import Encoded
 from .errors import DeltuneError
-from .evaluate import Scored, logits, scored
 from .handle import Tuned
 from .progress import Bar
 from .runs import Run
+from .scoring import Scored, logits, scored
 from .specs import RunSpec
 
 if TYPE_CHECKING:

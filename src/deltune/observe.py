@@ -265,7 +265,7 @@ class _Reader:
     def _reads_ids(self, node: Node) -> bool:
         """An embedding fed by the dummy token ids themselves (through views)."""
         sources = back(node.parents, {"view"}, {"input", "op"})
-        return any(s.kind == "input" and s.order % 2 == 0 for s in sources)
+        return any(s.argument.endswith("input_ids") for s in sources)
 
     def _is_positional(self, node: Node) -> bool:
         """Indexed by something counted (an arange), with more rows than there are token types."""

@@ -141,6 +141,8 @@ def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     for tensor in anatomy.tensors:
         if tensor.area not in selection.areas or (tensor.layer is not None and tensor.layer not in layers):
             continue
+        if tensor.layer is None and selection.stack not in ("all", *_stacks_of(anatomy, tensor)):
+            continue
         if not any(_is(tensor, role) for role in selection.roles):
             continue
         norm: Norm | None = belongs.get(tensor.name.rpartition(".")[0])
@@ -151,6 +153,12 @@ def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     if not selection.optional and (not found or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing(anatomy, selection))
     return found
+
+
+def _stacks_of(anatomy: Anatomy, tensor: Tensor) -> list[str]:
+    """The stacks that a tensor outside the layers stands in; shared embeddings stand in both."""
+    names = (tensor.name, *tensor.aliases)
+    return [s.name for s in anatomy.stacks if any(n.startswith(f"{s.entry}." if s.entry else "") for n in names)]
 
 
 def _is(tensor: Tensor, role: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from . import algebra
@@ -27,6 +27,12 @@ def _sites(at: Site, known: tuple[str, ...]) -> tuple[str, ...]:
     if not sites:
         raise DeltuneError(f"at is empty; give one or more of {', '.join(known)}")
     return sites
+
+
+def _kind(attention: str, site: str, sites: Sequence[str]) -> str:
+    """attention= at one of several sites: it chooses among attentions, and means nothing at the others beside them."""
+    beside = site not in algebra.INSIDE_ATTENTION and any(other in algebra.INSIDE_ATTENTION for other in sites)
+    return "all" if beside else attention
 
 
 def _compose(scale: Learned) -> Composition:
@@ -155,9 +161,10 @@ def parallel_adapter(
 ) -> tuple[Modification | Selection, ...]:
     """h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3)."""
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init)
+    sites = _sites(at, ("ffn", "attention", "heads"))
     return tuple(
-        Modification(site, form, "parallel", _compose(scale), layers, stack, attention, x)
-        for site in _sites(at, ("ffn", "attention", "heads"))
+        Modification(site, form, "parallel", _compose(scale), layers, stack, _kind(attention, site, sites), x)
+        for site in sites
     )
 
 
@@ -265,7 +272,9 @@ def lora(
     for site in _sites(at, (*algebra.PROJECTIONS, "ffn")):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     form = LowRank(rank, dropout)
-    return tuple(Modification(s, form, "parallel", _compose(scale), layers, stack, attention) for s in sites)
+    return tuple(
+        Modification(s, form, "parallel", _compose(scale), layers, stack, _kind(attention, s, sites)) for s in sites
+    )
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------

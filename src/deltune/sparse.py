@@ -3,6 +3,8 @@
 N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
 product with their shared rank: of those, ranks are drawn first and then entries of both factors within these ranks, so
 that every kept scalar can move the output. Draws depend on (seed, name) alone: the same on every device.
+For one seed what N keeps is kept by N + 1 too, except where a product opens one more rank: that takes two scalars, so
+one of the others is given up (below twice the rank at every other N; along rows at each new rank).
 """
 
 from __future__ import annotations
@@ -142,9 +144,9 @@ def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) 
     wide, up_width = _width(unit.down), _width(unit.up)
     by_rank = pattern == "adjacent" and along == "rows"
     ranks = min(unit.rank, -(-count // (wide + up_width)) if by_rank else count // 2)
-    if pattern == "adjacent":
-        start = min(int(stream.number(0) % unit.rank), unit.rank - ranks)
-        chosen = np.arange(start, start + ranks)
+    if pattern == "adjacent":  # from a random rank on; past the end it grows backwards
+        start = int(stream.number(0) % unit.rank)
+        chosen = np.concatenate([np.arange(start, unit.rank), np.arange(start - 1, -1, -1)])[:ranks]
     else:
         chosen = stream.distinct(unit.rank, ranks)
     if by_rank:
@@ -155,8 +157,8 @@ def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) 
     for sides, part in ((unit.down, down), (unit.up, count - down)):
         width = _width(sides)
         if pattern == "adjacent":  # whole columns of the product's side: every chosen rank, entry after entry
-            first = min(int(stream.number(width) % width), width - -(-part // ranks))
-            flat = first * ranks + np.arange(part)
+            first = int(stream.number(width) % width) * ranks
+            flat = min(first, width * ranks - part) + np.arange(part)
             entry, rank = flat // ranks, flat % ranks
         else:  # one entry for every rank, the rest anywhere within the ranks
             rank = np.arange(ranks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,6 +160,6 @@ def read_values(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def read(path: str | Path, changes: Mapping[str, Any] | None = None) -> RunSpec:
-    """The spec of a YAML file, with some of its values replaced."""
-    return RunSpec(**{**read_values(path), **(changes or {})})
+def read(path: str | Path) -> RunSpec:
+    """The spec of a YAML file."""
+    return RunSpec(**read_values(path))

@@ -242,9 +242,9 @@ def _trace(model: PreTrainedModel, prefix: str, attention: str) -> Trace:
         _current = recorder
         with torch.no_grad(), _attention(model, attention), _eval_mode(model), torch.device("meta"), recorder:
             inputs = _dummy_inputs(model.forward)
-            for tensor in inputs.values():
+            for name, tensor in inputs.items():
                 if isinstance(tensor, torch.Tensor):
-                    recorder.record("input", [], [tensor])
+                    recorder.record("input", [], [tensor], argument=name)
             torch.func.functional_call(model, state, (), inputs, tie_weights=False)
     except DeltuneError:
         raise

@@ -17,11 +17,12 @@ from . import data as reading
 from .attaching import attach, load
 from .encoding import check_length, encode
 from .errors import DeltuneError
-from .evaluate import SPLITS, lines
+from .evaluate import SPLITS
 from .jobs import Job
 from .models import fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, environment, room
+from .scoring import lines
 from .specs import RunSpec
 from .trainer import DeltaTrainer, Reports
 

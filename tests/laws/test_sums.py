@@ -26,6 +26,9 @@ from .specimens import batch, build, distance, equal, forward, stir
         "ia3 + lora(at=('key', 'value'), scale=3)",
         "lora(rank=2) + lora(rank=3, scale=2) + layernorm",
         "apet(lora(at='ffn'), parameters=50) + full",
+        "Modification('key', Rescale(), 'sequential', compose=Scale(2))",
+        "lora(at='query') + Modification('query', LowRank(2), 'sequential', compose=Scale(0.5))",
+        "Modification('ffn_inner', LowRank(2), 'sequential') + ia3",
     ],
 )
 def test_sums_merge_in_the_order_they_run(family: str, text: str) -> None:
@@ -40,10 +43,9 @@ def test_sums_merge_in_the_order_they_run(family: str, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Modification('key', Rescale(), 'sequential', compose=Scale(2))",
-        "Modification('output', Rescale(), 'parallel')",
-        "Modification('query', LowRank(2), 'sequential')",
         "Modification('ffn', LowRank(2))",
+        "Modification('query', Bottleneck(2), 'sequential')",
+        "Modification('query', LowRank(2), compose=SigmoidGate('g'))",
     ],
 )
 def test_what_is_no_weight_does_not_merge(text: str) -> None:

@@ -18,7 +18,7 @@ FLOORS = (
     ("algebra", "recipes", "catalogue", "sites", "planning", "counting", "budget"),
     ("weights", "edits", "taps", "prompting", "merging", "store", "handle", "attaching"),
     ("models", "files", "data", "metrics"),
-    ("specs", "runs", "checkpoints", "encoding", "progress", "evaluate", "folding", "inputs"),
+    ("specs", "runs", "checkpoints", "encoding", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "train"),
     ("show", "quickstart", "cli", "__main__"),
 )

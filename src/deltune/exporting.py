@@ -1,4 +1,4 @@
-"""A run's delta folded into the base model's weights: a plain transformers checkpoint."""
+"""A run in others' formats: its delta folded into the weights of a plain transformers checkpoint."""
 
 from __future__ import annotations
 
