@@ -106,7 +106,7 @@ class Layer:
 @dataclass(frozen=True)
 class Stack:
     """A stack of layers. `entry`: the module that takes input_ids / inputs_embeds; `container`: the innermost module
-    around its layers; `width`: of the hidden states."""
+    around its layers; `width`: of the hidden states; `position_ids`: the entry takes them."""
 
     name: StackName
     entry: str
@@ -116,6 +116,7 @@ class Stack:
     causal: bool
     words: str | None = None
     positions: str | None = None
+    position_ids: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Edit(nn.Module):
         self, planned: PlannedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
     ) -> None:
         super().__init__()
-        self.modification, self.place = planned.modification, planned.place
+        self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
         self.gated = isinstance(self.modification.compose, Gate)
         self.fired = False

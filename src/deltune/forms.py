@@ -96,6 +96,11 @@ class Form:
         """The kept tensors computed from the trained and shared ones."""
         return trained
 
+    @property
+    def shift(self) -> int:
+        """By how many places the positions of its stack's tokens move on."""
+        return 0
+
     def product(self, widths: Widths) -> Product | None:
         """The two factors that share a rank, so that masks can be drawn jointly; None where each tensor acts alone."""
         return None
@@ -106,8 +111,10 @@ class Form:
             tensor.zero_()
 
     def affine(self, tensors: Tensors) -> Affine | None:
-        """(A, b) where Δh = A u + b and no more, so that it folds into a weight; A (d_out, d_in), or (d,) for a diagonal;
-        either may be None for zero."""
+        """(A, b) where Δh = A u + b and no more, so that it folds into a weight.
+
+        A (d_out, d_in), or (d,) for a diagonal; either may be None for zero.
+        """
         return None
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:

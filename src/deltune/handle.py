@@ -22,6 +22,7 @@ from .counting import Count, base_size, count_plan
 from .edits import Delta, Edit, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
 from .observe import base_model, inspect
+from .positions import PositionTap
 from .prompting import TokenTap
 from .taps import AttentionPort, StatesTap, Tap, WeightTap
 from .trace import configurations, trace
@@ -30,7 +31,7 @@ NAME = "deltune"
 """The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
 
 
-AnyTap = Tap | AttentionPort | StatesTap | TokenTap | WeightTap
+AnyTap = Tap | AttentionPort | PositionTap | StatesTap | TokenTap | WeightTap
 
 TAPS: dict[str, type[AnyTap]] = {"attention": AttentionPort, "states": StatesTap, "tokens": TokenTap}
 """What serves the sides of a place that no plain hook reaches."""
@@ -96,8 +97,8 @@ class Tuned(nn.Module):
         return count_plan(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Trained parameters of the delta in use, for an optimiser: those of the whole model that train, head and tensors
-        tuned in place included, and none of the deltas that wait. `recurse` (torch's) is not looked at."""
+        """Trained parameters of the delta in use, for an optimiser: head and tensors tuned in place included, those of
+        the deltas that wait not. `recurse` (torch's) is not looked at."""
         yield from (p for _, p in self.trained())
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -241,6 +242,8 @@ class Tuned(nn.Module):
                 wanted[(edit.place.target.path, special)] = TAPS.get(side, Tap)
                 if edit.place.source is not None:
                     wanted[(edit.place.source.path, "hook")] = Tap
+                if edit.place.moves:
+                    wanted[(self.anatomy.stack(edit.place.moves).entry, "positions")] = PositionTap
             for tensor_name, _ in delta.masked():
                 wanted[(tensor_name, "weight")] = WeightTap
         for key in [k for k in self.taps if k not in wanted]:

@@ -24,18 +24,24 @@ class Prefix(Form):
 
     length l >= 1: P_k (l, N_kv, d_h) and P_v (l, N_kv, d_v), N(0, 0.02) at the start, unrotated and with bias 0.
     reparameterise=W: while training P = tanh(E W_down + b_down) W_up + b_up, E (l, d), E W_down (l, W) shared by all
-    layers of one attention kind (UV §A.3); folded into P_k, P_v when saved.
+    layers of one attention kind (UV §A.3); folded into P_k, P_v when saved. shift_positions: the tokens' positions
+    start at l, as where a prefix is a cache's content (PEFT).
     """
 
     needs: ClassVar[str] = "attention"
     length: int
     reparameterise: int | None = None
+    shift_positions: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(length=self.length)
         if self.reparameterise is not None:
             positive(reparameterise=self.reparameterise)
+
+    @property
+    def shift(self) -> int:
+        return self.length if self.shift_positions else 0
 
     def shapes(self, widths: Widths) -> Shapes:
         heads = (self.length, widths.kv_heads)

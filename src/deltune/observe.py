@@ -260,7 +260,8 @@ class _Reader:
             name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
         )
         depth = sum(layer.passes for layer in layers)
-        return Stack(name, entry, container, depth, first.outputs[0].shape[-1], causal, words, positions)
+        width, numbered = first.outputs[0].shape[-1], "position_ids" in _parameters(self.trace.entered[entry][0])
+        return Stack(name, entry, container, depth, width, causal, words, positions, numbered)
 
     def _reads_ids(self, node: Node) -> bool:
         """An embedding fed by the dummy token ids themselves (through views)."""

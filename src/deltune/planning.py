@@ -72,6 +72,9 @@ def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
     whole = {t.name for p in plans for t in p.selected}
     if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
         problems.append(f"two terms train {', '.join(twice[:3])}, one of them under a mask: mask their sum instead")
+    forms = [e.modification.form for p in plans for e in p.edits]
+    if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
+        problems.append("shift_positions beside a prompt: both would move the positions of the text")
     if problems:
         raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
     selected = {t.name: t for p in plans for t in p.selected}

@@ -18,6 +18,7 @@ from .anatomy import Anatomy
 from .edits import Delta, Edit, in_use
 from .errors import DeltuneError
 from .forms import Prompt
+from .positions import first_position, unused
 from .trace import observing
 
 
@@ -153,7 +154,7 @@ class TokenTap:
         length = self.length
         if given is None:
             start = seen - (length if seen else 0)
-            start += _unused(self.positions) if not hasattr(self.positions, "offset") else 0
+            start += first_position(self.positions)
             given = torch.arange(start, start + tokens, device=device)[None]
         shifted = given + length if self.shifts else given
         if not self.added:
@@ -212,7 +213,7 @@ class TokenTap:
         """Rows and text must fit the position table."""
         if self.positions is None or not self.shifts:
             return
-        rows, needed = self.positions.get_parameter("weight").shape[0] - _unused(self.positions), seen + self.total
+        rows, needed = self.positions.get_parameter("weight").shape[0] - unused(self.positions), seen + self.total
         if needed > rows:
             raise DeltuneError(
                 f"{needed - self.length} tokens and a prompt of {self.length} take {needed} positions, and this "
@@ -221,12 +222,6 @@ class TokenTap:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "added": 0, "total": 0, "order": None}
-
-
-def _unused(positions: Any) -> int:
-    """Rows of a position table that stand before the first position: BART's and OPT's offset, RoBERTa's padding."""
-    padding = getattr(positions, "padding_idx", None)
-    return int(getattr(positions, "offset", 0 if padding is None else padding + 1))
 
 
 def _reordered(values: torch.Tensor, order: torch.Tensor, along: int = 1) -> torch.Tensor:

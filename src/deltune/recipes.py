@@ -197,6 +197,7 @@ def prefix(
     length: int = 16,
     reparameterise: int | None = None,
     gate: bool = True,
+    shift_positions: bool = False,
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
@@ -204,9 +205,10 @@ def prefix(
     """softmax(q [P_k; K]ᵀ) [P_v; V]: l trained keys and values before those of every attention (UV eq. 5, 7).
 
     reparameterise=W: an MLP of inner width W makes them while training, folded when saved (UV §A.3). gate=False:
-    h + softmax(q P_kᵀ) P_v (UV table 4). Positions do not shift; every query sees the prefix.
+    h + softmax(q P_kᵀ) P_v (UV table 4). Every query sees the prefix, and positions do not shift; shift_positions=True:
+    those of a stack with a prefix in its self-attention start at l, as PEFT has it.
     """
-    form = Prefix(length, reparameterise)
+    form = Prefix(length, reparameterise, shift_positions)
     return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention),)
 
 

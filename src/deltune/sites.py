@@ -31,7 +31,7 @@ class Place:
 
     `name` is unique and stable, "encoder.3.self.query"; `sublayer` the sub-module it is in; `group` what shares a
     reparameterisation; `again`: the target is a norm, applied to h before the form reads it (x="normed"); `linear`: the
-    projection, where it is one; `biased`: whether a bias is there already.
+    projection, where it is one; `biased`: whether a bias is there already; `moves`: the stack whose positions move on.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Place:
     again: bool = False
     linear: Linear | None = None
     biased: bool = False
+    moves: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
             asked = modification.attention
             raise DeltuneError(f"attention={asked!r}: this model has {' and '.join(kinds)} attention only")
         raise DeltuneError(f"this model has no site {modification.site!r} that can be seen")
-    return [_place(spot, modification) for spot in spots]
+    return [_moving(anatomy, _place(spot, modification), spot, modification) for spot in spots]
 
 
 def _place(spot: Spot, modification: Modification) -> Place:
@@ -134,6 +135,16 @@ def _place(spot: Spot, modification: Modification) -> Place:
         spot.name, spot.target, spot.x if reads and not inside else None, widths, spot.sublayer, spot.group, spot.again,
         spot.linear, spot.biased,
     )  # fmt: skip
+
+
+def _moving(anatomy: Anatomy, place: Place, spot: Spot, modification: Modification) -> Place:
+    """The place of a form that moves the positions of its stack's tokens on, if it is in their own attention."""
+    if not modification.form.shift or spot.attention is None or spot.attention.kind != "self":
+        return place
+    stack = anatomy.stack(place.name.partition(".")[0])
+    if not stack.position_ids:
+        raise DeltuneError(f"shift_positions moves position_ids, which the {stack.name} of this model does not take")
+    return replace(place, moves=stack.name)
 
 
 def _spots(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[Spot]:

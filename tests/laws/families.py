@@ -75,6 +75,11 @@ class Family:
         return "both" if len(self.stacks) == 2 else "decoder" if self.stacks[0].causal else "encoder"
 
     @property
+    def numbered(self) -> bool:
+        """Every stack takes position_ids."""
+        return self.kind != "both"
+
+    @property
     def table(self) -> bool:
         """It looks positions up in a table, so that its inputs have a greatest length."""
         return self.positions == "absolute"

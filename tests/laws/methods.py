@@ -34,6 +34,7 @@ QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface
 UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up of this model has a bias")
 
 
+NUMBERED = Need("numbered", lambda f: f.numbered, "position_ids, which the .* of this model does not take")
 HEADS = Need("heads", lambda f: f.interface, "an attention whose heads can be seen")
 NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words", bare=False)
 
@@ -80,6 +81,7 @@ ROWS = (
     Row("prefix(length=3)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3, reparameterise=8)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3, gate=False)", identity=False, needs=(INTERFACE,)),
+    Row("prefix(length=3, shift_positions=True)", identity=False, needs=(INTERFACE, NUMBERED)),
     Row("prompt(length=3)", identity=False),
     Row("prompt(length=3, init_from=(7, 8))", identity=False),
     Row("prompt(length=3, positions='none')", identity=False, needs=(ABSOLUTE,)),

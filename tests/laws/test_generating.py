@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import deltune
 
 from .families import FAMILIES, Family
-from .methods import ABSOLUTE, Need
+from .methods import ABSOLUTE, NUMBERED, Need
 from .specimens import batch, main_role, specimen, stir
 
 NEW = 5
@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 GENERATED: tuple[tuple[str, Need | None], ...] = (
     ("prefix(length=3)", None),
     ("prefix(length=3, gate=False) + layernorm", None),
+    ("prefix(length=3, shift_positions=True)", NUMBERED),
     ("prompt(length=3)", None),
     ("prompt(length=3, positions='none')", ABSOLUTE),
     ("lora(rank=2)", None),

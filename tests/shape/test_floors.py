@@ -16,7 +16,7 @@ FLOORS = (
     ("anatomy", "graph", "trace", "sublayers", "observe"),
     ("sparse", "forms", "heads", "compositions", "attention"),
     ("algebra", "recipes", "catalogue", "sites", "planning", "counting", "budget"),
-    ("weights", "edits", "taps", "prompting", "merging", "store", "handle", "attaching"),
+    ("weights", "edits", "taps", "positions", "prompting", "merging", "store", "handle", "attaching"),
     ("models", "files", "data", "metrics"),
     ("specs", "runs", "checkpoints", "encoding", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "train"),
