@@ -58,7 +58,10 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "adapter": {"style": st.sampled_from(["houlsby", "pfeiffer"]), "zero_up": st.booleans(), **BOTTLENECK, **WHERE},
     "parallel_adapter": PARALLEL,
     "scaled_parallel_adapter": PARALLEL,
-    "prefix": {"length": RANKS, "reparameterise": st.none() | RANKS, "gate": st.booleans(), **WHERE},
+    "prefix": {
+        "length": RANKS, "reparameterise": st.none() | RANKS, "gate": st.booleans(), "shift_positions": st.booleans(),
+        **WHERE,
+    },
     "prompt": {
         "length": RANKS, "init_from": st.none() | st.lists(st.integers(0, 99), min_size=1).map(tuple),
         "positions": st.sampled_from(["shift", "none"]),
@@ -71,6 +74,10 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "unipelt": {"length": RANKS, "rank": RANKS, "bottleneck": RANKS},
     "ia3": {"layers": WHERE["layers"]},
     "three_vectors": {},
+    "diff_pruning": {
+        "sparsity": st.floats(0, 1, exclude_min=True, exclude_max=True), "over": st.sampled_from(["linear", "all"]),
+        "layers": WHERE["layers"],
+    },
     "apet": {
         "pattern": st.sampled_from(["adjacent", "discrete"]), "along": st.sampled_from(["rows", "columns"]),
         "seed": st.integers(0, 99),
@@ -84,16 +91,22 @@ def _some(arguments: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dic
 
 def _made(name: str, given: dict[str, Any]) -> Method:
     given = {"which": "layers", **given} if name == "bitfit" and "layers" in given else given  # "all" has no layers
+    if name == "diff_pruning" and "layers" in given:
+        given = {**given, "over": "linear"}
+    at = given.get("at", ("ffn",) if "parallel_adapter" in name and "multi" not in name else ("query",))
+    if not {"query", "key", "value", "output", "heads", "attention"} & set([at] if isinstance(at, str) else at) or (
+        given.get("style") == "pfeiffer"
+    ):
+        given = {key: value for key, value in given.items() if key != "attention"}  # it has no attention to choose
     return TABLE[name].make(**given)
 
 
-NAMED = st.one_of(
-    [
-        _some(arguments).map(lambda a, name=name: _made(name, a))
-        for name, arguments in ARGUMENTS.items()
-        if name != "apet"
-    ]
-)
+NAMES = {
+    name: _some(arguments).map(lambda a, name=name: _made(name, a))
+    for name, arguments in ARGUMENTS.items()
+    if name != "apet"
+}
+NAMED = st.one_of(list(NAMES.values()))
 FORMS = st.one_of(
     _some({k: v for k, v in BOTTLENECK.items() if k != "rank"} | {"zero_up": st.booleans()}).flatmap(
         lambda a: RANKS.map(lambda r: deltune.Bottleneck(r, **a))
@@ -102,9 +115,14 @@ FORMS = st.one_of(
     st.builds(deltune.Vector),
 )
 COMPOSITIONS = st.one_of(st.just(deltune.Add()), st.builds(deltune.Scale, NUMBERS, st.booleans()))
-MODIFICATIONS = st.builds(
-    deltune.Modification, st.sampled_from(["heads", "attention", "query", "ffn", "block"]), FORMS,
-    st.sampled_from(["parallel", "sequential"]), COMPOSITIONS, WHERE["layers"], WHERE["stack"], WHERE["attention"],
+MODIFICATIONS = st.one_of(
+    *(
+        st.builds(
+            deltune.Modification, st.sampled_from(sites), FORMS, st.sampled_from(["parallel", "sequential"]),
+            COMPOSITIONS, WHERE["layers"], WHERE["stack"], kinds,
+        )
+        for sites, kinds in ((["heads", "attention", "query"], WHERE["attention"]), (["ffn", "block"], st.just("all")))
+    )
 )  # fmt: skip
 PREFIXES = st.builds(
     deltune.Modification, st.just("heads"), st.builds(deltune.Prefix, RANKS, st.none() | RANKS),
@@ -116,9 +134,10 @@ SELECTIONS = st.builds(
 )  # fmt: skip
 TERMS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size=1, max_size=4)
 SUMS = TERMS.map(lambda terms: sum(terms[1:], terms[0]))
+MASKABLE = SUMS.filter(lambda method: all(getattr(part, "sparsity", None) is None for part in method.parts))
 MASKED = st.builds(
     lambda method, parameters, given: TABLE["apet"].make(method, parameters, **given),
-    SUMS, RANKS | st.sampled_from(["0.05%", "1%"]), _some(ARGUMENTS["apet"]),
+    MASKABLE, RANKS | st.sampled_from(["0.05%", "1%"]), _some(ARGUMENTS["apet"]),
 )  # fmt: skip
 METHODS = st.one_of(SUMS, SUMS, MASKED, st.builds(lambda one, two: one + two, MASKED, SUMS))
 

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from .recipes import (
         adapter,
         apet,
-        bitfit,
-        full,
-        head,
         ia3,
-        layernorm,
         lora,
         mam,
         multi_head_parallel_adapter,
@@ -37,15 +33,17 @@ if TYPE_CHECKING:
         three_vectors,
         unipelt,
     )
+    from .selections import bitfit, diff_pruning, full, head, layernorm
 
 __version__ = "0.1.0"
 
 _FORMS = ("Bottleneck", "LowRank", "Mixture", "Prompt", "Rescale", "Vector")
 _RECIPES = (
-    "adapter", "apet", "bitfit", "full", "head", "ia3", "layernorm", "lora", "mam", "multi_head_parallel_adapter",
+    "adapter", "apet", "ia3", "lora", "mam", "multi_head_parallel_adapter",
     "p_tuning_v2", "parallel_adapter", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter",
     "three_vectors", "unipelt",
 )  # fmt: skip
+_SELECTIONS = ("bitfit", "diff_pruning", "full", "head", "layernorm")
 _HEADS = ("MultiHead", "OwnMultiHead", "Prefix")
 
 _HOME = {
@@ -54,6 +52,7 @@ _HOME = {
     **dict.fromkeys(_FORMS, "forms"),
     **dict.fromkeys(_HEADS, "heads"),
     **dict.fromkeys(_RECIPES, "recipes"),
+    **dict.fromkeys(_SELECTIONS, "selections"),
     **dict.fromkeys(("attach", "load", "tuned"), "attaching"),
     "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),
@@ -66,9 +65,9 @@ _HOME = {
 __all__ = [
     "Add", "Bottleneck", "Count", "DeltuneError", "Gate", "LowRank", "Mixture", "Modification", "MultiHead",
     "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "adapter",
-    "apet", "attach", "bitfit", "count", "fit", "full", "head", "ia3", "inspect", "layernorm", "load", "lora", "mam",
-    "methods", "multi_head_parallel_adapter", "p_tuning_v2", "parallel_adapter", "parse", "prefix",
-    "prefix_layernorm", "prompt", "scaled_parallel_adapter", "three_vectors", "tuned", "unipelt",
+    "apet", "attach", "bitfit", "count", "diff_pruning", "fit", "full", "head", "ia3", "inspect",
+    "layernorm", "load", "lora", "mam", "methods", "multi_head_parallel_adapter", "p_tuning_v2", "parallel_adapter",
+    "parse", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter", "three_vectors", "tuned", "unipelt",
 ]  # fmt: skip
 
 

@@ -141,8 +141,10 @@ class Modification(Method):
 class Selection(Method):
     """Existing tensors trained in place, by role and area, never by name.
 
-    roles: "norm.gain", "norm.bias", "linear.bias", "bias" (every bias) or "all"; areas: "layers", "embedding", "final",
-    "pooler", "vocabulary", "other"; of: "both", "attention", "ffn" (norms only); layers, stack as in Modification.
+    roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all"; areas: "layers",
+    "embedding", "final", "pooler", "vocabulary", "other"; of: "both", "attention", "ffn" (norms only); layers, stack as
+    in Modification. sparsity: only that share of their scalars changes in the end, and training finds which (W + z ⊙ δ
+    with gates z under an L0 penalty; Guo et al. 2021); None: all of them.
     """
 
     roles: tuple[str, ...]
@@ -150,11 +152,14 @@ class Selection(Method):
     of: str = "both"
     layers: LayersArg = "all"
     stack: str = "all"
+    sparsity: float | None = None
     optional: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_where(self.layers, self.stack)
+        if self.sparsity is not None and not 0 < self.sparsity < 1:
+            raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
             if role not in ROLES:
                 raise DeltuneError(unknown("role", role, ROLES))
@@ -174,7 +179,7 @@ class Selection(Method):
         return expression(self)
 
 
-ROLES = ("norm.gain", "norm.bias", "linear.bias", "bias", "all")
+ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "all")
 AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 
@@ -247,6 +252,8 @@ class Masked(Method):
                 raise DeltuneError(unknown(name, value, known))
         if any(isinstance(term, Masked) for term in self.method.terms):
             raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
+        if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
+            raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
         if isinstance(self.parameters, str) and self._share() is None:
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
 

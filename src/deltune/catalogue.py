@@ -16,11 +16,7 @@ from .heads import MultiHead, OwnMultiHead, Prefix
 from .recipes import (
     adapter,
     apet,
-    bitfit,
-    full,
-    head,
     ia3,
-    layernorm,
     lora,
     mam,
     multi_head_parallel_adapter,
@@ -33,6 +29,7 @@ from .recipes import (
     three_vectors,
     unipelt,
 )
+from .selections import bitfit, diff_pruning, full, head, layernorm
 
 RATE = 1e-3
 """The learning rate of what has none of its own."""
@@ -40,10 +37,16 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table: the function, its paper, an expression with it, and the learning rate where none is given."""
+    """A row of the table: the function, its paper, what it trains a layer, an expression with it, and the learning rate
+    where none is given.
+
+    scalars: of a layer with one self-attention and a plain FFN, biases apart. d: width, m: the FFN's inner width, r:
+    rank, l: length, b: bottleneck, L: layers, N_h: heads.
+    """
 
     make: Callable[..., Method]
     paper: str
+    scalars: str
     example: str
     rate: float = RATE
 
@@ -60,30 +63,36 @@ class Entry:
 
 
 TABLE: Mapping[str, Entry] = {
-    "full": Entry(full, "all three", "full", rate=5e-5),
-    "head": Entry(head, "LN, table 1", "head"),
-    "layernorm": Entry(layernorm, "LN §3.1", "layernorm(terms='gain')", rate=1e-2),
-    "bitfit": Entry(bitfit, "Ben Zaken et al. 2022", "bitfit(which='query+ffn_up')"),
+    "full": Entry(full, "all three", "all", "full", rate=5e-5),
+    "head": Entry(head, "LN, table 1", "0", "head"),
+    "layernorm": Entry(layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2),
+    "bitfit": Entry(bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
     "adapter": Entry(
-        adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "adapter(style='pfeiffer', rank=32)"
+        adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "4dr", "adapter(style='pfeiffer', rank=32)"
     ),
-    "parallel_adapter": Entry(parallel_adapter, "UV §3.3", "parallel_adapter(at='attention', rank=32)"),
+    "parallel_adapter": Entry(parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
     "scaled_parallel_adapter": Entry(
-        scaled_parallel_adapter, "UV §3.3, §4.5", "scaled_parallel_adapter(rank=512, scale='learned')"
+        scaled_parallel_adapter, "UV §3.3, §4.5", "2dr", "scaled_parallel_adapter(rank=512, scale='learned')"
     ),
     "multi_head_parallel_adapter": Entry(
-        multi_head_parallel_adapter, "UV §3.3, table 4", "multi_head_parallel_adapter(length=30)"
+        multi_head_parallel_adapter,
+        "UV §3.3, table 4",
+        "2ld; (N_h + 1)·l·d with own_down",
+        "multi_head_parallel_adapter(length=30)",
     ),
-    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", "prefix(length=16) + layernorm", rate=1e-2),
-    "p_tuning_v2": Entry(p_tuning_v2, "Liu et al. 2022", "p_tuning_v2(length=20)", rate=1e-2),
-    "prompt": Entry(prompt, "Lester et al. 2021", "prompt(length=20)", rate=3e-2),
-    "lora": Entry(lora, "UV eq. 6; Hu et al. 2021", "lora(rank=8, at=('query', 'value'))"),
-    "mam": Entry(mam, "UV §4.6", "mam(length=30, rank=512)"),
-    "prefix_layernorm": Entry(prefix_layernorm, "LN §3.2", "prefix_layernorm(length=16)", rate=1e-2),
-    "unipelt": Entry(unipelt, "Mao et al. 2022", "unipelt(length=10, rank=8, bottleneck=48)"),
-    "three_vectors": Entry(three_vectors, "LN, table 1", "three_vectors"),
-    "ia3": Entry(ia3, "Liu et al. 2022", "ia3 + layernorm"),
-    "apet": Entry(apet, "AP §5.1, §C", "apet(lora(rank=8), parameters='0.05%')"),
+    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm", rate=1e-2),
+    "p_tuning_v2": Entry(p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2),
+    "prompt": Entry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2),
+    "lora": Entry(lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
+    "mam": Entry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
+    "prefix_layernorm": Entry(prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2),
+    "unipelt": Entry(unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"),
+    "three_vectors": Entry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors"),
+    "ia3": Entry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm"),
+    "diff_pruning": Entry(
+        diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m", "diff_pruning(sparsity=0.01)"
+    ),
+    "apet": Entry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
 }
 """Every named method."""
 

@@ -114,6 +114,8 @@ def count_plan(
         shared[edit.term, edit.place.group] = _numel(m.form.shared(widths))
         tied[edit.tied] = _numel(m.compose.tied(widths))
     drawn += sum(mask.count for _, mask in (*planned.partly, *planned.tied))
+    drawn += sum(gates.keep for gates in planned.gated)
+    trained += sum(2 * gates.size - gates.keep for gates in planned.gated)  # a difference and a gate for every scalar
     method = kept + sum(tied.values()) + sum(t.numel for t in planned.selected) + drawn
     if heads is None:
         heads = sum(t.numel for t in anatomy.tensors if t.area == "head")

@@ -15,6 +15,7 @@ from .anatomy import Columns
 from .compositions import Gate
 from .counting import kept_shapes, trained_shapes
 from .forms import Shapes
+from .gates import Change, Gates
 from .planning import Plan, PlannedEdit
 from .sparse import Mask
 from .weights import Common, Sparse
@@ -169,6 +170,7 @@ class Delta(nn.Module):
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
         self.partly = nn.ModuleDict()  # masked selections, by the tensor's name
+        self.gated = nn.ModuleDict()  # selections whose mask is learned, by the part's number
         self.held = nn.ParameterDict()
         masks = dict(planned.tied)
         for edit in planned.edits:
@@ -179,6 +181,8 @@ class Delta(nn.Module):
             self.edits[edit.key] = Edit(edit, shared, tied, folded)
         for tensor, mask in planned.partly:
             self.partly[slot_key(tensor.name)] = Sparse(tensor.shape, mask.indices()[tensor.name])
+        for gates in planned.gated:
+            self.gated[gates.key] = Gates(gates.tensors, gates.keep, folded)
 
     def start(self) -> None:
         """Initial values of every trained tensor of the edits, drawn from torch's global generator."""
@@ -198,8 +202,16 @@ class Delta(nn.Module):
         found = {f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.kept().items()}
         for key, common in self.tied.items():
             found |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
-        found |= {f"partly.{name}": t for name, t in _kept_sparse(dict(self.masked())).items()}
+        partly = {key.replace("/", "."): sparse for key, sparse in self.partly.items()}
+        found |= {f"partly.{name}": t for name, t in _kept_sparse(partly).items()}  # type: ignore[arg-type]
+        for key, gates in self.all_gates():
+            found |= {f"gated.{key}.{leaf}": t for leaf, t in gates.kept().items()}
         return found
+
+    def all_gates(self) -> Iterator[tuple[str, Gates]]:
+        for key, gates in self.gated.items():
+            assert isinstance(gates, Gates)
+            yield key, gates
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
         for key, edit in self.edits.items():
@@ -209,11 +221,13 @@ class Delta(nn.Module):
     def all_edits(self) -> Iterator[Edit]:
         yield from (edit for _, edit in self.named_edits())
 
-    def masked(self) -> Iterator[tuple[str, Sparse]]:
+    def masked(self) -> Iterator[tuple[str, Sparse | Change]]:
         """The tensors of the model that are trained in part, by their names there."""
         for key, sparse in self.partly.items():
             assert isinstance(sparse, Sparse)
             yield key.replace("/", "."), sparse
+        for _, gates in self.all_gates():
+            yield from gates.changes()
 
     @property
     def owned(self) -> tuple[str, ...]:

@@ -142,6 +142,15 @@ class Tuned(nn.Module):
             tap.serve(incoming)
         return self
 
+    def advance(self, share: float) -> None:
+        """Tell the delta in use which share of its training is done (0 to 1), before every step.
+
+        Only a learned mask (`sparsity`) minds: up to a half its penalty grows, then its gates are fixed. `deltune
+        train` calls it; a loop of your own must.
+        """
+        for _, gates in self.delta().all_gates():
+            gates.advance(share)
+
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
         """The base model, inside the context."""
@@ -178,7 +187,7 @@ class Tuned(nn.Module):
 
         Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
         """
-        delta = self.delta()
+        delta = self.delta().eval()
         own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
         with torch.no_grad():
             own |= {name: sparse.on(self.original(name).detach()) for name, sparse in delta.masked()}
@@ -210,7 +219,7 @@ class Tuned(nn.Module):
         dtype = torch.float64 if wide else torch.float32
         for edit in delta.all_edits():
             edit.to(self._device(edit, default), dtype)
-        for common in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values()):
+        for common in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
             common.to(default, dtype)
         return delta
 

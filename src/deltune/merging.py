@@ -59,10 +59,10 @@ def _change(edit: Edit) -> Affine | str:
     tensors = edit.dense()
     change = edit.modification.form.affine(tensors)
     factor = edit.modification.compose.factor(tensors)
-    if change is None:
-        return f"a {type(edit.modification.form).__name__} is not linear in its input"
     if factor is None:
         return "its gate depends on the input"
+    if change is None:
+        return f"a {type(edit.modification.form).__name__} is not linear in its input"
     gain, shift = change
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
 

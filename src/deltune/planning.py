@@ -36,16 +36,30 @@ class PlannedEdit:
 
 
 @dataclass(frozen=True)
+class PlannedGates:
+    """Tensors of which exactly `keep` scalars change, which ones is learned. `key`: the number of its part."""
+
+    key: str
+    tensors: tuple[Tensor, ...]
+    keep: int
+
+    @property
+    def size(self) -> int:
+        return sum(t.numel for t in self.tensors)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a method comes down to on one model: its edits, the tensors it selects whole, and those it selects in part.
 
-    `tied`: masks on what places share, by name.
+    `tied`: masks on what places share, by name; `gated`: tensors whose mask is learned.
     """
 
     edits: tuple[PlannedEdit, ...]
     selected: tuple[Tensor, ...]
     partly: tuple[tuple[Tensor, Mask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
+    gated: tuple[PlannedGates, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self  # a value; copies of a tuned model share it
@@ -68,10 +82,13 @@ def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
             except DeltuneError as error:
                 problems.append(f"{term!r}: {error}")
         plans.append(found)
-    names = [t.name for p in plans for t, _ in p.partly]
+    names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
     whole = {t.name for p in plans for t in p.selected}
     if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
-        problems.append(f"two terms train {', '.join(twice[:3])}, one of them under a mask: mask their sum instead")
+        problems.append(
+            f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
+            "apet(A + B, …), or one of the two"
+        )
     forms = [e.modification.form for p in plans for e in p.edits]
     if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
         problems.append("shift_positions beside a prompt: both would move the positions of the text")
@@ -81,7 +98,7 @@ def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
     partly = {t.name: (t, mask) for p in plans for t, mask in p.partly}
     return Plan(
         tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
-        tuple(t for p in plans for t in p.tied),
+        tuple(t for p in plans for t in p.tied), tuple(g for p in plans for g in p.gated),
     )  # fmt: skip
 
 
@@ -89,16 +106,28 @@ def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Pl
     """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
     edits: list[PlannedEdit] = []
     selected: list[Tensor] = []
+    gated: list[PlannedGates] = []
     for number, part in enumerate(term.parts, index):
         try:
             if isinstance(part, Modification):
                 found = places(anatomy, part)
                 edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
-            else:
+            elif part.sparsity is None:
                 selected += tensors(anatomy, part)
+            else:
+                gated.append(_gated(anatomy, part, str(number)))
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
-    return Plan(tuple(edits), tuple(dict.fromkeys(selected)))
+    return Plan(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
+
+
+def _gated(anatomy: Anatomy, selection: Selection, key: str) -> PlannedGates:
+    found = tuple(dict.fromkeys(tensors(anatomy, selection)))
+    size = sum(t.numel for t in found)
+    keep = int(size * (selection.sparsity or 0))
+    if not keep:
+        raise DeltuneError(f"sparsity={selection.sparsity} of {size:,} scalars is none; give at least {1 / size:.2g}")
+    return PlannedGates(key, found, keep)
 
 
 def _masked(whole: Plan, masked: Masked, base: Callable[[], int]) -> Plan:

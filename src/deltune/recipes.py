@@ -1,4 +1,7 @@
-"""The named methods, each a few lines over the algebra. LN is LN-tuning, UV Towards a Unified View, AP APET."""
+"""The named methods that insert something, each a few lines over the algebra, and their sums.
+
+LN is LN-tuning, UV Towards a Unified View, AP APET.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from . import algebra
-from .algebra import LayersArg, Masked, Method, Modification, Selection, named
+from .algebra import ADD, LayersArg, Masked, Method, Modification, Selection, named
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .errors import DeltuneError, unknown
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
 from .heads import MultiHead, OwnMultiHead, Prefix
+from .selections import layernorm
 
 Site = str | tuple[str, ...]
 Learned = float | str
@@ -45,75 +49,6 @@ def _compose(scale: Learned) -> Composition:
     return Add() if scale == 1 else Scale(float(scale))
 
 
-# -- whole tensors ----------------------------------------------------------------------------------------------------
-
-
-@named
-def full() -> tuple[Modification | Selection, ...]:
-    """W: every tensor of the model is trained."""
-    return (Selection(("all",), algebra.AREAS),)
-
-
-@named
-def head() -> tuple[Modification | Selection, ...]:
-    """Nothing but the task head is trained."""
-    return ()
-
-
-@named
-def layernorm(
-    terms: Literal["both", "gain", "bias"] = "both",
-    of: Literal["both", "attention", "ffn"] = "both",
-    layers: LayersArg = "all",
-    embedding: bool | None = None,
-    final: bool | None = None,
-) -> tuple[Modification | Selection, ...]:
-    """g ⊙ (x - μ)/σ + b: the gain g and bias b of the norms, in place (LN §3.1).
-
-    of: norms of the attentions (query, key and cross-attention norms included) or of the FFNs. embedding, final: the
-    norms outside the layers; on when neither `of` nor `layers` is restricted. Error: terms="bias" without any bias.
-    """
-    whole = of == "both" and layers == "all"
-    areas: tuple[str, ...] = ("layers",)
-    areas += ("embedding",) if (whole if embedding is None else embedding) else ()
-    areas += ("final",) if (whole if final is None else final) else ()
-    roles = {"both": ("norm.gain", "norm.bias"), "gain": ("norm.gain",), "bias": ("norm.bias",)}[terms]
-    return (Selection(roles, areas, of, layers),)
-
-
-@named
-def bitfit(
-    which: Literal["all", "layers", "linear", "query+ffn_up", "norm"] = "all",
-    add_missing: bool = False,
-    layers: LayersArg = "all",
-) -> tuple[Modification | Selection, ...]:
-    """b: existing biases alone are trained (Ben Zaken et al. 2022).
-
-    which: all (every bias of the base model, pooler included), layers (linears and norms of the layers), linear
-    (linears of the layers), query+ffn_up (two a layer), norm (the norms of the layers). add_missing: biases that start
-    at 0 where a linear or norm that `which` names in the layers has none. Error: a model without biases otherwise.
-    """
-    if which == "all" and layers != "all":
-        raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
-    sites = {"all": (*_LINEARS, "norm"), "layers": (*_LINEARS, "norm"), "norm": ("norm",), "linear": _LINEARS}
-    sites["query+ffn_up"] = ("query", "ffn_up")
-    missing = [_bias(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
-    if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
-        return (*(_bias(site, "biased", layers, add_missing) for site in sites[which]), *missing)
-    of_layers = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}
-    of_base = tuple(area for area in algebra.AREAS if area != "vocabulary")
-    roles, areas = (("bias",), of_base) if which == "all" else (of_layers[which], ("layers",))
-    return (Selection(roles, areas, layers=layers, optional=add_missing), *missing)
-
-
-_LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
-
-
-def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
-    insertion: Literal["parallel", "sequential"] = "sequential" if site == "norm" else "parallel"
-    return Modification(site, Vector(where), insertion, layers=layers, optional=optional)
-
-
 # -- bottlenecks ------------------------------------------------------------------------------------------------------
 
 
@@ -136,12 +71,12 @@ def adapter(
     pfeiffer in post-norm models stands after the FFN's add & norm, and that norm is applied again, as its authors do.
     """
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
-    after_ffn = Modification(
-        "ffn", form, "sequential", layers=layers, stack=stack, x="normed" if style == "pfeiffer" else "input"
-    )
     if style == "pfeiffer":
-        return (after_ffn,)
-    return (Modification("attention", form, "sequential", layers=layers, stack=stack, attention=attention), after_ffn)
+        return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed"),)
+    return tuple(
+        Modification(site, form, "sequential", ADD, layers, stack, _kind(attention, site, ("attention", "ffn")))
+        for site in ("attention", "ffn")
+    )
 
 
 @named

@@ -14,9 +14,12 @@ from .catalogue import TABLE
 from .expressions import usage
 from .specs import RunSpec
 
+LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
+
 
 def method_facts() -> dict[str, dict[str, Any]]:
-    """Every method of the table: name, formula, text, usage, rate, paper, example and point of the design space."""
+    """Every method of the table: name, formula, text, usage, rate, scalars a layer, paper, example and point of the
+    design space."""
     return {
         name: {
             "name": name,
@@ -24,6 +27,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
             "text": inspect.getdoc(entry.make) or "",
             "usage": f"{name}{usage(entry.make)}",
             "rate": entry.rate,
+            "scalars": entry.scalars,
             "paper": entry.paper,
             "example": entry.example,
             "point": [repr(part) for part in entry.plain.parts],
@@ -34,16 +38,17 @@ def method_facts() -> dict[str, dict[str, Any]]:
 
 def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     """One line a method."""
-    table = _table("method", "formula", "paper")
+    table = _table("method", "formula", "scalars a layer", "paper")
     table.columns[0].min_width = max(map(len, facts))
     for fact in facts.values():
-        table.add_row(fact["name"], fact["formula"], fact["paper"])
+        table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
     return table
 
 
 def method_page(fact: Mapping[str, Any]) -> str:
     """One method in full."""
     page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
+    page += f"\nscalars a layer: {fact['scalars']}   [{LETTERS}]"
     point = "\n  ".join(fact["point"]) or "no modification and no selection: the head alone"
     return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nin the design space:\n  {point}'
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from .anatomy import Anatomy
 from .edits import Delta, Edit, in_use
+from .gates import Change
 from .trace import PORT, observing
 from .weights import Sparse
 
@@ -150,7 +151,7 @@ class WeightTap:
     def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
         tensor = next(t for t in anatomy.tensors if t.name == path)
         self.name = path
-        self.sparse: Sparse | None = None
+        self.sparse: Sparse | Change | None = None
         self.displaced: dict[str, nn.Parameter | None] = {}
         self.handles = []
         for name in (tensor.name, *tensor.aliases):

@@ -103,6 +103,7 @@ ROWS = (
     Row("unipelt(length=2, rank=2, bottleneck=4)", identity=False, needs=(INTERFACE,)),
     Row("ia3", merges=True, needs=(INTERFACE,)),
     Row("three_vectors", needs=(NO_WORDS,)),
+    Row("diff_pruning(sparsity=0.02)", merges=True),
     Row("apet(lora(rank=2, at='output') + layernorm, parameters=41)", merges=True),
     Row("apet(adapter(rank=4, bias=True, activation='gelu'), parameters=57, pattern='adjacent')"),
     Row("apet(adapter(rank=4, activation='gelu'), parameters=57, pattern='adjacent', along='columns')"),

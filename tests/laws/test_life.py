@@ -133,6 +133,7 @@ def law_gradients(cell: Cell) -> None:
                 assert (found is None) == (wanted is None), name
                 assert wanted is None or torch.allclose(found, wanted, rtol=1e-9, atol=1e-12), name
         other.zero_grad()
+    other.train()  # learned gates are drawn there; nothing else differs, for nothing has dropout
     for seed in range(4):  # a ReLU may be closed for every token of one batch
         stir(tuned, seed)
         loss(forward(other, batch(other, seed=seed))).backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deltune
-from deltune import recipes
+from deltune import recipes, selections
 from deltune.algebra import Modification
 
 from .families import FAMILIES
@@ -63,8 +63,8 @@ def test_what_is_no_weight_does_not_merge(text: str) -> None:
     [
         ("Modification('ffn', OwnMultiHead(3))", "whose heads can be seen"),
         ("Modification('ffn_up', Rescale())", "as wide as h"),
-        ("apet(layernorm, parameters=20) + apet(layernorm, parameters=20, seed=1)", "mask their sum"),
-        ("apet(layernorm, parameters=20) + layernorm", "mask their sum"),
+        ("apet(layernorm, parameters=20) + apet(layernorm, parameters=20, seed=1)", "one of them in part"),
+        ("apet(layernorm, parameters=20) + layernorm", "one of them in part"),
         ("apet(adapter(layer_norm=True), parameters=20)", "no LayerNorm of its own"),
         ("apet(prefix(reparameterise=8), parameters=20)", "reparameterise=None"),
     ],
@@ -90,7 +90,7 @@ def test_gates_of_two_terms_are_two() -> None:
     [
         lambda: recipes.lora(rank=2.5),
         lambda: recipes.adapter(style="pfeifer"),
-        lambda: recipes.layernorm(terms="gains"),
+        lambda: selections.layernorm(terms="gains"),
         lambda: recipes.apet("foo", 5),
         lambda: deltune.Bottleneck(2, init="xavier"),
         lambda: deltune.Vector(where="foo"),
