@@ -67,7 +67,6 @@ def told(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool
     code: Any = 0
     monkeypatch.setattr(sys, "argv", command + (FEW if command[1] == "train" else []))
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        monkeypatch.setattr(cli.out, "file", out)
         try:
             cli.main()
         except SystemExit as stop:
