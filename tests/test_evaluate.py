@@ -97,6 +97,28 @@ def test_pairs(pairs: Run) -> None:
         predict(pairs.folder, [("a", "b"), "a"])
 
 
+def test_texts_of_several_runs_in_one_batch(run: Run, tmp_path: Path) -> None:
+    """Each text has the answer of its own run, with that run's labels."""
+    other = tmp_path / "other"
+    rows = [{"text": r["text"], "label": "ABC"[i % 3]} for i, r in enumerate(tiny.sentences(24, 5))]
+    for split in ("train", "test"):
+        tiny.lines(other / "data" / f"{split}.jsonl", rows)
+    spec = tiny.spec(run.folder.parent, method="prefix(length=2) + layernorm", epochs=1)
+    train(spec.model_copy(update={"data": str(other / "data")}), other / "run")
+    texts = [r["text"] for r in tiny.sentences(9, 7)]
+    names = ["one", "two", "two"] * 3
+    both = ready({"one": run.folder, "two": other / "run"})
+    mixed = predict(both, texts, rows=names)
+    alone = {"one": predict(run.folder, texts), "two": predict(other / "run", texts)}
+    for i, name in enumerate(names):
+        assert mixed[i]["label"] == alone[name][i]["label"]
+        assert mixed[i]["scores"] == pytest.approx(alone[name][i]["scores"], abs=1e-5)
+    assert predict(both, texts) == alone["one"]
+    for wrong, told in ((names[:2], "of 2 texts, and there are 9"), (["thre"] * 9, "'thre'")):
+        with pytest.raises(DeltuneError, match=told):
+            predict(both, texts, rows=wrong)
+
+
 def test_what_cannot_be_predicted(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="no texts"):
         predict(run.folder, [])

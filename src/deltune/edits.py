@@ -263,11 +263,6 @@ def _kept_sparse(masked: Mapping[str, Sparse]) -> dict[str, torch.Tensor]:
     return found
 
 
-def in_use(delta: Delta | None) -> list[Edit]:
-    """The edits of a delta; none of none."""
-    return [] if delta is None else list(delta.all_edits())
-
-
 def slot_key(name: str) -> str:
     """A tensor's name as a key of a ParameterDict, which allows no dots."""
     return name.replace(".", "/")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import data as reading
-from .attaching import load
-from .encoding import check_length, encode
-from .errors import DeltuneError, unknown
+from .attaching import load, tuned
+from .encoding import Encoded, check_length, encode
+from .errors import DeltuneError, all_problems, unknown
 from .models import fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, room, write_lines
@@ -30,32 +30,59 @@ Text = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Ready:
-    """A base model with a run's delta attached, and what is needed to use it."""
+    """A base model with the deltas of one or several runs attached, by name, and what is needed to use them.
 
-    run: Run
-    spec: RunSpec
+    run, spec and labels are those of the first, whose delta is in use.
+    """
+
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    labels: tuple[str, ...]
+    runs: Mapping[str, Run]
+    labels_of: Mapping[str, tuple[str, ...]]
+
+    @property
+    def run(self) -> Run:
+        return next(iter(self.runs.values()))
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.run.spec
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return next(iter(self.labels_of.values()))
 
 
-def ready(run: str | Path) -> Ready:
-    """Load the base model that a run's spec names, and its delta. Errors: no run, no delta yet, another base model."""
-    place = Run(run)
-    spec = place.spec
-    if not place.delta.is_dir():
-        raise DeltuneError(f"{place.folder} has no delta yet; run the same `deltune train` again, it resumes")
-    named = read_facts(delta_folder(place.folder))["labels"]["id2label"]
-    labels = tuple(str(named[key]) for key in sorted(named, key=int))
+def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
+    """Load the base model that a run's spec names, and its delta; or those of several runs on one base, by name.
+
+    Errors: no run, no delta yet, another base model.
+    """
+    runs = {name: Run(at) for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
+    if not runs:
+        raise DeltuneError("no run is named")
+    spec = next(iter(runs.values())).spec
+    labels = {name: _labels(place) for name, place in runs.items()}
+    first = next(iter(labels.values()))
     load_config(spec.model)
     tokenizer = load_tokenizer(spec.model)
-    model = load_model(spec.model, "classification", labels, "float32", spec.seed)
+    model = load_model(spec.model, "classification", first, "float32", spec.seed)
     fit_padding(model, tokenizer)
-    load(model, place.folder)
+    for name, place in runs.items():
+        load(model, place.folder, name=name)
+    tuned(model).use(next(iter(runs)))
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available():
         model.to(device)  # type: ignore[arg-type]
-    return Ready(place, spec, model, tokenizer, labels)
+    return Ready(model, tokenizer, runs, labels)
+
+
+def _labels(place: Run) -> tuple[str, ...]:
+    """The labels of a run's head, in the order of their ids. Error: it has no delta yet."""
+    if not place.delta.is_dir():
+        raise DeltuneError(f"{place.folder} has no delta yet; run the same `deltune train` again, it resumes")
+    named = read_facts(delta_folder(place.folder))["labels"]["id2label"]
+    return tuple(str(named[key]) for key in sorted(named, key=int))
 
 
 def evaluate(
@@ -95,25 +122,50 @@ def evaluate(
     return results
 
 
-def predict(run: str | Path | Ready, texts: Sequence[Text]) -> list[dict[str, Any]]:
+def predict(
+    run: str | Path | Mapping[str, str | Path] | Ready, texts: Sequence[Text], rows: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """For each text (or text and pair) its label, and the probability of every label, as {"label", "scores"}.
 
-    Longer texts than the run's max_length are cut, as in training. Errors: no texts, a pair where the run has none.
+    rows: for each text the name of the run whose delta it uses, where `run` names several: they are computed in the
+    same batches. Longer texts than a run's max_length are cut, as in training. Errors: no texts, a pair where a run has
+    none, a name that is no run's.
     """
     facts = run if isinstance(run, Ready) else ready(run)
     if not texts:
         raise DeltuneError("no texts to predict")
+    names = [next(iter(facts.runs))] * len(texts) if rows is None else list(rows)
+    if len(names) != len(texts):
+        raise DeltuneError(f"rows names the run of {len(names)} texts, and there are {len(texts)}")
+    wrong = [unknown("run", name, facts.runs) for name in dict.fromkeys(names) if name not in facts.runs]
+    if wrong:
+        raise all_problems("these rows cannot be predicted", wrong)
+    encoded: list[Any] = [None] * len(texts)
     pairs = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
-    wanted = 2 if "pair" in facts.run.environment.get("data", {}).get("columns", {}) else 1
-    wrong = [i for i, pair in enumerate(pairs, 1) if len(pair) != wanted]
+    for name in dict.fromkeys(names):
+        own = [i for i, other in enumerate(names) if other == name]
+        for i, row in zip(own, _encoded(facts, name, {i: pairs[i] for i in own}).rows, strict=True):
+            encoded[i] = row
+    answers = logits(
+        facts.model, facts.tokenizer, Encoded(encoded, 0), facts.spec.batch_size, facts.spec.precision,
+        deltas=None if rows is None else names,
+    ).softmax(-1)  # fmt: skip
+    found = []
+    for name, row in zip(names, answers, strict=True):
+        labels = facts.labels_of[name]
+        scores = dict(zip(labels, row.tolist(), strict=False))  # beyond them stands what wider heads have
+        found.append({"label": labels[int(row.argmax())], "scores": scores})
+    return found
+
+
+def _encoded(facts: Ready, name: str, pairs: Mapping[int, Sequence[str]]) -> Encoded:
+    """The rows of one run's texts, cut as the run cuts them. Error: a text and its pair where it wants one, or not."""
+    place = facts.runs[name]
+    wanted = 2 if "pair" in place.environment.get("data", {}).get("columns", {}) else 1
+    wrong = [i + 1 for i, pair in pairs.items() if len(pair) != wanted]
     if wrong:
         asks = "a text and its pair" if wanted == 2 else "one text, no pair"
         raise DeltuneError(f"this run wants {asks} a row; so is not row {', '.join(map(str, wrong[:10]))}")
-    columns = dict(zip(("text", "pair"), zip(*pairs, strict=True), strict=False))
-    check_length(facts.model, facts.spec.max_length)
-    encoded = encode(facts.tokenizer, facts.model, columns, facts.spec.max_length)
-    answers = logits(facts.model, facts.tokenizer, encoded, facts.spec.batch_size, facts.spec.precision)
-    return [
-        {"label": facts.labels[int(row.argmax())], "scores": dict(zip(facts.labels, row.tolist(), strict=True))}
-        for row in answers.softmax(-1)
-    ]
+    columns = dict(zip(("text", "pair"), zip(*pairs.values(), strict=True), strict=False))
+    check_length(tuned(facts.model).use(name).model, place.spec.max_length)
+    return encode(facts.tokenizer, facts.model, columns, place.spec.max_length)

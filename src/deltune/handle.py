@@ -7,14 +7,14 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import merging, store
+from . import merging, mixing, store
 from .algebra import Method
 from .anatomy import Anatomy
 from .attention import extended_name
@@ -26,6 +26,7 @@ from .positions import PositionTap
 from .prompting import TokenTap
 from .taps import AttentionPort, StatesTap, Tap, WeightTap
 from .trace import configurations, trace
+from .uses import Use
 
 NAME = "deltune"
 """The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
@@ -50,6 +51,7 @@ class Tuned(nn.Module):
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
         self.active: str | None = None
+        self.mixed: tuple[str | None, ...] = ()  # the delta of every row, inside rows()
         self.base_labels = Labels.of(model.config)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
@@ -103,7 +105,7 @@ class Tuned(nn.Module):
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trained parameters of the delta in use with their names in the model."""
-        if self.active is not None:
+        if self.active is not None or self.mixed:
             yield from ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
     def original(self, name: str) -> nn.Parameter:
@@ -139,8 +141,19 @@ class Tuned(nn.Module):
                 self._slot(frozen).requires_grad_(frozen in incoming.selected)
         self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
         for tap in self.taps.values():
-            tap.serve(incoming)
+            tap.serve([] if incoming is None else [Use(incoming)])
         return self
+
+    @contextlib.contextmanager
+    def rows(self, names: Sequence[str | None]) -> Iterator[Tuned]:
+        """Inside the context, row i of a batch uses the delta names[i], or none; all of them can be trained.
+
+        Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the loss of
+        class labels is then each row's own. Rows may be repeated one after the other (beams). Errors: an unknown name,
+        a delta that trains tensors that all rows share (`full`), a batch of another size.
+        """
+        with mixing.mixed(self, names):
+            yield self
 
     def advance(self, share: float) -> None:
         """Tell the delta in use which share of its training is done (0 to 1), before every step.

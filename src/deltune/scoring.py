@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from .attaching import tuned
 from .encoding import Encoded, collate
 from .metrics import METRICS, score
 
@@ -35,8 +36,12 @@ def logits(
     batch_size: int,
     precision: str = "fp32",
     advance: Callable[[int], None] | None = None,
+    deltas: Sequence[str | None] | None = None,
 ) -> torch.Tensor:
-    """(rows, labels) in float32, in the order of the rows; computed in batches of similar length."""
+    """(rows, labels) in float32, in the order of the rows; computed in batches of similar length.
+
+    deltas: the delta that each row uses; then labels beyond a row's own are -inf.
+    """
     device = next(model.parameters()).device
     order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]["input_ids"]))
     parts = []
@@ -46,14 +51,17 @@ def logits(
     try:
         with cast:
             for start in range(0, len(order), batch_size):
-                rows = [encoded[i] for i in order[start : start + batch_size]]
+                these = order[start : start + batch_size]
+                rows = [encoded[i] for i in these]
                 batch = {n: t.to(device) for n, t in collate(tokenizer, rows).items() if n != "labels"}
-                parts.append(model(**batch).logits.float().cpu())
+                with tuned(model).rows([deltas[i] for i in these]) if deltas else contextlib.nullcontext():
+                    parts.append(model(**batch).logits.float().cpu())
                 if advance is not None:
                     advance(len(rows))
     finally:
         model.train(training)
-    found = torch.cat(parts)
+    width = max(part.shape[-1] for part in parts)
+    found = torch.cat([functional.pad(p, (0, width - p.shape[-1]), value=-torch.inf) for p in parts])
     result = torch.empty_like(found)
     result[torch.tensor(order)] = found
     return result

@@ -5,15 +5,18 @@ Hooks are bound methods of taps, and taps are reached through the tuned object, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .anatomy import Anatomy
-from .edits import Delta, Edit, in_use
+from .edits import Edit
+from .errors import DeltuneError
 from .gates import Change
 from .trace import PORT, observing
+from .uses import Use, edits_of, single
 from .weights import Sparse
 
 
@@ -23,22 +26,21 @@ class Tap:
     def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
         module = model.get_submodule(path)
         self.path = path
-        self.reads: list[Edit] = []
-        self.writes_input: list[Edit] = []
-        self.writes_output: list[Edit] = []
+        self.reads: list[tuple[Edit, Use]] = []
+        self.writes_input: list[tuple[Edit, Use]] = []
+        self.writes_output: list[tuple[Edit, Use]] = []
         self.handles = [
             module.register_forward_pre_hook(self.before, with_kwargs=True),
             module.register_forward_hook(self.after, with_kwargs=True),
         ]
 
-    def serve(self, delta: Delta | None) -> None:
-        """Take over the edits that concern this module; those of the delta in use, none when none is."""
-        edits = in_use(delta)
-        sources = [(e, e.place.source) for e in edits]
-        self.reads = [e for e, port in sources if port is not None and port.path == self.path]
-        own = [e for e in edits if e.place.target.path == self.path]
-        self.writes_input = [e for e in own if e.place.target.side == "input"]
-        self.writes_output = [e for e in own if e.place.target.side == "output"]
+    def serve(self, uses: Sequence[Use]) -> None:
+        """Take over the edits in use that concern this module."""
+        edits = edits_of(uses)
+        self.reads = [(e, u) for e, u in edits if e.place.source is not None and e.place.source.path == self.path]
+        own = [(e, u) for e, u in edits if e.place.target.path == self.path]
+        self.writes_input = [(e, u) for e, u in own if e.place.target.side == "input"]
+        self.writes_output = [(e, u) for e, u in own if e.place.target.side == "output"]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
@@ -46,10 +48,10 @@ class Tap:
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        for edit in self.writes_input:
-            h = edit.apply_to(h, module) if not observing() else self.mark(edit, h)
-        for edit in self.reads:
-            edit.seen = h
+        for edit, use in self.writes_input:
+            h = self.applied(edit, use, h, module)
+        for edit, use in self.reads:
+            edit.seen = use.pick(h)
         if not self.writes_input:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
@@ -59,15 +61,24 @@ class Tap:
         if not self.writes_output:
             return None
         h = output if isinstance(output, torch.Tensor) else output[0]
-        for edit in self.writes_output:
-            h = edit.apply_to(h, module) if not observing() else self.mark(edit, h)
+        for edit, use in self.writes_output:
+            h = self.applied(edit, use, h, module)
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
+    def applied(self, edit: Edit, use: Use, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """h with the edit, in the rows that use it."""
+        if observing():
+            self.mark(edit)
+            return h
+        if use.rows is None:
+            return edit.apply_to(h, module)
+        with use.lending(module):
+            return use.put(h, edit.apply_to(use.pick(h), module))
+
     @staticmethod
-    def mark(edit: Edit, h: Any = None) -> Any:
+    def mark(edit: Edit) -> None:
         """While the model is only looked at: the edit fired, if what it reads had been seen."""
         edit.fired |= edit.place.source is None or edit.take() is not None
-        return h
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -78,19 +89,19 @@ class AttentionPort:
     """The edits in use inside one attention; the attention function finds them through the module."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
-        self.path, self.module, self.active = path, model.get_submodule(path), list[Edit]()
+        self.path, self.module = path, model.get_submodule(path)
+        self.active: list[tuple[Edit, Use]] = []
         self.module.__dict__[PORT] = self
 
-    def serve(self, delta: Delta | None) -> None:
-        self.active = [
-            e for e in in_use(delta) if e.place.target.path == self.path and e.place.target.side == "attention"
-        ]
+    def serve(self, uses: Sequence[Use]) -> None:
+        here = [(e, u) for e, u in edits_of(uses) if e.place.target.path == self.path]
+        self.active = [(e, u) for e, u in here if e.place.target.side == "attention"]
 
-    def edits(self) -> list[Edit]:
+    def edits(self) -> list[tuple[Edit, Use]]:
         return self.active
 
     def mark(self) -> None:
-        for edit in self.active:
+        for edit, _ in self.active:
             Tap.mark(edit)
 
     def remove(self) -> None:
@@ -103,7 +114,7 @@ class StatesTap:
     def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
         stack = next(s for s in anatomy.stacks if s.container == path)
         container = model.get_submodule(path)
-        self.active: list[Edit] = []
+        self.active: list[tuple[Edit, Use]] = []
         self.states: list[torch.Tensor] | None = None
         self.handles = [container.register_forward_pre_hook(self.open), container.register_forward_hook(self.close)]
         for layer in anatomy.layers:
@@ -111,8 +122,8 @@ class StatesTap:
                 module = model.get_submodule(layer.path)
                 self.handles.append(module.register_forward_pre_hook(self.collect, with_kwargs=True))
 
-    def serve(self, delta: Delta | None) -> None:
-        self.active = [e for e in in_use(delta) if e.place.target.side == "states"]
+    def serve(self, uses: Sequence[Use]) -> None:
+        self.active = [(e, u) for e, u in edits_of(uses) if e.place.target.side == "states"]
 
     def open(self, module: nn.Module, args: Any) -> None:
         self.states = [] if self.active else None
@@ -128,13 +139,14 @@ class StatesTap:
         if not states:
             return None
         if observing():
-            for edit in self.active:
+            for edit, _ in self.active:
                 Tap.mark(edit)
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
-        whole = torch.stack([*(h[:, -last.shape[1] :] for h in states), last])
-        for edit in self.active:
-            last = edit.change(last, edit.modification.form(edit.tensors(), whole, edit.training))
+        states = [*(h[:, -last.shape[1] :] for h in states), last]
+        for edit, use in self.active:
+            whole = torch.stack([use.pick(h) for h in states])
+            last = use.put(last, edit.change(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training)))
         return _replaced(output, before, last)
 
     def remove(self) -> None:
@@ -159,8 +171,9 @@ class WeightTap:
             self.handles.append(owner.register_forward_pre_hook(self.before))
             self.handles.append(owner.register_forward_hook(self.after, always_call=True))
 
-    def serve(self, delta: Delta | None) -> None:
-        self.sparse = None if delta is None else dict(delta.masked()).get(self.name)
+    def serve(self, uses: Sequence[Use]) -> None:
+        """Rows that differ are served by a RowTap."""
+        self.sparse = dict(uses[0].delta.masked()).get(self.name) if uses and single(uses) else None
 
     def before(self, module: nn.Module, args: Any) -> None:
         if self.sparse is not None and not observing():
@@ -177,6 +190,42 @@ class WeightTap:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+class RowTap:
+    """A module of which deltas have tensors of their own, while each row of a batch uses its own delta: it runs again
+    with each, on its rows."""
+
+    def __init__(self, module: nn.Module, uses: Sequence[Use]) -> None:
+        self.uses = [use for use in uses if module in use.own]
+        self.rest = len({row for use in self.uses for row in use.rows or ()}) < uses[0].of
+        # first of all, so that what edits add is added to this
+        self.handle = module.register_forward_hook(self.after, with_kwargs=True, prepend=True)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if observing():
+            return None
+        parts = []
+        for use in self.uses:
+            with use.lending(module):
+                mine = [use.pick(a) if isinstance(a, torch.Tensor) else a for a in args]
+                named = {k: use.pick(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+                parts.append((use, module.forward(*mine, **named)))
+        if not isinstance(output, torch.Tensor):
+            raise DeltuneError(f"a {type(module).__name__} gives no plain tensor, so its rows cannot differ")
+        widths = [part.shape[-1] for _, part in parts] + ([output.shape[-1]] if self.rest else [])
+        whole = _widened(output[..., : max(widths)], max(widths))
+        for use, part in parts:
+            whole = use.put(whole, _widened(part, max(widths)))
+        return whole
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+
+def _widened(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Logits up to a number of labels; those that a head does not have are -inf."""
+    return nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
 
 
 def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:

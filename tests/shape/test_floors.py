@@ -14,14 +14,28 @@ SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 FLOORS = (
     ("errors", "expressions"),
     ("anatomy", "graph", "trace", "sublayers", "observe"),
-    ("sparse", "forms", "heads", "compositions", "attention"),
+    ("sparse", "forms", "heads", "compositions"),
     ("algebra", "selections", "recipes", "catalogue", "sites", "planning", "counting", "budget"),
-    ("weights", "gates", "edits", "taps", "positions", "prompting", "merging", "store", "handle", "attaching"),
+    (
+        "weights",
+        "gates",
+        "edits",
+        "uses",
+        "attention",
+        "taps",
+        "positions",
+        "prompting",
+        "merging",
+        "mixing",
+        "store",
+        "handle",
+        "attaching",
+    ),
     ("models", "files", "data", "metrics"),
     ("specs", "runs", "checkpoints", "encoding", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "train"),
     ("show", "quickstart", "cli", "__main__"),
-)
+)  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""
 
 FREE = {"__init__"}

@@ -1,0 +1,232 @@
+"""Mixed batches: a row with a delta of its own gives what it gives alone, whatever stands in the other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import deltune
+
+from .families import FAMILIES, Family
+from .methods import METHODS, Row, cells
+from .specimens import batch, build, specimen, stir
+
+WHOLE = ("full", "apet(full")
+"""Methods that train what all rows share."""
+
+SOME = ("bert", "albert", "gpt2", "llama", "gemma2", "bart", "t5")
+"""Families that between them have every kind of position, norm, attention and stack."""
+
+
+def model_of(family: Family) -> PreTrainedModel:
+    """In float64, but for Gemma 2: its own softmax is in float32, where float64's mask value is -inf, and what sees
+    nothing but padding becomes NaN, with or without deltune."""
+    return specimen(family.name, dtype=torch.float32 if family.name == "gemma2" else torch.float64)
+
+
+def tolerance(family: Family) -> float:
+    return 1e-10 if family.exact else 1e-4
+
+
+def answer(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+    """Logits, or the last states."""
+    options = {"use_cache": False} if model.config.is_encoder_decoder or hasattr(model.config, "use_cache") else {}
+    found: torch.Tensor = model(**inputs, **options)[0]
+    return found
+
+
+def of_rows(inputs: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    return {name: value[list(rows)] for name, value in inputs.items()}
+
+
+def squared(found: torch.Tensor) -> torch.Tensor:
+    return found[found.isfinite()].square().sum()
+
+
+def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inputs: dict[str, Any]) -> None:
+    """Outputs and gradients of the mixed batch are those of its rows alone."""
+    model = tuned.model
+    alone, wanted = [], {}
+    for row, name in enumerate(names):
+        found = answer(tuned.use(name).model, of_rows(inputs, [row]))
+        alone.append(found.detach())
+        if name is not None and found.requires_grad:
+            squared(found).backward()
+            for key, parameter in tuned.delta().named_parameters():
+                wanted[name, key] = None if parameter.grad is None else parameter.grad.clone()
+            for key in tuned.delta().owned:
+                grad = tuned.value(tuned.delta(), key).grad
+                wanted[name, f"held.{key}"] = None if grad is None else grad.clone()
+    model.zero_grad()
+    with tuned.use(None).rows(names):
+        mixed = answer(model, inputs)
+        for row, expected in enumerate(alone):
+            width = expected.shape[-1]
+            assert torch.isinf(mixed[row, ..., width:]).all()
+            size = expected.abs().max()
+            assert (mixed[row : row + 1, ..., :width] - expected).abs().max() < tolerance(family) * size, names[row]
+        if mixed.requires_grad:
+            squared(mixed).backward()
+        scale = max((grad.abs().max().item() for grad in wanted.values() if grad is not None), default=0.0)
+        for (name, key), grad in wanted.items():
+            delta = tuned.delta(name)
+            held = key.startswith("held.")
+            found = (tuned.value(delta, key[5:]) if held else delta.get_parameter(key)).grad
+            assert (found is None) == (grad is None), (name, key)
+            if grad is not None:
+                assert (found - grad).abs().max() <= tolerance(family) * scale, (name, key)
+    assert tuned.active is None and tuned.mixed == ()
+    model.zero_grad()
+
+
+@cells(families=lambda f: f.name in SOME)
+def test_every_method_by_row(family: Family, row: Row) -> None:
+    model = model_of(family)
+    tuned = stir(deltune.attach(model, row.text, name="one"))
+    stir(deltune.attach(model, "layernorm + adapter(rank=3)", name="two"))
+    try:
+        if row.text.startswith(WHOLE):
+            with pytest.raises(deltune.DeltuneError, match="which all rows of a batch share"), tuned.rows(["one"]):
+                pass
+            assert tuned.active == "two"
+        else:
+            check(family, tuned, ["two", "one", None, "one"], batch(model, rows=4))
+    finally:
+        tuned.detach()
+
+
+MANY = (
+    "prefix(length=3) + layernorm", "prefix(length=5)", "adapter(style='pfeiffer', rank=2) + layernorm",
+    "prompt(length=3)", "prompt(length=5) + prefix(length=1)", "lora(rank=2)", "head",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES.values() if f.interface])
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_all_at_once(name: str, left: bool) -> None:
+    """Prompts and prefixes of different lengths, norms, adapters and nothing, in one batch with padding."""
+    family = FAMILIES[name]
+    model = model_of(family)
+    names: list[str | None] = [None]
+    for number, text in enumerate(MANY):
+        tuned = stir(deltune.attach(model, text, name=f"d{number}"))
+        names.append(f"d{number}")
+    try:
+        names += ["d3", "d0"]
+        inputs = batch(model, rows=len(names), pad=0)
+        for row in (2, 4, 5):
+            columns = slice(0, row - 1) if left and family.kind == "decoder" else slice(-row + 1, None)
+            inputs["input_ids"][row, columns] = model.config.pad_token_id
+            inputs["attention_mask"][row, columns] = 0
+        if left and family.kind == "decoder":
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        (check_text if family.kind == "decoder" else check)(family, tuned, names, inputs)
+    finally:
+        tuned.detach()
+
+
+def check_text(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inputs: dict[str, Any]) -> None:
+    """Outputs where there is text: what a causal model gives for padding is nobody's business."""
+    shown = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        alone = [answer(tuned.use(n).model, of_rows(inputs, [row])) for row, n in enumerate(names)]
+        with tuned.rows(names):
+            mixed = answer(tuned.model, inputs)
+    for row, expected in enumerate(alone):
+        gap = (mixed[row] - expected[0])[shown[row]].abs().max()
+        assert gap < tolerance(family) * expected.abs().max(), names[row]
+
+
+def test_heads_of_different_sizes_and_their_losses(tmp_path: Any) -> None:
+    """Logits are padded with -inf to the widest head, and the loss is the mean of the rows' own losses."""
+    deltas = {}
+    for labels, name in ((2, "two"), (4, "four"), (3, "three")):
+        torch.manual_seed(labels)
+        model = build(FAMILIES["bert"], "sequence", num_labels=labels)
+        shared = build(FAMILIES["bert"], "base")
+        model.bert.load_state_dict(shared.state_dict())
+        tuned = stir(deltune.attach(model, "lora(rank=2) + layernorm"), seed=labels)
+        deltas[name] = tuned.save(tmp_path / name)
+    model = build(FAMILIES["bert"], "sequence", num_labels=2)
+    model.bert.load_state_dict(build(FAMILIES["bert"], "base").state_dict())
+    for name, folder in deltas.items():
+        tuned = deltune.load(model, folder, name=name)
+    names = ["four", "two", None, "three", "four"]
+    inputs = batch(model, rows=5)
+    check(FAMILIES["bert"], tuned, names, inputs)
+    labels = torch.tensor([3, 1, 0, 2, 0])
+    losses = [tuned.use(n).model(**of_rows(inputs, [i]), labels=labels[i : i + 1]).loss for i, n in enumerate(names)]
+    before = tuned.use(None).model.config.num_labels
+    with tuned.rows(names):
+        output = model(**inputs, labels=labels)
+        assert output.logits.shape == (5, 4)
+        assert torch.isclose(output.loss, torch.stack(losses).mean(), rtol=1e-12)
+        output.loss.backward()
+    with tuned.rows(["two", "three", "two", "two", "three"]):
+        assert model(**inputs).logits.shape == (5, 3)
+    assert (model.config.num_labels, model.num_labels, tuned.active) == (before, before, None)
+    for _, parameter in tuned.delta("four").named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all()
+
+
+def test_labels_of_different_kinds_have_no_common_loss() -> None:
+    model = build(FAMILIES["bert"], "sequence", num_labels=1)
+    tuned = deltune.attach(model, "layernorm", name="number")
+    tuned.delta().labels = deltune.handle.Labels(((0, "x"),), "regression")
+    tuned.base_labels = deltune.handle.Labels(((0, "a"), (1, "b")))
+    inputs = batch(model)
+    with tuned.rows([None, "number"]):
+        model(**inputs)
+        with pytest.raises(deltune.DeltuneError, match="different kinds of labels"):
+            model(**inputs, labels=torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "gemma2", "bart", "t5"])
+@pytest.mark.parametrize("ways", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["cached", "beams", "no cache"])
+def test_generation(name: str, ways: dict[str, Any]) -> None:
+    """Beams repeat rows; the cache of each row holds its own prompt."""
+    family = FAMILIES[name]
+    model = model_of(family)
+    texts = ("prefix(length=3) + layernorm", "prompt(length=3)", "prompt(length=5)", "lora(rank=2) + adapter(rank=2)")
+    for number, text in enumerate(texts):
+        tuned = stir(deltune.attach(model, text, name=f"d{number}"), size=0.5)
+    try:
+        names = ["d1", "d0", None, "d2", "d3"]
+        inputs = {k: v for k, v in batch(model, rows=5, pad=0).items() if k != "decoder_input_ids"}
+        if family.kind == "decoder":
+            inputs["attention_mask"][1, :2] = 0
+            inputs["input_ids"][1, :2] = model.config.pad_token_id
+        options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1, **ways}
+        with torch.no_grad():
+            alone = [tuned.use(n).model.generate(**of_rows(inputs, [i]), **options)[0] for i, n in enumerate(names)]
+            with tuned.rows(names):
+                mixed = model.generate(**inputs, **options)
+        assert torch.equal(mixed, torch.stack(alone))
+        assert len({tuple(row[-6:].tolist()) for row in alone}) > 2  # the deltas do say different things
+    finally:
+        tuned.detach()
+
+
+def test_what_is_no_batch() -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = deltune.attach(model, "layernorm", name="one")
+    for names, told in (([], "it got none"), (["two"], "'two'"), (["one", "tow", "three"], "2 problems")):
+        with pytest.raises(deltune.DeltuneError, match=told), tuned.rows(names):
+            pass
+    with tuned.rows(["one", None]), pytest.raises(deltune.DeltuneError, match=r"one name .* for each row"):
+        model(**batch(model, rows=3))
+    assert tuned.active == "one"
+    with pytest.raises(ZeroDivisionError), tuned.rows(["one", None]):
+        raise ZeroDivisionError
+    left = {
+        type(getattr(hook, "__self__", None)).__name__ for m in model.modules() for hook in m._forward_hooks.values()
+    }
+    assert tuned.active == "one" and "RowTap" not in left
+
+
+def test_every_method_is_tried() -> None:
+    assert {name.partition("(")[0] for text in METHODS for name in [text]} >= set(deltune.methods()) - {"apet"}
