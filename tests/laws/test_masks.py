@@ -37,6 +37,24 @@ def test_a_product_keeps_exactly_n_live_scalars(rank: int, wide: int, high: int,
 
 
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("rank", "wide", "high"), [(4, 6, 5), (1, 3, 3), (8, 32, 16)])
+def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern: str, along: str, seed: int) -> None:
+    """As far as exactness allows: one more rank takes two scalars, so one of the others is given up for it."""
+    unit = pair("w", rank, wide, high)
+    before: set[tuple[str, int]] = set()
+    for count in range(2, unit.size + 1):
+        kept = {(leaf, i) for leaf, index in draw(unit, count, pattern, along, seed).items() for i in index.tolist()}
+        by_rank = pattern == "adjacent" and along == "rows"
+        opens = count % (wide + high) in (1, 2) if by_rank else count <= 2 * rank
+        if opens:
+            assert len(before - kept) <= (1 if pattern == "discrete" or by_rank else len(before))
+        else:
+            assert before <= kept, count
+        before = kept
+
+
+@pytest.mark.parametrize(("pattern", "along"), PATTERNS)
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])
 def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> None:
     """Exactly N entries; discrete draws are nested in N; adjacent ones are one run of rows or columns."""
