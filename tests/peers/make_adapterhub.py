@@ -108,6 +108,7 @@ def main() -> None:
         config._attn_implementation = "eager"  # under sdpa, GPT-2's boolean mask hides AdapterHub's prefix
         model = model_class(config).eval()
         stir(model)
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.save_pretrained(HERE / family / "base", safe_serialization=True)
         (HERE / family / "base" / "generation_config.json").unlink(missing_ok=True)
         adapters.init(model)
@@ -129,6 +130,7 @@ def main() -> None:
             with torch.no_grad():
                 found[name] = model.double()(**given).logits
             model.delete_adapter(name)
+            model.load_state_dict(own, strict=False)  # the head may have been moved
         save_file(found, HERE / family / "logits.safetensors")
     versions = {"adapters": adapters.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     (HERE / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
