@@ -78,10 +78,11 @@ class Content:
 class Left:
     """Tensors that were not taken yet, by their names in this model. What is left at the end is an error."""
 
-    def __init__(self, anatomy: Anatomy, found: Tensors) -> None:
-        here = _local(anatomy, found)
-        self.names = {here(name): name for name in found}
-        self.tensors = {here(name): tensor for name, tensor in found.items()}
+    def __init__(self, anatomy: Anatomy, found: Tensors, stem: str = "") -> None:
+        """stem: what every name in the file begins with, beside the model's own."""
+        here = _local(anatomy, [name.removeprefix(stem) for name in found])
+        self.names = {here(name.removeprefix(stem)): name for name in found}
+        self.tensors = {here(name.removeprefix(stem)): tensor for name, tensor in found.items()}
 
     def take(self, name: str) -> torch.Tensor | None:
         self.names.pop(name, None)
@@ -97,7 +98,7 @@ class Left:
         if shown:
             more = [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
             raise all_problems(
-                f"{where} holds tensors that this model has no place for",
+                f"{where} holds tensors that this model has no place for (a head's need a model loaded with that head)",
                 [*(f"extra tensor {name}" for name in shown[:10]), *more],
             )
 

@@ -68,7 +68,7 @@ def read(anatomy: Anatomy, folder: Folder, windowed: bool = False) -> Translatio
         wrong += _of_decoders(anatomy, kind, windowed)
     if wrong:
         raise all_problems(str(folder.where), wrong)
-    left = Left(anatomy, {name.removeprefix(PREFIX): tensor for name, tensor in folder.tensors.items()})
+    left = Left(anatomy, folder.tensors, PREFIX)
     try:
         method, numbers = _READERS[kind](anatomy, options, left)
     except DeltuneError as error:

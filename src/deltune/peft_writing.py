@@ -119,7 +119,7 @@ def _low_rank(content: Content) -> Written:
             problems[f"{sites} is a part of the fused {path.rpartition('.')[2]}, PEFT changes whole modules"] = None
         elif any(not torch.equal(p["down"], down) for p in parts[1:]) or len(set(scales)) > 1:
             problems[
-                f"the parts of the fused {path.rpartition('.')[2]} have matrices of their own, PEFT's share one"
+                f"the parts of the fused {path.rpartition('.')[2]} have matrices of their own, in PEFT they share one"
             ] = None
         else:
             scale = scales[0]
