@@ -12,7 +12,7 @@ models). A(u) = s (f(u W_down + b) W_up + b'). What its options come down to:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,9 +91,13 @@ def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Lef
         if parallel and postnorm:
             x = "input"  # the same there
         form = Bottleneck(
-            found["down"].shape[0], ACTIVATIONS[str(config["non_linearity"]).lower()], True,
-            bool(config.get("ln_before")), init="lora" if config.get("init_weights") == "mam_adapter" else "bert",
-        )  # fmt: skip
+            found["down"].shape[0],
+            ACTIVATIONS[str(config["non_linearity"]).lower()],
+            True,
+            bool(config.get("ln_before")),
+        )
+        if config.get("init_weights") == "mam_adapter":
+            form = replace(form, init="lora")
         modification = Modification(site, form, insertion, _compose(config.get("scaling", 1.0)), x=x)  # type: ignore[arg-type]
         stem = f"{layer.stack}.{layer.index}"
         wanted = {"block": f"{stem}.block", "ffn": f"{stem}.ffn"}.get(site, f"{stem}.{kind}.attention")

@@ -64,7 +64,8 @@ def read(anatomy: Anatomy, folder: Folder) -> Translation:
         found = [_READERS[_architecture(config)](anatomy, config, name, left) for config in configs]
         method = _method(anatomy, found)
     except DeltuneError as error:
-        raise DeltuneError(f"{folder.where}: {error}") from None
+        left.check(folder.where, error)
+        raise
     left.check(folder.where)
     numbers = numbered(anatomy, method, [piece for one in found for piece in one.pieces])
     return Translation(method, numbers, _head(anatomy, folder), _labels(folder))

@@ -92,15 +92,15 @@ class Left:
         """Those of the wanted names that there are."""
         return {name: found for name in wanted if (found := self.take(name)) is not None}
 
-    def check(self, where: Path) -> None:
-        """Error: tensors that nothing here asked for."""
+    def check(self, where: Path, before: DeltuneError | None = None) -> None:
+        """Error: tensors that nothing here asked for, after what went wrong before."""
         shown = sorted(self.names.values())
-        if shown:
-            more = [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
-            raise all_problems(
-                f"{where} holds tensors that this model has no place for (a head's need a model loaded with that head)",
-                [*(f"extra tensor {name}" for name in shown[:10]), *more],
-            )
+        problems = [] if before is None else [str(before)]
+        problems += [f"extra tensor {name}" for name in shown[:10]]
+        problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
+        if problems:
+            hint = " (a head's tensors need a model loaded with that head)" if shown else ""
+            raise all_problems(f"{where} does not fit this model{hint}", problems)
 
 
 def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:

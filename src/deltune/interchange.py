@@ -46,9 +46,7 @@ def open_folder(folder: str | Path) -> Folder:
     if "peft_type" in options:
         return Folder(where, options, read_tensors(where, peft_files.WEIGHTS))
     if "config" not in options or "model_type" not in options:
-        raise DeltuneError(
-            f"{where / CONFIG} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)"
-        )
+        raise DeltuneError(f"{where / CONFIG} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
     tensors = read_tensors(where, adapterhub_files.WEIGHTS)
     head = where / adapterhub_files.HEAD_CONFIG
     if not head.is_file():

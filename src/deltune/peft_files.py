@@ -69,12 +69,12 @@ def read(anatomy: Anatomy, folder: Folder, windowed: bool = False) -> Translatio
     if wrong:
         raise all_problems(str(folder.where), wrong)
     left = Left(anatomy, folder.tensors, PREFIX)
+    head = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     try:
         method, numbers = _READERS[kind](anatomy, options, left)
     except DeltuneError as error:
-        left.check(folder.where)
-        raise DeltuneError(f"{folder.where}: {error}") from None
-    head = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
+        left.check(folder.where, error)
+        raise
     left.check(folder.where)
     return Translation(method, numbers, head)
 

@@ -2,7 +2,8 @@
 
 It runs in an environment of its own, since AdapterHub's library pins another transformers:
 
-    python3 -m venv /tmp/adapterhub && /tmp/adapterhub/bin/pip install torch==2.13.0 adapters==1.3.0 transformers==4.57.6
+    python3 -m venv /tmp/adapterhub
+    /tmp/adapterhub/bin/pip install torch==2.13.0 adapters==1.3.0 transformers==4.57.6
     OMP_NUM_THREADS=1 /tmp/adapterhub/bin/python tests/peers/make_adapterhub.py
 
 For each family: base/ (config and float32 weights), a folder for each adapter, and logits.safetensors with the inputs

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from laws.families import FAMILIES
-from laws.specimens import batch, build, stir
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import deltune
+from laws.families import FAMILIES
+from laws.specimens import batch, build, stir
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
 
@@ -57,7 +57,8 @@ ROWS = (
     Row("bert", "tokens", lora("TOKEN_CLS", r=2, lora_alpha=2, layers_to_transform=[1]), "lora(rank=2, layers=(1,))"),
     Row("distilbert", "sequence", lora("SEQ_CLS", r=2, lora_alpha=2, target_modules=["q_lin", "lin2"]),
         "lora(rank=2, at=('query', 'ffn_down'))"),
-    Row("gpt2", "causal", lora("CAUSAL_LM", r=2, lora_alpha=6), "lora(rank=2, scale=3.0, at=('query', 'key', 'value'))"),
+    Row("gpt2", "causal", lora("CAUSAL_LM", r=2, lora_alpha=6),
+        "lora(rank=2, scale=3.0, at=('query', 'key', 'value'))"),
     Row("gpt2", "sequence", lora("SEQ_CLS", r=2, target_modules=["mlp.c_fc", "mlp.c_proj"], lora_alpha=2),
         "lora(rank=2, at=('ffn_up', 'ffn_down'))"),
     Row("llama", "causal", lora("CAUSAL_LM", r=2, lora_alpha=2), "lora(rank=2)"),
@@ -65,7 +66,8 @@ ROWS = (
         "lora(rank=2, scale=1.414213562373095, at=('query', 'key', 'value', 'output', 'ffn_up', 'ffn_down'))"),
     Row("bart", "seq2seq", lora("SEQ_2_SEQ_LM", r=2, lora_alpha=2), "lora(rank=2)"),
     Row("t5", "seq2seq", lora("SEQ_2_SEQ_LM", r=2, lora_alpha=2), "lora(rank=2)"),
-    Row("llama", "causal", lora("CAUSAL_LM", r=2, lora_alpha=2, rank_pattern={"v_proj": 4}, alpha_pattern={"v_proj": 8}),
+    Row("llama", "causal",
+        lora("CAUSAL_LM", r=2, lora_alpha=2, rank_pattern={"v_proj": 4}, alpha_pattern={"v_proj": 8}),
         "lora(rank=2, at='query') + lora(rank=4, scale=2.0, at='value')"),
     Row("bert", "sequence", lambda: peft.IA3Config(
         task_type="SEQ_CLS", target_modules=["key", "value", r"intermediate.dense", "layer.0.output.dense",
@@ -327,6 +329,6 @@ def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("…")
     with pytest.raises(deltune.DeltuneError, match="not an empty folder"):
         deltune.export(model, tmp_path)
-    with pytest.raises(deltune.DeltuneError, match="unknown format 'pfet'. Did you mean 'peft'"):
+    with pytest.raises(deltune.DeltuneError, match=r"unknown format 'pfet'\. Did you mean 'peft'"):
         deltune.export(model, tmp_path / "new", format="pfet")
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
