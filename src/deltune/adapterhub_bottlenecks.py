@@ -120,6 +120,8 @@ def _owners(
     module around the whole sub-layer.
     """
     asked = {"self": "mh_adapter", "cross": "cross_adapter", "ffn": "output_adapter"}
+    if anatomy.shared and config.get("mh_adapter"):
+        raise DeltuneError("option mh_adapter=True: where layers share modules, it swaps output and residual there")
     left_out = set(config.get("leave_out") or ())
     for number, layer in enumerate(anatomy.layers):
         parts: list[tuple[str, Any]] = [(a.kind, a) for a in layer.attentions] + [("ffn", f) for f in layer.ffns[:1]]
@@ -137,9 +139,10 @@ def _owners(
 def _owner(output: str, layer: Layer, kind: str, name: str, left: Left) -> str:
     words = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
     around = output.rpartition(".")[0]
-    candidates = [f"{around}.adapters.{name}"]
+    candidates = []
     while around.startswith(layer.path):
-        candidates += [f"{around}.{word}.adapters.{name}" for word in words.get(kind, ("output_adapters",))]
+        own = ("", *(f".{word}" for word in words.get(kind, ("output_adapters",))))
+        candidates += [f"{around}{word}.adapters.{name}" for word in own]
         around = around.rpartition(".")[0]
     return next((c for c in candidates if f"{c}.adapter_up.weight" in left.tensors), candidates[0])
 

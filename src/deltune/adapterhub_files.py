@@ -21,6 +21,7 @@ from .foreign import Folder, Left, Piece, Translation, express, numbered, sites_
 from .forms import LowRank
 from .heads import Prefix
 from .recipes import lora, prefix
+from .sites import places
 
 WEIGHTS = ("adapter.safetensors", "pytorch_adapter.bin")
 HEAD_CONFIG = "head_config.json"
@@ -38,9 +39,9 @@ READ = {
 _NEUTRAL = {"composition_mode": ("add",)}
 
 
-def read(anatomy: Anatomy, folder: Folder) -> Translation:
+def read(anatomy: Anatomy, folder: Folder, relative: bool = False) -> Translation:
     """What an AdapterHub folder says on this model. Errors: an architecture or options without a translation, all of
-    them; tensors that are missing or extra; a flexible head."""
+    them; tensors that are missing or extra; a flexible head. relative: the model adds a bias by relative position."""
     options = folder.options
     if options.get("model_type") != anatomy.family:
         family = options.get("model_type")
@@ -50,6 +51,8 @@ def read(anatomy: Anatomy, folder: Folder) -> Translation:
         raise DeltuneError(f"{folder.where}: its options lie on AdapterHub's site ({whole!r}); save the adapter anew")
     configs = whole["configs"] if whole.get("architecture") == "union" else [whole]
     wrong = [problem for config in configs for problem in _problems(config)]
+    if relative and any(_architecture(config) == "prefix_tuning" for config in configs):
+        wrong.append("its prefix takes part in the relative positions of this model, ours has bias 0")
     if "version" not in options:
         wrong.append("it was written before names of activations had their present meaning; save it anew")
     if (folder.where / INTERFACE).is_file():
@@ -108,7 +111,7 @@ def _prefixes(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
     left_out = set(config.get("leave_out") or ())
     pools: dict[str, list[Any]] = {}
     modification = Modification("heads", Prefix(int(config["prefix_length"])), compose=Gate())
-    at = {place.name: place for place in sites_of(anatomy, modification)}
+    at = {place.name: place for place in places(anatomy, modification)}
     for number, layer in enumerate(anatomy.layers):
         for a in layer.attentions:
             inside = len(anatomy.stacks) > 1 and layer.stack == "encoder"

@@ -80,6 +80,7 @@ class Left:
 
     def __init__(self, anatomy: Anatomy, found: Tensors, stem: str = "") -> None:
         """stem: what every name in the file begins with, beside the model's own."""
+        self.anatomy = anatomy
         here = _local(anatomy, [name.removeprefix(stem) for name in found])
         self.names = {here(name.removeprefix(stem)): name for name in found}
         self.tensors = {here(name.removeprefix(stem)): tensor for name, tensor in found.items()}
@@ -98,9 +99,12 @@ class Left:
         problems = [] if before is None else [str(before)]
         problems += [f"extra tensor {name}" for name in shown[:10]]
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
+        if shown and self.anatomy.hidden:
+            problems.append(f"not visible in this model: {'; '.join(self.anatomy.hidden[:3])}")
+        if shown and not self.anatomy.head:
+            problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
-            hint = " (a head's tensors need a model loaded with that head)" if shown else ""
-            raise all_problems(f"{where} does not fit this model{hint}", problems)
+            raise all_problems(f"{where} does not fit this model", problems)
 
 
 def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:

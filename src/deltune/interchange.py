@@ -59,7 +59,8 @@ def translated(handle: Tuned, folder: str | Path) -> Translation:
     found = open_folder(folder)
     if "peft_type" in found.options:
         return peft_files.read(handle.anatomy, found, _windowed(handle.model))
-    return adapterhub_files.read(handle.anatomy, found)
+    relative = hasattr(handle.model.config, "relative_attention_num_buckets")
+    return adapterhub_files.read(handle.anatomy, found, relative)
 
 
 def kind_of(folder: str | Path) -> tuple[str, int | None]:

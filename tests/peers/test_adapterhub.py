@@ -119,7 +119,7 @@ def test_a_head_comes_along() -> None:
     assert model.config.num_labels == 3 and close(logits(model, "bert"), recorded("bert")["seq_bn"])
     assert tuned.delta().head_mode == "train"
     assert deltune.load(base("bert"), HERE / "bert" / "par_bn").delta().head_mode == "freeze"
-    with pytest.raises(deltune.DeltuneError, match=r"extra tensor classifier.bias"):
+    with pytest.raises(deltune.DeltuneError, match=r"extra tensor classifier.bias(?s:.*)has no head"):
         deltune.load(transformers.BertModel.from_pretrained(HERE / "bert" / "base"), HERE / "bert" / "seq_bn")
     inside = transformers.BertModel.from_pretrained(HERE / "bert" / "base")
     assert repr(deltune.load(inside, HERE / "bert" / "par_bn").method) == _PARALLEL
