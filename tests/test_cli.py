@@ -256,6 +256,13 @@ def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None
     before, after = (load_file(folder / "delta.safetensors") for folder in (run / "delta", tmp_path / "ours"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
+    folder = Path(__file__).parent / "peers" / "adapterhub" / "bert"
+    told = deltune("import", folder / "seq_bn", "--model", folder / "base", "--output", tmp_path / "hub")
+    assert told.code == 0 and told.out.startswith("adapter(style='pfeiffer', rank=2, bias=True)"), told.err
+    facts = json.loads((tmp_path / "hub" / "delta.json").read_text())
+    assert facts["head"]["tensors"] == ["classifier.weight", "classifier.bias"]
+    assert len(facts["labels"]["id2label"]) == 3
+
     told = deltune("export", run, "--to", tmp_path / "other", "--format", "gguf")
     assert told.code == 2 and "unknown format" in told.err
     told = deltune("import", run, "--model", root / "model", "--output", tmp_path / "other")

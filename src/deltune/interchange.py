@@ -66,13 +66,9 @@ def translated(handle: Tuned, folder: str | Path) -> Translation:
 def kind_of(folder: str | Path) -> tuple[str, int | None]:
     """What a folder wants its model loaded as, and how many labels its head has."""
     found = open_folder(folder)
-    task = found.options.get("task_type")
-    name = str(found.head_options.get("model_class") or found.options.get("model_class"))
-    tables = {word: getattr(modeling_auto, table).values() for table, word in TASKS.items()}
-    task = task or next((word for word, names in tables.items() if any(name in n for n in names)), None)
+    task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
     kind = KINDS.get(str(task), "base")
-    wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".bias") and _of_head(n)]
-    wide += [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
+    wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
     return kind, wide[0].shape[0] if kind == "classification" and wide else None
 
 
@@ -108,7 +104,8 @@ def write(handle: Tuned, folder: str | Path, format: str = "peft", name: str | N
     options, tensors = peft_writing.write(content(handle, name))
     model = handle.model
     options |= {
-        "task_type": _task(model), "base_model_name_or_path": model.config.name_or_path, "inference_mode": True,
+        "task_type": _task(type(model).__name__), "base_model_name_or_path": model.config.name_or_path,
+        "inference_mode": True,
     }  # fmt: skip
     with new_folder(folder) as fresh:
         whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
@@ -143,11 +140,11 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         ) from error
 
 
-def _task(model: PreTrainedModel) -> str | None:
-    """PEFT's word for what a model's class is for."""
+def _task(name: str) -> str | None:
+    """PEFT's word for what a class of transformers is for."""
     for table, word in TASKS.items():
         names: Any = getattr(modeling_auto, table).values()
-        if any(type(model).__name__ in ((n,) if isinstance(n, str) else n) for n in names):
+        if any(name in ((n,) if isinstance(n, str) else n) for n in names):
             return word
     return None
 
