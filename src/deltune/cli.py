@@ -107,6 +107,8 @@ def train(
     file: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="A spec; options override it.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, folder or minilm.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder with train, validation, test files, or a hub id.")] = None,
+    task: Annotated[str | None, typer.Option(help="A known task (with --data-root), or with --data its kind.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with the folders of known tasks.")] = None,
     method: Annotated[str | None, typer.Option(help='Such as "prefix(length=16) + layernorm".')] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
     head: Annotated[str | None, typer.Option(help="train (default) or freeze the task head.")] = None,
@@ -123,6 +125,11 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Rows a batch [32].")] = None,
     gradient_accumulation: Annotated[int | None, typer.Option(help="Batches a step [1].")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens a row; longer texts are cut [128].")] = None,
+    target_length: Annotated[int | None, typer.Option(help="Tokens of an answer, at most [64].")] = None,
+    beams: Annotated[int | None, typer.Option(help="Of generation [1].")] = None,
+    template: Annotated[
+        str | None, typer.Option(help='What is said to a model that answers in words: "{source}".')
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of initial values, order and dropout [0].")] = None,
     patience: Annotated[
         int | None, typer.Option(help="Stop after that many epochs without a better one [never].")
@@ -133,8 +140,9 @@ def train(
     clip: Annotated[float | None, typer.Option(help="Greatest norm of the gradient; 0: no limit [1].")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32 (default) or bf16.")] = None,
     metric: Annotated[
-        str | None, typer.Option(help="Chooses the best epoch: accuracy (default), loss, f1, f1_macro, matthews.")
+        str | None, typer.Option(help="Chooses the best epoch: loss or a metric [the task's first].")
     ] = None,
+    metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
     report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
     quiet: Quiet = False,
@@ -142,7 +150,9 @@ def train(
 ) -> None:
     """Tune a method on labelled text and keep the best delta; run again after a kill, it goes on where it was."""
     given = {
-        "model": model, "data": data, "method": method, "head": head, "columns": columns, "labels": labels,
+        "model": model, "data": data, "task": task, "data_root": None if data_root is None else str(data_root),
+        "target_length": target_length, "beams": beams, "template": template, "metrics": metrics, "method": method,
+        "head": head, "columns": columns, "labels": labels,
         "max_train_rows": max_train_rows, "epochs": epochs, "lr": lr, "batch_size": batch_size,
         "gradient_accumulation": gradient_accumulation, "max_length": max_length, "seed": seed, "patience": patience,
         "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,

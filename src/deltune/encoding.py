@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,10 @@ class Encoded(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
-        return [len(row["input_ids"]) for row in self.rows]
+        """Tokens of every row; of its longest choice, where it has choices."""
+        return [len(i) if isinstance(i[0], int) else max(map(len, i)) for i in (row["input_ids"] for row in self.rows)]
 
 
 def encode(
@@ -66,14 +68,36 @@ def encode(
     return Encoded(rows, truncated)
 
 
+FACTS = ("prompt", "text", "tokens")
+"""What rows know besides and no model reads."""
+IGNORED = -100
+"""A label that the loss passes over."""
+
+
 def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """One batch, padded to its longest row."""
-    inputs = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
-    width = max(len(row["input_ids"]) for row in rows)
+    """One batch, padded to its longest row; (B, choices, n) where rows have choices."""
+    inputs = [{name: value for name, value in row.items() if name not in ("labels", *FACTS)} for row in rows]
+    choices = 0 if isinstance(inputs[0]["input_ids"][0], int) else len(inputs[0]["input_ids"])
+    if choices:
+        inputs = [{name: values[i] for name, values in row.items()} for row in inputs for i in range(choices)]
+    width = max(len(row["input_ids"]) for row in inputs)
     batch = dict(tokenizer.pad(inputs, padding="max_length", max_length=width, return_tensors="pt", verbose=False))
+    if choices:
+        batch = {name: tensor.unflatten(0, (-1, choices)) for name, tensor in batch.items()}
     if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        batch["labels"] = _labels(rows, width, tokenizer.padding_side)
     return batch
+
+
+def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
+    """(B,), or (B, n) padded with IGNORED: as wide as the tokens where they are labels of these, else by themselves."""
+    labels = [row["labels"] for row in rows]
+    if isinstance(labels[0], int):
+        return torch.tensor(labels)
+    if any(len(row["labels"]) != len(row["input_ids"]) for row in rows):
+        width, side = max(map(len, labels)), "right"
+    rest = [[IGNORED] * (width - len(own)) for own in labels]
+    return torch.tensor([[*r, *own] if side == "left" else [*own, *r] for own, r in zip(labels, rest, strict=True)])
 
 
 class ByLength(Sampler[int]):

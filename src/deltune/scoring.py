@@ -1,98 +1,58 @@
-"""A classifier's answers to encoded rows, their scores against the labels, and both as lines of a file."""
+"""A split's answers, their scores against its references, and both as lines of a file."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch.nn import functional
-
-from .attaching import tuned
-from .encoding import Encoded, collate
+from .encoding import Encoded
+from .kinds import Columns, Kind, Use
 from .metrics import METRICS, score
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A split with the model's answers: metrics (loss included), class ids and probabilities, row by row."""
+    """A split with the model's answers, row by row: metrics (loss included), and why others could not be had."""
 
     metrics: dict[str, float]
     signatures: dict[str, str]
-    predictions: list[int]
-    scores: list[list[float]]
+    omitted: dict[str, str]
+    predictions: list[Any]
+    references: list[Any]
+    scores: list[Any]
 
 
-@torch.no_grad()
-def logits(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoded: Encoded,
-    batch_size: int,
-    precision: str = "fp32",
-    advance: Callable[[int], None] | None = None,
-    deltas: Sequence[str | None] | None = None,
-) -> torch.Tensor:
-    """(rows, labels) in float32, in the order of the rows; computed in batches of similar length.
-
-    deltas: the delta that each row uses; then labels beyond a row's own are -inf.
-    """
-    device = next(model.parameters()).device
-    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]["input_ids"]))
-    parts = []
-    cast = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
-    training = model.training
-    model.eval()
-    try:
-        with cast:
-            for start in range(0, len(order), batch_size):
-                these = order[start : start + batch_size]
-                rows = [encoded[i] for i in these]
-                batch = {n: t.to(device) for n, t in collate(tokenizer, rows).items() if n != "labels"}
-                with tuned(model).rows([deltas[i] for i in these]) if deltas else contextlib.nullcontext():
-                    parts.append(model(**batch).logits.float().cpu())
-                if advance is not None:
-                    advance(len(rows))
-    finally:
-        model.train(training)
-    width = max(part.shape[-1] for part in parts)
-    found = torch.cat([functional.pad(p, (0, width - p.shape[-1]), value=-torch.inf) for p in parts])
-    result = torch.empty_like(found)
-    result[torch.tensor(order)] = found
-    return result
+def scored(kind: Kind, use: Use, encoded: Encoded, columns: Columns, names: Sequence[str]) -> Scored:
+    """The answers to a split, measured by the named metrics."""
+    answers = kind.answers(use, encoded)
+    references = answers.references or kind.references(columns, use.labels)
+    metrics = {} if answers.loss is None else {"loss": answers.loss}
+    signatures: dict[str, str] = {}
+    omitted: dict[str, str] = {}
+    labels = list(range(len(use.labels))) if kind.labelled else None
+    for compared in dict.fromkeys(METRICS[name].kind for name in names):
+        own = [name for name in names if METRICS[name].kind == compared]
+        found = score(own, answers.predictions, references, labels)
+        metrics |= {name: result.value for name, result in found.items()}
+        signatures |= {name: result.signature for name, result in found.items()}
+        omitted |= found.omitted
+    return Scored(metrics, signatures, omitted, answers.predictions, references, answers.scores)
 
 
-def scored(found: torch.Tensor, encoded: Encoded) -> Scored:
-    """Metrics of logits against the labels of the rows; f1 where there are two labels."""
-    references = [int(row["labels"]) for row in encoded.rows]
-    predictions = found.argmax(-1).tolist()
-    loss = functional.cross_entropy(found, torch.tensor(references)).item()
-    count = found.shape[-1]
-    names = [name for name in METRICS if name != "f1" or count == 2]
-    results = score(names, predictions, references, list(range(count)))
-    return Scored(
-        {"loss": loss} | {name: result.value for name, result in results.items()},
-        {name: result.signature for name, result in results.items()},
-        predictions,
-        found.softmax(-1).tolist(),
-    )
-
-
-def lines(columns: Mapping[str, Sequence[Any]], result: Scored, labels: Sequence[str]) -> list[dict[str, Any]]:
+def lines(kind: Kind, columns: Columns, result: Scored, labels: Sequence[str]) -> list[dict[str, Any]]:
     """The predictions of a split as lines of JSON: id, input, prediction, reference, scores."""
-    inputs = columns["text"] if "pair" not in columns else list(zip(columns["text"], columns["pair"], strict=True))
+
+    def said(value: Any) -> Any:
+        return labels[value] if kind.labelled else value
+
     return [
         {
             "id": columns["id"][i],
-            "input": inputs[i],
-            "prediction": labels[result.predictions[i]],
-            "reference": labels[columns["label"][i]],
-            "scores": dict(zip(labels, scores, strict=True)),
+            "input": kind.shown(columns, i),
+            "prediction": said(prediction),
+            "reference": said(result.references[i]),
+            "scores": result.scores[i],
         }
-        for i, scores in enumerate(result.scores)
+        for i, prediction in enumerate(result.predictions)
     ]

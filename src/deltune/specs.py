@@ -12,12 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Va
 from pydantic import model_validator as validator
 
 from .catalogue import parse, rate
+from .columns import KINDS
 from .errors import DeltuneError, all_problems, unknown
+from .kinds import Limits
+from .metrics import METRICS
+from .tasks import TASKS
 
 SILENT = ("report_to",)
 """Fields that cannot change the result, and so do not count in a spec's name."""
 
-Metric = Literal["accuracy", "loss", "f1", "f1_macro", "matthews"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
@@ -31,13 +34,17 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="hub id, folder or minilm")
-    data: str = Field(min_length=1, description="folder with train, validation and test files, or a hub id")
+    data: str | None = Field(
+        default=None, min_length=1, description="folder with train, validation and test files, or a hub id"
+    )
+    task: str | None = Field(default=None, description="a known task, or with data the kind of task it is for")
+    data_root: str | None = Field(default=None, description="folder with the folders of known tasks")
     method: str = Field(description='expression, such as "prefix(length=16) + layernorm"')
     head: Literal["train", "freeze"] = Field(
         default="train", description="train the task head with the method, or freeze it"
     )
     columns: dict[str, str] | tuple[str, ...] | None = Field(
-        default=None, description="the columns of text, (pair,) label"
+        default=None, description="the columns of text, (pair,) label; or of another kind of task"
     )
     labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
     max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
@@ -47,7 +54,18 @@ class RunSpec(BaseModel):
     )
     batch_size: int = Field(default=32, ge=1, description="rows a step")
     gradient_accumulation: int = Field(default=1, ge=1, description="batches a step")
+    max_validation_rows: int | None = Field(
+        default=None, ge=1, description="choose the best epoch on a sample of so many"
+    )
     max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
+    target_length: int = Field(default=64, ge=1, description="tokens of an answer, at most")
+    template: str | None = Field(default=None, description="what a model that answers in words is given")
+    beams: int = Field(default=1, ge=1, description="of generation")
+    min_target_length: int = Field(default=0, ge=0, description="tokens of an answer, at least")
+    no_repeat_ngram: int = Field(
+        default=0, ge=0, description="no n tokens in a row occur twice in an answer; 0: they may"
+    )
+    length_penalty: float = Field(default=1.0, allow_inf_nan=False, description="of beams: above 0 longer ones win")
     seed: int = Field(default=0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
     patience: int | None = Field(
         default=None, ge=1, description="stop after that many epochs without a better validation"
@@ -63,8 +81,13 @@ class RunSpec(BaseModel):
         default=1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit"
     )
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 by autocast")
-    metric: Metric = Field(
-        default="accuracy", description="chooses the best epoch; equal ones by the lower validation loss"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of every label spread over all")
+    adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of AdamW")
+    adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")
+    metrics: tuple[str, ...] = Field(default=(), description="what is measured; default: the task's")
+    metric: str | None = Field(
+        default=None,
+        description="chooses the best epoch, equal ones by the lower validation loss; default: the first metric",
     )
     report_to: tuple[Tracker, ...] = Field(default=(), description="tensorboard, wandb, mlflow")
 
@@ -76,13 +99,38 @@ class RunSpec(BaseModel):
         except DeltuneError as error:
             raise ValueError(str(error)) from error
 
-    @field_validator("model", "data")
+    @field_validator("model", "data", "data_root")
     @classmethod
-    def _absolute(cls, value: str) -> str:
-        path = Path(value).expanduser()
-        return value if value == "minilm" or not path.exists() else str(path.resolve())
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is None or value == "minilm" or not Path(value).expanduser().exists():
+            return value
+        return str(Path(value).expanduser().resolve())
 
-    @field_validator("columns", "labels", "report_to", mode="before")
+    @field_validator("metrics")
+    @classmethod
+    def _measured(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [unknown("metric", name, METRICS) for name in value if name not in METRICS]:
+            raise ValueError(" ".join(wrong))
+        return value
+
+    @field_validator("metric")
+    @classmethod
+    def _chooses(cls, value: str | None) -> str | None:
+        if value not in (None, "loss", *METRICS):
+            raise ValueError(unknown("metric", str(value), ["loss", *METRICS]))
+        return value
+
+    @validator(mode="after")
+    def _data_or_task(self) -> RunSpec:
+        if self.data is None and self.task is None:
+            raise ValueError("data is missing: folder with train, validation and test files, or a hub id; or a task")
+        if self.data is None and self.task not in TASKS:
+            raise ValueError(unknown("task", str(self.task), TASKS))
+        if self.data is not None and self.task is not None and self.task not in KINDS:
+            raise ValueError(f"task: {unknown('kind of task', self.task, KINDS)} With data, task is a kind")
+        return self
+
+    @field_validator("columns", "labels", "report_to", "metrics", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
@@ -105,6 +153,15 @@ class RunSpec(BaseModel):
     def rate(self) -> float:
         """The learning rate: lr, or what the method says (catalogue.rate)."""
         return rate(self.method) if self.lr is None else self.lr
+
+    def limits(self, template: str) -> Limits:
+        """How long inputs and outputs may be, and how outputs are searched for; `template`: the task's."""
+        generate = {
+            "num_beams": self.beams, "min_new_tokens": self.min_target_length, "length_penalty": self.length_penalty,
+            "no_repeat_ngram_size": self.no_repeat_ngram,
+        }  # fmt: skip
+        own = template if self.template is None else self.template
+        return Limits(self.max_length, self.target_length, own, generate)
 
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from . import checkpoints
-from . import data as reading
+from .assignments import assignment
 from .attaching import attach, load
-from .encoding import check_length, encode
+from .encoding import check_length
 from .errors import DeltuneError
 from .evaluate import SPLITS
+from .generating import CAUSAL
 from .jobs import Job
-from .models import fit_padding, load_config, load_model, load_tokenizer
+from .models import fit_padding, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, environment, room
 from .scoring import lines
@@ -56,41 +56,36 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
 
 
 def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, Any]:
-    load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
-    found = reading.load(spec.data, spec.columns, spec.labels, spec.max_train_rows, spec.seed)
-    if found.kind != "classification":
-        raise DeltuneError(
-            f"data {spec.data} is for {found.kind}, and `deltune train` is for classification yet; attach the "
-            "method and use transformers' own trainers"
-        )
-    if "validation" not in found.splits and (spec.patience is not None or spec.metric != "accuracy"):
-        raise DeltuneError(f"data {spec.data} has no validation split, so neither patience nor metric can be used")
-    if spec.metric == "f1" and len(found.labels) != 2:
-        raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
+    asked = assignment(spec)
+    found, kind = asked.data, asked.kind
+    if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
+        raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
     tokenizer = load_tokenizer(spec.model)
-    model = load_model(spec.model, "classification", found.labels, "float32", spec.seed)
+    model = load_model(spec.model, kind.loads, found.labels or None, "float32", spec.seed)
     fit_padding(model, tokenizer)
     set_seed(spec.seed)
     tuned = attach(model, spec.method, head=spec.head)
     if not any(True for _ in tuned.trained()):
         raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
-    check_length(model, spec.max_length)
+    limits = spec.limits(asked.template)
+    check_length(model, spec.max_length + (spec.target_length if kind is CAUSAL else 0))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
-    encoded = {split: encode(tokenizer, model, rows, spec.max_length) for split, rows in columns.items()}
+    encoded = {split: kind.encode(tokenizer, model, rows, limits, split == "train") for split, rows in columns.items()}
     arguments = _arguments(spec, run, len(encoded["train"]), "validation" in encoded)
     if not resume:
         run.clear()
     source = {
         "source": found.source,
         "fingerprint": found.fingerprint,
+        "kind": found.kind,
         "columns": found.columns,
-        "rows": {split: len(rows) for split, rows in encoded.items()},
+        "rows": {split: len(rows["id"]) for split, rows in columns.items()},
     }
     run.begin(spec, environment(str(arguments.device), source))
-    job = Job(spec, run, tuned, tokenizer, found, encoded)
+    job = Job(spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded)
     with Bar(progress) as bar:
         _fit(job, arguments, bar)
-        return _finish(job, columns, bar)
+        return _finish(job, bar)
 
 
 def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingArguments:
@@ -105,6 +100,10 @@ def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingA
         warmup_steps=spec.warmup,
         weight_decay=spec.weight_decay,
         max_grad_norm=spec.clip,
+        adam_beta1=spec.adam_betas[0],
+        adam_beta2=spec.adam_betas[1],
+        adam_epsilon=spec.adam_epsilon,
+        label_smoothing_factor=spec.label_smoothing,
         bf16=spec.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),
         seed=spec.seed,
@@ -147,7 +146,7 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
     trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
 
 
-def _finish(job: Job, columns: Mapping[str, Mapping[str, Sequence[Any]]], bar: Bar) -> dict[str, Any]:
+def _finish(job: Job, bar: Bar) -> dict[str, Any]:
     """Score the kept delta as it is on the disk, and write predictions and metrics."""
     seconds = job.seconds
     count = job.tuned.count().as_dict()
@@ -155,15 +154,16 @@ def _finish(job: Job, columns: Mapping[str, Mapping[str, Sequence[Any]]], bar: B
     job.tuned = load(model, job.run.delta)
     results: dict[str, Any] = {}
     signatures: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     splits = [split for split in SPLITS if split in job.encoded]
     bar.start("evaluate", sum(len(job.encoded[split]) for split in splits))
     for split in splits:
         result = job.scored(split, bar)
-        results[split], signatures = result.metrics, result.signatures
-        job.run.predicted(split, lines(columns[split], result, job.data.labels))
+        results[split], signatures, omitted = result.metrics, result.signatures, result.omitted
+        job.run.predicted(split, lines(job.kind, job.columns[split], result, job.data.labels))
     best = {key: value for key, value in job.best.items() if key != "rank"}
     truncated = {split: rows.truncated for split, rows in job.encoded.items()}
     metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, "truncated": truncated}
-    metrics["signatures"] = signatures
+    metrics |= {"signatures": signatures, "omitted": omitted}
     job.run.finish(metrics)
     return metrics

@@ -107,5 +107,5 @@ class Reports(TrainerCallback):
             self.bar.note(self.loss)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        name = self.job.spec.metric
+        name = self.job.metric
         self.bar.note(f"{self.loss} · epoch {round(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}")

@@ -21,8 +21,9 @@ FLOORS = (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
         "store", "handle", "interchange", "attaching",
     ),
-    ("models", "files", "columns", "labels", "data", "metrics"),
-    ("specs", "runs", "checkpoints", "encoding", "progress", "scoring", "evaluate", "exporting", "inputs"),
+    ("models", "files", "columns", "labels", "data", "metrics", "tasks"),
+    ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
+    ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "train"),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip

@@ -1,0 +1,66 @@
+"""What a spec asks for: the kind of task, its data, its metrics and what a model is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import data as reading
+from .choosing import CHOICE
+from .classifying import CLASSIFICATION
+from .data import Data
+from .errors import DeltuneError
+from .generating import CAUSAL, LANGUAGE, SEQ2SEQ
+from .kinds import Kind
+from .models import load_config
+from .specs import RunSpec
+from .tagging import TAGGING
+from .tasks import find
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A spec's data as read, with the kind of task on this kind of model, its metrics and its template."""
+
+    data: Data
+    kind: Kind
+    metrics: tuple[str, ...]
+    template: str
+
+
+def assignment(
+    spec: RunSpec, training: bool = True, source: str | None = None, labels: tuple[str, ...] | None = None
+) -> Assignment:
+    """Read what a spec asks for; `source`: other data of the same kind, `labels`: the run's own.
+
+    Errors: whatever is wrong with the data; a model that cannot do this kind of task.
+    """
+    config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
+    task, columns, kind, where = None, spec.columns, spec.task, spec.data
+    if spec.data is None:
+        assert spec.task is not None
+        task, where = find(spec.task, spec.data_root)
+        kind, columns = task.kind, spec.columns or dict(task.columns)
+    assert where is not None
+    found = reading.load(
+        where, columns, labels or spec.labels, spec.max_train_rows if training else None, spec.seed, training, kind
+    )
+    chosen = kind_of(found.kind, config)
+    metrics = spec.metrics or (task.metrics if task else chosen.metrics)
+    if len(found.labels) != 2:
+        if "f1" in spec.metrics or spec.metric == "f1":
+            raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
+        metrics = tuple(name for name in metrics if name != "f1")
+    if spec.metric not in (None, "loss", *metrics):
+        metrics = (*metrics, str(spec.metric))
+    return Assignment(found, chosen, metrics, task.template if task else "")
+
+
+def kind_of(name: str, config: PreTrainedConfig) -> Kind:
+    """The kind of task on a model of this configuration: generation differs by whether there is an encoder."""
+    generation = SEQ2SEQ if config.is_encoder_decoder else CAUSAL
+    kinds = {kind.name: kind for kind in (CLASSIFICATION, TAGGING, CHOICE, generation, LANGUAGE)}
+    return kinds[name]

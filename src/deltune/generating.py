@@ -1,0 +1,164 @@
+"""Generation: a text from a text, by an encoder-decoder, or by a decoder with prompt and target in one sequence; and
+running text, of which every token is predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from inspect import signature
+from string import Formatter
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .encoding import IGNORED, Encoded
+from .errors import DeltuneError, unknown
+from .kinds import Answers, Columns, Kind, Limits, Use
+
+
+def prompts(columns: Columns, template: str) -> list[str]:
+    """The template filled with every row's roles. Error: a role that the rows do not have."""
+    template = template or "{source}"
+    asked = [name for _, name, _, _ in Formatter().parse(template) if name]
+    if wrong := [unknown("role", name, columns, where="template") for name in asked if name not in columns]:
+        raise DeltuneError(" ".join(wrong))
+    return [template.format(**{name: columns[name][i] for name in asked}) for i in range(len(columns["source"]))]
+
+
+def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+    """For an encoder-decoder: the source as input, the target as labels; in training a row for every reference."""
+    texts = prompts(columns, limits.template)
+    taken = signature(model.forward).parameters
+    found = tokenizer(texts, truncation=True, max_length=limits.max_length)
+    rows, truncated = [], 0
+    for i in range(len(texts)):
+        row = {name: values[i] for name, values in found.items() if name in taken}
+        truncated += len(row["input_ids"]) >= limits.max_length
+        for target in _targets(columns, i, training):
+            labels = tokenizer(text_target=target, truncation=True, max_length=limits.target_length)["input_ids"]
+            rows.append({**row, "labels": labels})
+    return Encoded(rows, truncated)
+
+
+def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+    """For a decoder: prompt, target and end in one sequence, the loss on the target alone. A long prompt loses its
+    beginning. `prompt`: how many tokens come before the target."""
+    rows, truncated = [], 0
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for i, text in enumerate(prompts(columns, limits.template)):
+        ids = tokenizer(text)["input_ids"]
+        ids = ids[:-1] if end and ids[-1:] == end else ids
+        truncated += len(ids) > limits.max_length
+        ids = ids[-limits.max_length :]
+        for target in _targets(columns, i, training):
+            own = tokenizer(target, add_special_tokens=False)["input_ids"][: limits.target_length - len(end)] + end
+            whole = ids + own
+            labels = [IGNORED] * len(ids) + own
+            rows.append({"input_ids": whole, "attention_mask": [1] * len(whole), "labels": labels, "prompt": len(ids)})
+    return Encoded(rows, truncated)
+
+
+def _targets(columns: Columns, i: int, training: bool) -> list[str]:
+    """Every reference while training, else the first, for the loss."""
+    if "targets" not in columns:
+        return [""]
+    targets = list(columns["targets"][i])
+    return targets if training else targets[:1]
+
+
+def encode_running(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+    """Running text: every text in stretches of max_length tokens, each a row; `text`: which text it is of."""
+    rows = []
+    for i, text in enumerate(columns["text"]):
+        ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        for start in range(0, len(ids), limits.max_length):
+            part = ids[start : start + limits.max_length]
+            if len(part) > 1:  # of one token alone nothing is predicted
+                rows.append({"input_ids": part, "attention_mask": [1] * len(part), "labels": list(part), "text": i})
+    return Encoded(rows, 0)
+
+
+def answers(use: Use, encoded: Encoded) -> Answers:
+    """Generated texts, and the loss of the first reference a token."""
+    predictions: list[Any] = [None] * len(encoded)
+    totals = [0.0, 0]
+    both = use.model.config.is_encoder_decoder
+
+    def take(rows: list[int], batch: dict[str, torch.Tensor]) -> None:
+        loss, count = _loss(use, batch, shifted=not both)
+        totals[0], totals[1] = totals[0] + loss.sum().item(), totals[1] + int(count.sum())
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        if not both:
+            inputs = _left([encoded[i]["input_ids"][: encoded[i]["prompt"]] for i in rows], use, batch)
+        options = {
+            "max_new_tokens": use.limits.target_length,
+            "do_sample": False,
+            "num_beams": 1,
+            **use.limits.generate,
+        }
+        found = use.model.generate(**inputs, **options)
+        found = found if both else found[:, inputs["input_ids"].shape[1] :]
+        for row, text in zip(rows, use.tokenizer.batch_decode(found, skip_special_tokens=True), strict=True):
+            predictions[row] = text.strip()
+
+    use.over(encoded, take)
+    return Answers(predictions, [None] * len(encoded), totals[0] / max(totals[1], 1))
+
+
+def _left(prompts: Sequence[list[int]], use: Use, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left, as generation wants them."""
+    side, use.tokenizer.padding_side = use.tokenizer.padding_side, "left"
+    try:
+        found = use.tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt", verbose=False)
+    finally:
+        use.tokenizer.padding_side = side
+    device = batch["input_ids"].device
+    return {"input_ids": found["input_ids"].to(device), "attention_mask": found["attention_mask"].to(device)}
+
+
+def _loss(use: Use, batch: dict[str, torch.Tensor], shifted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of every row, summed over its tokens, and how many they are."""
+    found = use.model(**batch).logits.float()
+    labels = batch["labels"]
+    if shifted:
+        found, labels = found[:, :-1], labels[:, 1:]
+    each = functional.cross_entropy(found.transpose(1, 2), labels, reduction="none")
+    return each.sum(1), (labels != IGNORED).sum(1)
+
+
+def likelihoods(use: Use, encoded: Encoded) -> Answers:
+    """The log-likelihood (nats) of every text, against its number of predicted tokens."""
+    count = 1 + max(row["text"] for row in encoded.rows)
+    sums, tokens = [0.0] * count, [0] * count
+
+    def take(rows: list[int], batch: dict[str, torch.Tensor]) -> None:
+        losses, counts = _loss(use, batch, shifted=True)
+        for row, value, number in zip(rows, losses.tolist(), counts.tolist(), strict=True):
+            sums[encoded[row]["text"]] -= value
+            tokens[encoded[row]["text"]] += number
+
+    use.over(encoded, take)
+    each = [math.exp(-value / max(number, 1)) for value, number in zip(sums, tokens, strict=True)]
+    return Answers(sums, each, -sum(sums) / max(sum(tokens), 1), tokens)
+
+
+def references(columns: Columns, labels: Sequence[str]) -> list[list[str]]:
+    return [list(targets) for targets in columns["targets"]]
+
+
+def shown(columns: Columns, i: int) -> Any:
+    return columns["source"][i]
+
+
+SEQ2SEQ = Kind("generation", "seq2seq-lm", ("bleu", "rougeL", "exact"), encode_pairs, answers, references, shown)
+CAUSAL = Kind("generation", "causal-lm", ("bleu", "rougeL", "exact"), encode_sequences, answers, references, shown)
+LANGUAGE = Kind(
+    "language",
+    "causal-lm",
+    ("perplexity",),
+    encode_running,
+    likelihoods,
+    lambda columns, labels: [],
+    lambda c, i: c["text"][i],
+)
