@@ -73,7 +73,7 @@ def scored(found: torch.Tensor, encoded: Encoded) -> Scored:
     predictions = found.argmax(-1).tolist()
     loss = functional.cross_entropy(found, torch.tensor(references)).item()
     count = found.shape[-1]
-    names = [name for name in METRICS if name != "f1" or count == 2]
+    names = [n for n, metric in METRICS.items() if metric.kind == "classes" and (n != "f1" or count == 2)]
     results = score(names, predictions, references, list(range(count)))
     return Scored(
         {"loss": loss} | {name: result.value for name, result in results.items()},
