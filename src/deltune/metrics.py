@@ -1,66 +1,18 @@
-"""Metrics of classification, from scikit-learn: one table, and a signature for every number."""
+"""Every metric in one table, and `score`: values with their statistics and signatures, and what was left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deltune.errors import DeltuneError, unknown
+from .errors import DeltuneError, all_problems, unknown
+from .measures import Kind, Metric, Options, Score, Scores
+from .metrics_captions import CAPTIONS
+from .metrics_labels import LABELS
+from .metrics_models import MODELS
+from .metrics_texts import TEXTS
 
-Compute = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], float]  # predictions, references, labels
-
-
-@dataclass(frozen=True)
-class Score:
-    """A value, the examples it is the mean of (None where it is no mean), and what exactly was computed with what."""
-
-    value: float
-    per_example: list[float] | None
-    signature: str
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number over all examples, and where that is a mean, the number of one example."""
-
-    compute: Compute
-    options: dict[str, object] = field(default_factory=dict)
-    one: Callable[[Any, Any], float] | None = None
-
-
-def _accuracy(predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any]) -> float:
-    from sklearn.metrics import accuracy_score
-
-    return float(accuracy_score(references, predictions))
-
-
-def _f1(predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any]) -> float:
-    from sklearn.metrics import f1_score
-
-    if len(labels) != 2:
-        raise DeltuneError(f"f1 is for two labels, here are {len(labels)}. Use f1_macro.")
-    return float(f1_score(references, predictions, labels=labels, pos_label=labels[1], zero_division=0))
-
-
-def _f1_macro(predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any]) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(references, predictions, labels=labels, average="macro", zero_division=0))
-
-
-def _matthews(predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any]) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(references, predictions))
-
-
-METRICS: dict[str, Metric] = {
-    "accuracy": Metric(_accuracy, one=lambda prediction, reference: float(prediction == reference)),
-    "f1": Metric(_f1, {"average": "binary", "positive": "label[1]", "zero_division": 0}),
-    "f1_macro": Metric(_f1_macro, {"average": "macro", "zero_division": 0}),
-    "matthews": Metric(_matthews),
-}
+METRICS: dict[str, Metric] = {**LABELS, **TEXTS, **CAPTIONS, **MODELS}
 
 
 def score(
@@ -68,30 +20,84 @@ def score(
     predictions: Sequence[Any],
     references: Sequence[Any],
     labels: Sequence[Any] | None = None,
-) -> dict[str, Score]:
-    """The named metrics of predictions against references (class ids or names), one for each example.
+    options: Mapping[str, Options] | None = None,
+) -> Scores:
+    """The named metrics of predictions against references, one for each example; what they are: `Metric.kind`.
 
-    labels: every class there is, in order, the positive one second (default: those that occur, sorted); f1_macro
-    averages over all of them. Values lie in [0, 1], matthews in [-1, 1]. No names means accuracy. Raises DeltuneError
-    for an unknown metric, no examples or lists of unequal length.
+    No names means accuracy. labels, for classes: every class there is, in order, the positive one second (default:
+    those that occur, sorted); f1_macro averages over all of them. options: values for a metric's options, by its name.
+    A metric whose part is missing here (a package, Java, a model) is left out, and `omitted` of the result says why.
+    Raises DeltuneError for an unknown metric or option, metrics of different kinds, no examples, lists of unequal
+    length, or examples that are not of the metrics' kind.
     """
-    import sklearn
-
-    wrong = [unknown("metric", name, METRICS) for name in names if name not in METRICS]
+    names, given = list(names) or ["accuracy"], options or {}
+    wrong = [unknown("metric", name, METRICS) for name in (*names, *given) if name not in METRICS]
+    for name in given.keys() & METRICS.keys():
+        wrong += [
+            unknown("option", key, METRICS[name].options, name)
+            for key in given[name]
+            if key not in METRICS[name].options
+        ]
     if wrong:
         raise DeltuneError(" ".join(wrong))
     if len(predictions) != len(references) or len(references) == 0:
         raise DeltuneError(f"cannot score {len(predictions)} predictions against {len(references)} references.")
-    labels = sorted({*predictions, *references}) if labels is None else labels
-    scores = {}
-    for name in names or ["accuracy"]:
+    scores, omitted = {}, {}
+    ready: dict[Kind, tuple[list[Any], list[Any], Options]] = {}
+    for name in names:
         metric = METRICS[name]
-        one = metric.one
-        pairs = zip(predictions, references, strict=True)
-        options = {**metric.options, "labels": len(labels), "n": len(references), "scikit-learn": sklearn.__version__}
+        settings = {**metric.options, **given.get(name, {})}
+        reason = metric.missing(settings)
+        if reason:
+            omitted[name] = reason
+            continue
+        if metric.kind not in ready:
+            ready[metric.kind] = _prepared(metric.kind, predictions, references, labels)
+        ours, theirs, facts = ready[metric.kind]
+        measured = metric.measure(ours, theirs, {**settings, **facts})
+        said = {**measured.said, "n": len(references), **metric.versions()}
         scores[name] = Score(
-            value=metric.compute(predictions, references, labels),
-            per_example=[one(p, r) for p, r in pairs] if one else None,
-            signature="|".join([name, *(f"{key}:{value}" for key, value in options.items())]),
+            value=measured.reduce(measured.rows),
+            per_example=measured.per_example,
+            signature="|".join([name, *(f"{key}:{value}" for key, value in said.items())]),
+            statistics=measured.rows,
+            reduce=measured.reduce,
         )
-    return scores
+    return Scores(scores, omitted)
+
+
+def _prepared(
+    kind: Kind, predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any] | None
+) -> tuple[list[Any], list[Any], Options]:
+    """Both sides in the form that metrics of a kind take, and facts for their options. Raises for another form."""
+    if kind == "classes":
+        known = sorted({*predictions, *references}) if labels is None else list(labels)
+        others = dict.fromkeys(value for value in (*predictions, *references) if value not in known)
+        index = {value: i for i, value in enumerate([*known, *others])}
+        return [index[p] for p in predictions], [index[r] for r in references], {"labels": len(known)}
+    pairs = list(enumerate(zip(predictions, references, strict=True)))
+    if kind in ("numbers", "log-likelihoods"):
+        wrong = [f"example {i}: {pair!r}" for i, pair in pairs if not all(isinstance(x, int | float) for x in pair)]
+        _refuse(f"{kind} are numbers on both sides", wrong)
+        return list(predictions), list(references), {}
+    if kind == "tags":
+        _refuse(
+            "tags are lists of equal length",
+            [f"example {i}: {p!r} against {r!r}" for i, (p, r) in pairs if isinstance(p, str) or len(p) != len(r)],
+        )
+        return [list(p) for p in predictions], [list(r) for r in references], {}
+    several = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
+    _refuse(
+        f"{kind} are a string against one string or several",
+        [
+            f"example {i}: {predictions[i]!r} against {references[i]!r}"
+            for i, found in enumerate(several)
+            if not found or not all(isinstance(text, str) for text in (predictions[i], *found))
+        ],
+    )
+    return list(predictions), several, {}
+
+
+def _refuse(title: str, wrong: list[str]) -> None:
+    if wrong:
+        raise all_problems(title, wrong[:3] + (["…"] if len(wrong) > 3 else []))
