@@ -105,7 +105,7 @@ def test_all_problems_come_at_once() -> None:
     [
         {"lr": 0}, {"lr": float("nan")}, {"lr": "fast"}, {"epochs": 1.5}, {"max_length": 1}, {"seed": -1},
         {"seed": 2**32}, {"patience": 0}, {"warmup": -0.1}, {"schedule": "square"}, {"precision": "fp8"},
-        {"metric": "bleu"}, {"report_to": "paper"}, {"model": ""}, {"method": 3}, {"clip": float("inf")},
+        {"metric": "blue"}, {"report_to": "paper"}, {"model": ""}, {"method": 3}, {"clip": float("inf")},
     ],
 )  # fmt: skip
 def test_every_field_is_checked(wrong: dict[str, Any]) -> None:

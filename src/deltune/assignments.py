@@ -12,6 +12,7 @@ from .data import Data
 from .errors import DeltuneError
 from .generating import CAUSAL, LANGUAGE, SEQ2SEQ
 from .kinds import Kind
+from .metrics import METRICS
 from .models import load_config
 from .specs import RunSpec
 from .tagging import TAGGING
@@ -56,6 +57,9 @@ def assignment(
         metrics = tuple(name for name in metrics if name != "f1")
     if spec.metric not in (None, "loss", *metrics):
         metrics = (*metrics, str(spec.metric))
+    if foreign := [name for name in metrics if METRICS[name].kind not in chosen.compares]:
+        fitting = [name for name, metric in METRICS.items() if metric.kind in chosen.compares]
+        raise DeltuneError(f"{chosen.name} cannot be measured by {', '.join(foreign)}; it can by {', '.join(fitting)}")
     return Assignment(found, chosen, metrics, task.template if task else "")
 
 

@@ -66,4 +66,4 @@ def shown(columns: Columns, i: int) -> Any:
     return {"question": asked(columns, i), "choices": list(columns["choices"][i])}
 
 
-CHOICE = Kind("choice", "choice", ("accuracy",), encode, answers, references, shown)
+CHOICE = Kind("choice", "choice", ("accuracy",), ("classes",), encode, answers, references, shown)

@@ -55,6 +55,7 @@ CLASSIFICATION = Kind(
     "classification",
     "classification",
     ("accuracy", "f1", "f1_macro", "matthews"),
+    ("classes",),
     _encode,
     answers,
     references,

@@ -170,11 +170,11 @@ def train(
         from . import train as training
 
         try:
-            metrics = training.train(spec, folder, resume=not fresh, progress=not quiet)
+            outcome = training.train(spec, folder, resume=not fresh, progress=not quiet)
         except KeyboardInterrupt:
             print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    out.print_json(data=metrics) if as_json else out.print(show.run_table(spec, metrics, str(folder)))
+    out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
 
 
 @app.command()

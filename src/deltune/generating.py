@@ -97,7 +97,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             "num_beams": 1,
             **use.limits.generate,
         }
-        found = use.model.generate(**inputs, **options)
+        found = use.model.generate(**inputs, **options)  # type: ignore[operator]
         found = found if both else found[:, inputs["input_ids"].shape[1] :]
         for row, text in zip(rows, use.tokenizer.batch_decode(found, skip_special_tokens=True), strict=True):
             predictions[row] = text.strip()
@@ -151,14 +151,11 @@ def shown(columns: Columns, i: int) -> Any:
     return columns["source"][i]
 
 
-SEQ2SEQ = Kind("generation", "seq2seq-lm", ("bleu", "rougeL", "exact"), encode_pairs, answers, references, shown)
-CAUSAL = Kind("generation", "causal-lm", ("bleu", "rougeL", "exact"), encode_sequences, answers, references, shown)
+MEASURED, COMPARED = ("bleu", "rougeL", "exact"), ("texts", "answers")
+
+SEQ2SEQ = Kind("generation", "seq2seq-lm", MEASURED, COMPARED, encode_pairs, answers, references, shown)
+CAUSAL = Kind("generation", "causal-lm", MEASURED, COMPARED, encode_sequences, answers, references, shown)
 LANGUAGE = Kind(
-    "language",
-    "causal-lm",
-    ("perplexity",),
-    encode_running,
-    likelihoods,
-    lambda columns, labels: [],
-    lambda c, i: c["text"][i],
-)
+    "language", "causal-lm", ("perplexity",), ("log-likelihoods",), encode_running, likelihoods,
+    lambda columns, labels: [], lambda columns, i: columns["text"][i],
+)  # fmt: skip

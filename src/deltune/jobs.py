@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class Job:
     kind: Kind
     metrics: tuple[str, ...]
     template: str
-    columns: dict[str, Columns]
+    columns: Mapping[str, Columns]
     encoded: dict[str, Encoded]
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # epochs since the best

@@ -88,6 +88,7 @@ class Kind:
     """One kind of task on one kind of model.
 
     loads: what the model is loaded as (models.KINDS). metrics: measured where none are named, the first chooses.
+    compares: the kinds of metrics (measures.Kind) that fit.
     encode(tokenizer, model, columns, limits, training): rows with `labels` where the columns have them.
     references(columns, labels): what predictions are compared with. shown(columns, i): the input of row i for a file.
     labelled: predictions and references are ids of labels.
@@ -96,6 +97,7 @@ class Kind:
     name: str
     loads: str
     metrics: tuple[str, ...]
+    compares: tuple[str, ...]
     encode: Callable[..., Encoded]
     answers: Callable[[Use, Encoded], Answers]
     references: Callable[[Columns, Sequence[str]], list[Any]]

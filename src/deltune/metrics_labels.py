@@ -107,8 +107,11 @@ def _entity_f1(predictions: Sequence[Any], references: Sequence[Any], options: O
 def normalised(answer: str, rules: str) -> str:
     """Lower case; no punctuation (ASCII), no a, an, the; blanks to one: SQuAD's evaluation script, version 1.1.
 
-    rules: "squad", or "nq_open", which brings Unicode to NFD first (language/orqa/utils/eval_utils.py).
+    rules: "squad", or "nq_open", which brings Unicode to NFD first (language/orqa/utils/eval_utils.py); "none": only
+    blanks at the ends go.
     """
+    if rules == "none":
+        return answer.strip()
     if rules == "nq_open":
         answer = unicodedata.normalize("NFD", answer)
     kept = "".join(c for c in answer.lower() if c not in string.punctuation)
@@ -127,8 +130,8 @@ def _answers(one: Callable[[str, str], float]) -> Callable[..., Measured]:
 
     def measure(predictions: Sequence[str], references: Sequence[Sequence[str]], options: Options) -> Measured:
         rules = options["normalisation"]
-        if rules not in ("squad", "nq_open"):
-            raise DeltuneError(f"normalisation is squad or nq_open, not {rules!r}.")
+        if rules not in ("squad", "nq_open", "none"):
+            raise DeltuneError(f"normalisation is squad, nq_open or none, not {rules!r}.")
         pairs = zip(predictions, references, strict=True)
         best = [max(one(normalised(p, rules), normalised(r, rules)) for r in accepted) for p, accepted in pairs]
         return mean_of(best, {**options, "references": "max"})
@@ -197,6 +200,7 @@ LABELS: dict[str, Metric] = {
         packages=("seqeval",),
     ),
     "exact_match": Metric(measure=_answers(lambda ours, theirs: float(ours == theirs)), **_ANSWERS),
+    "exact": Metric("answers", _answers(lambda ours, theirs: float(ours == theirs)), {"normalisation": "none"}),
     "answer_f1": Metric(measure=_answers(_answer_f1), **_ANSWERS),
     "cer": Metric("texts", _error_rate, {"separator": ""}, **_RATE),
     "per": Metric("texts", _error_rate, {"separator": ""}, **_RATE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,16 +121,6 @@ class RunSpec(BaseModel):
             raise ValueError(unknown("metric", str(value), ["loss", *METRICS]))
         return value
 
-    @validator(mode="after")
-    def _data_or_task(self) -> RunSpec:
-        if self.data is None and self.task is None:
-            raise ValueError("data is missing: folder with train, validation and test files, or a hub id; or a task")
-        if self.data is None and self.task not in TASKS:
-            raise ValueError(unknown("task", str(self.task), TASKS))
-        if self.data is not None and self.task is not None and self.task not in KINDS:
-            raise ValueError(f"task: {unknown('kind of task', self.task, KINDS)} With data, task is a kind")
-        return self
-
     @field_validator("columns", "labels", "report_to", "metrics", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
@@ -144,10 +135,14 @@ class RunSpec(BaseModel):
     @validator(mode="wrap")
     @classmethod
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
+        problems = _source(values) if isinstance(values, dict) else []
         try:
-            return handler(values)
+            made = handler(values)
         except ValidationError as error:
-            raise all_problems("the spec is wrong", [_problem(e) for e in error.errors()]) from None
+            problems = [_problem(e) for e in error.errors()] + problems
+        if problems:
+            raise all_problems("the spec is wrong", problems)
+        return made
 
     @property
     def rate(self) -> float:
@@ -186,6 +181,18 @@ class RunSpec(BaseModel):
         """The whole spec, defaults written out, so that the file outlives a change of them."""
         values = self.model_dump(mode="json") | {"lr": self.rate}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _source(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with where the data comes from: data, or a known task; with data, task is a kind of task."""
+    data, task = values.get("data"), values.get("task")
+    if data is None and task is None:
+        return [f"data is missing: {RunSpec.model_fields['data'].description}; or a task"]
+    if data is None and task not in TASKS:
+        return [f"task: {unknown('task', str(task), TASKS)}"]
+    if data is not None and task is not None and task not in KINDS:
+        return [f"task: {unknown('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
+    return []
 
 
 def _value(spec: RunSpec, field: str) -> Any:

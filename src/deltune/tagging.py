@@ -78,4 +78,4 @@ def shown(columns: Columns, i: int) -> Any:
     return list(columns["tokens"][i])
 
 
-TAGGING = Kind("tagging", "tagging", ("entity_f1",), encode, answers, references, shown)
+TAGGING = Kind("tagging", "tagging", ("entity_f1",), ("tags",), encode, answers, references, shown)

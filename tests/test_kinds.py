@@ -1,0 +1,209 @@
+"""Every kind of task: encoding, batches, answers, and a whole run on tiny random models."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import tiny
+from deltune.choosing import CHOICE
+from deltune.encoding import IGNORED, collate
+from deltune.errors import DeltuneError
+from deltune.evaluate import evaluate
+from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ, prompts
+from deltune.kinds import Limits, Use
+from deltune.runs import Run
+from deltune.tagging import TAGGING
+from deltune.tasks import TASKS, find
+from deltune.train import train
+
+KINDS = ("tagging", "choice", "generation", "language")
+LIMITS = Limits(max_length=16, target_length=8)
+
+
+def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """A task of each kind that a child can do: name the word that is no filler."""
+    found = []
+    for i, row in enumerate(tiny.sentences(count, seed)):
+        words = row["text"].split()
+        names = {word: label for label, own in tiny.WORDS.items() for word in own}
+        named = next(word for word in words if word in names)
+        chance = random.Random(f"{seed} {i}")
+        choices = [named, *chance.sample(sorted(set(names) - {named}), 2)]
+        chance.shuffle(choices)
+        found.append(
+            {
+                "tagging": {"tokens": words, "tags": [f"B-{names[w]}" if w in names else "O" for w in words]},
+                "choice": {"question": row["text"], "choices": choices, "answer": choices.index(named)},
+                "generation": {"source": row["text"], "targets": [named]},
+                "language": {"text": row["text"]},
+            }[kind]
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bert, gpt2 and t5 with one tokenizer, and data of every kind."""
+    root = tmp_path_factory.mktemp("kinds")
+    for family in ("bert", "gpt2"):
+        tiny.model(root / family, family)
+    tokenizer = AutoTokenizer.from_pretrained(root / "bert")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "eos_token_id": 3, "bos_token_id": 2}
+    lm = AutoConfig.for_model("gpt2", **{**tiny.FAMILIES["gpt2"], **sizes})
+    AutoModelForCausalLM.from_config(lm).save_pretrained(root / "gpt2")
+    both = AutoConfig.for_model(
+        "t5", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=1, **sizes
+    )
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.eos_token = "[SEP]"
+    for folder in ("t5", "gpt2"):
+        tokenizer.save_pretrained(root / folder)
+    AutoModelForSeq2SeqLM.from_config(both).save_pretrained(root / "t5")
+    for kind in KINDS:
+        for seed, split in enumerate(("train", "validation", "test")):
+            tiny.lines(root / kind / f"{split}.jsonl", rows(kind, 48 if split == "train" else 12, seed))
+    return root
+
+
+RUNS = (
+    ("tagging", "bert", "entity_f1"), ("choice", "bert", "accuracy"), ("generation", "gpt2", "exact"),
+    ("generation", "t5", "exact"), ("language", "gpt2", "perplexity"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "model", "metric"), RUNS)
+def test_a_whole_run(kind: str, model: str, metric: str, places: Path, tmp_path: Path) -> None:
+    """Trained, scored, and scored again from the delta on the disk: the same numbers, a line of prediction a row."""
+    spec = tiny.spec(
+        places, model=str(places / model), data=str(places / kind), method="lora(rank=4) + layernorm", epochs=2,
+        lr=1e-2, max_length=16, target_length=4, task=kind, metrics=(metric,),
+    )  # fmt: skip
+    metrics = train(spec, tmp_path / "run", progress=False)
+    run = Run(tmp_path / "run")
+    assert metrics["best"]["metric"] == metric and metrics["omitted"] == {}
+    again = evaluate(run.folder, output=tmp_path / "again")
+    for split in ("validation", "test"):
+        assert again[split] == pytest.approx(metrics[split], rel=1e-5)
+        lines = [json.loads(line) for line in (run.predictions / f"{split}.jsonl").read_text().splitlines()]
+        assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
+        assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
+    losses = [json.loads(line) for line in run.log_file.read_text().splitlines()]
+    steps = [line["loss"] for line in losses if "loss" in line]
+    assert sum(steps[-3:]) < sum(steps[:3])
+
+
+def test_tags_stand_at_first_sub_words(places: Path) -> None:
+    """A tokenizer that cuts words: the first piece has the tag, the others and the special tokens none."""
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    from deltune.models import packaged
+
+    tokenizer = AutoTokenizer.from_pretrained(packaged())
+    model = AutoModelForTokenClassification.from_pretrained(packaged(), num_labels=3)
+    columns = {"tokens": [["Schwarzenegger", "visited", "Ouagadougou", "."], ["Hi"]], "tags": [[1, 0, 2, 0], [0]]}
+    found = TAGGING.encode(tokenizer, model, columns, Limits(max_length=64), True)
+    for row, tokens, tags in zip(found.rows, columns["tokens"], columns["tags"], strict=True):
+        pieces = tokenizer.convert_ids_to_tokens(row["input_ids"])
+        shown = [(piece, tag) for piece, tag in zip(pieces, row["labels"], strict=True) if tag != IGNORED]
+        assert [tag for _, tag in shown] == tags
+        assert all(word.lower().startswith(piece) for word, (piece, _) in zip(tokens, shown, strict=True))
+    cut = TAGGING.encode(tokenizer, model, columns, Limits(max_length=5), True)
+    assert cut.truncated == 1
+    answers = TAGGING.answers(Use(model, tokenizer, ("O", "B-A", "B-B"), Limits(max_length=5), 2), cut)
+    assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
+
+
+def test_the_loss_is_on_the_target_alone(places: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
+    model = AutoModelForCausalLM.from_pretrained(places / "gpt2")
+    columns = {"source": ["the old fig is near", "a saw"], "targets": [["fig", "the fig"], ["saw"]]}
+    training = CAUSAL.encode(tokenizer, model, columns, LIMITS, True)
+    assert len(training) == 3, "a row for every reference"
+    for row, target in zip(training.rows, ("fig", "the fig", "saw"), strict=True):
+        said = [label for label in row["labels"] if label != IGNORED]
+        assert said == [*tokenizer(target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        assert row["input_ids"][-len(said) :] == said and row["labels"][: row["prompt"]] == [IGNORED] * row["prompt"]
+    assert len(CAUSAL.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
+    batch = collate(tokenizer, training.rows)
+    own = model(**batch).loss
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
+    shown = batch["labels"][:, 1:] != IGNORED
+    by_hand = -logits.gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[..., 0][shown].mean()
+    assert torch.isclose(own, by_hand)
+    long = CAUSAL.encode(tokenizer, model, {"source": ["the old fig " * 9]}, Limits(5, 4), False)
+    assert (long.truncated, long.rows[0]["prompt"]) == (1, 5)
+
+
+def test_generated_answers_do_not_depend_on_the_batch(places: Path) -> None:
+    """Prompts of different lengths, padded on the left: alone and together the same text."""
+    columns = {name: [row[name] for row in rows("generation", 8, 5)] for name in ("source", "targets")}
+    for folder, auto, kind in (("gpt2", AutoModelForCausalLM, CAUSAL), ("t5", AutoModelForSeq2SeqLM, SEQ2SEQ)):
+        tokenizer, model = AutoTokenizer.from_pretrained(places / folder), auto.from_pretrained(places / folder)
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        encoded = kind.encode(tokenizer, model, columns, LIMITS, False)
+        together, alone = (kind.answers(Use(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1))
+        assert together.predictions == alone.predictions
+        assert together.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
+def test_choices_stand_side_by_side(places: Path) -> None:
+    from transformers import AutoModelForMultipleChoice
+
+    tokenizer = AutoTokenizer.from_pretrained(places / "bert")
+    model = AutoModelForMultipleChoice.from_pretrained(places / "bert").eval()
+    made = rows("choice", 3, 1)
+    columns = {name: [row[name] for row in made] for name in ("question", "choices", "answer")}
+    encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
+    batch = collate(tokenizer, encoded.rows)
+    assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
+    together = CHOICE.answers(Use(model, tokenizer, (), LIMITS, 3), encoded)
+    alone = CHOICE.answers(Use(model, tokenizer, (), LIMITS, 1), encoded)
+    assert together.predictions == alone.predictions and sum(together.scores[0]) == pytest.approx(1)
+    columns["choices"][1] = ["one", "two"]
+    with pytest.raises(DeltuneError, match="2 or 3 choices"):
+        CHOICE.encode(tokenizer, model, columns, LIMITS, True)
+
+
+def test_no_token_of_running_text_is_lost(places: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
+    model = AutoModelForCausalLM.from_pretrained(places / "gpt2")
+    texts = ["the old fig " * 7, "a saw", "the"]
+    encoded = LANGUAGE.encode(tokenizer, model, {"text": texts}, Limits(max_length=8), True)
+    for number, text in enumerate(texts):
+        parts = [row["input_ids"] for row in encoded.rows if row["text"] == number]
+        whole, joined = tokenizer(text)["input_ids"], [token for part in parts for token in part]
+        assert joined == whole[: len(joined)] and len(whole) - len(joined) <= 1
+        assert all(len(part) <= 8 for part in parts)
+
+
+def test_a_template_names_roles() -> None:
+    columns = {"source": ["x", "y"], "targets": [["a"], ["b"]]}
+    assert prompts(columns, "Say {source} again:") == ["Say x again:", "Say y again:"]
+    with pytest.raises(DeltuneError, match="unknown role 'sorce'"):
+        prompts(columns, "{sorce}")
+
+
+def test_tasks_by_name(shared: Path) -> None:
+    """Every folder of the shared data is a task of the table, with the columns that its files have."""
+    folders = {task.folder for task in TASKS.values()}
+    there = {p.name for p in (shared / "data").iterdir() if p.is_dir()}
+    assert there <= folders
+    for name, task in TASKS.items():
+        if task.folder in there:
+            found, where = find(name, str(shared / "data"))
+            assert found is task and Path(where).name == task.folder
+            told = json.loads((Path(where) / "meta.json").read_text())["fields"]
+            listed = told if isinstance(told, list) else [f.split("(")[0].strip() for f in told.split(",")]
+            assert set(task.columns.values()) <= set(listed) | {"summary", "targets"}, name
+    with pytest.raises(DeltuneError, match="Did you mean 'sst2'"):
+        find("sst-2", None)
+    with pytest.raises(DeltuneError, match="has no hub id; give data_root"):
+        find("conll04", None)
