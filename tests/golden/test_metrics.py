@@ -15,11 +15,9 @@ from deltune.metrics import score
 HERE = Path(__file__).parent / "metrics"
 OURS = json.loads((HERE / "outputs.json").read_text())
 OFFICIAL = json.loads((HERE / "official.json").read_text())
-MODEL = Path(__file__).parents[2] / "shared" / "models" / "minilm-d128"
 LOWER = {"bleu": {"lowercase": True}}  # e2e-metrics counts without case
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="no java")
-needs_model = pytest.mark.skipif(not MODEL.exists(), reason="no shared/models/minilm-d128")
 
 ALL = [(row["prediction"], row["references"]) for row in OURS["texts"]]
 TWO = [(p, several[:2]) for p, several in ALL if len(several) > 1]
@@ -98,19 +96,17 @@ def test_answers_and_tags() -> None:
     check(TAGS, OFFICIAL["conlleval"], 4)
 
 
-@needs_model
-def test_bertscore() -> None:
-    options = {"model": str(MODEL), "layers": 2}
+def test_bertscore(shared: Path) -> None:
+    options = {"model": str(shared / "models" / "minilm-d128"), "layers": 2}
     check(FLAT, {"bertscore": OFFICIAL["bertscore"]["bertscore"]}, 5, {"bertscore": options})
     idf = {"bertscore": {**options, "idf": True}}
     check(FLAT, {"bertscore": OFFICIAL["bertscore"]["bertscore_idf"]}, 5, idf)
 
 
-@needs_model
-def test_moverscore() -> None:
-    expected = OFFICIAL["moverscore"]
-    check(ONE, {"moverscore": expected["moverscore"]}, 5, {"moverscore": {"model": str(MODEL)}})
-    uniform = {"moverscore": {"model": str(MODEL), "idf": "none"}}
+def test_moverscore(shared: Path) -> None:
+    expected, model = OFFICIAL["moverscore"], str(shared / "models" / "minilm-d128")
+    check(ONE, {"moverscore": expected["moverscore"]}, 5, {"moverscore": {"model": model}})
+    uniform = {"moverscore": {"model": model, "idf": "none"}}
     check(ONE, {"moverscore": expected["moverscore_none"]}, 5, uniform)
 
 
