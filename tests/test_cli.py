@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import tiny
 from deltune import cli
@@ -240,6 +242,36 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
         assert told.code == 2 and "spec.yaml is missing" in told.err
     told = deltune("train", *options(root, output=root / "data"))
     assert told.code == 2 and "is no RUN folder" in told.err
+
+
+def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
+    told = deltune("export", run, "--to", tmp_path / "peft")
+    assert told.code == 0 and "written for peft" in told.out, told.err
+    assert names(tmp_path / "peft") == {"adapter_config.json", "adapter_model.safetensors"}
+    told = deltune("import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "ours", "--json")
+    assert told.code == 0, told.err
+    assert json.loads(told.out)["method"] == "lora(rank=2)" and names(tmp_path / "ours") == names(run / "delta")
+    before, after = (load_file(folder / "delta.safetensors") for folder in (run / "delta", tmp_path / "ours"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+    folder = Path(__file__).parent / "peers" / "adapterhub" / "bert"
+    told = deltune("import", folder / "seq_bn", "--model", folder / "base", "--output", tmp_path / "hub")
+    assert told.code == 0 and told.out.startswith("adapter(style='pfeiffer', rank=2, bias=True)"), told.err
+    facts = json.loads((tmp_path / "hub" / "delta.json").read_text())
+    assert facts["head"]["tensors"] == ["classifier.weight", "classifier.bias"]
+    assert len(facts["labels"]["id2label"]) == 3
+
+    told = deltune("export", run, "--to", tmp_path / "other", "--format", "gguf")
+    assert told.code == 2 and "unknown format" in told.err
+    told = deltune("import", run, "--model", root / "model", "--output", tmp_path / "other")
+    assert told.code == 2 and "no adapter_config.json" in told.err
+    told = deltune(
+        "import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "other", "--kind", "?"
+    )
+    assert told.code == 2 and "unknown kind" in told.err
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_cannot_be_merged(deltune: Command, root: Path, tmp_path: Path) -> None:

@@ -69,10 +69,44 @@ def test_real_data(shared: Path, name: str, rows: tuple[int, ...], columns: str,
     assert got.splits["test"][-1] == {"id": f"test-{rows[2]}", **want}
 
 
-@pytest.mark.parametrize("name", ["dart", "conll04", "nq_open", "wikitext2_eval"])
-def test_real_data_of_other_tasks_is_refused(shared: Path, name: str) -> None:
-    said = message(str(shared / "data" / name))
-    assert "no column named label" in said or "no train file" in said
+OTHERS = {
+    "conll04": ("tagging", "tokens=tokens tags=tags", 9),
+    "broad_twitter": ("tagging", "tokens=tokens tags=tags", 7),
+    "commonsense_qa": ("choice", "question=question choices=choices answer=answer", 0),
+    "social_iqa": ("choice", "context=context question=question choices=choices answer=answer", 0),
+    "e2e_nlg": ("generation", "source=source targets=targets", 0),
+    "dart": ("generation", "source=source targets=targets", 0),
+    "samsum": ("generation", "source=dialogue targets=summary", 0),
+    "xsum": ("generation", "source=document targets=summary", 0),
+    "wmt16_en_ro": ("generation", "source=source targets=targets", 0),
+    "g2p_us_to_gb": ("generation", "source=source targets=targets", 0),
+    "nq_open": ("generation", "source=question targets=answers", 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_real_data_of_other_kinds(shared: Path, name: str) -> None:
+    """The kind of task, its columns and labels are found without being told; every row is as its file has it."""
+    kind, columns, labels = OTHERS[name]
+    got = data.load(str(shared / "data" / name))
+    assert (got.kind, len(got.labels)) == (kind, labels)
+    assert got.columns == dict(pair.split("=") for pair in columns.split())
+    with gzip.open(shared / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as stream:
+        last = [json.loads(line) for line in stream][-1]
+    row = got.splits["test"][-1]
+    for role, column in got.columns.items():
+        value = last[column]
+        if role == "tags":
+            assert [got.labels[i] for i in row[role]] == [t if isinstance(t, str) else got.labels[t] for t in value]
+        else:
+            assert row[role] == ([value] if role == "targets" and isinstance(value, str) else value)
+
+
+def test_running_text_is_asked_for(shared: Path) -> None:
+    source = str(shared / "data" / "imdb_text")
+    assert "for another kind of task give task= one of" in message(source)
+    assert data.load(source, kind="language").columns == {"text": "text"}
+    assert "no train file" in message(str(shared / "data" / "wikitext2_eval"))
 
 
 def as_csv(path: Path) -> None:

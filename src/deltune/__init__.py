@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .algebra import Modification, Selection
-    from .attaching import attach, load, tuned
+    from .attaching import attach, export, load, tuned
     from .budget import fit
     from .catalogue import methods, parse
     from .compositions import Add, Gate, Scale, SigmoidGate
@@ -53,7 +53,7 @@ _HOME = {
     **dict.fromkeys(_HEADS, "heads"),
     **dict.fromkeys(_RECIPES, "recipes"),
     **dict.fromkeys(_SELECTIONS, "selections"),
-    **dict.fromkeys(("attach", "load", "tuned"), "attaching"),
+    **dict.fromkeys(("attach", "export", "load", "tuned"), "attaching"),
     "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),
     **dict.fromkeys(("methods", "parse"), "catalogue"),
@@ -65,7 +65,7 @@ _HOME = {
 __all__ = [
     "Add", "Bottleneck", "Count", "DeltuneError", "Gate", "LowRank", "Mixture", "Modification", "MultiHead",
     "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "adapter",
-    "apet", "attach", "bitfit", "count", "diff_pruning", "fit", "full", "head", "ia3", "inspect",
+    "apet", "attach", "bitfit", "count", "diff_pruning", "export", "fit", "full", "head", "ia3", "inspect",
     "layernorm", "load", "lora", "mam", "methods", "multi_head_parallel_adapter", "p_tuning_v2", "parallel_adapter",
     "parse", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter", "three_vectors", "tuned", "unipelt",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attaching a method to a live model, and attaching what a folder holds."""
+"""Attaching a method to a live model, attaching what a folder holds, and writing one for others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from .catalogue import parse
 from .counting import base_size
 from .edits import Delta, Labels, slot_key
 from .errors import DeltuneError, unknown
+from .foreign import is_foreign
 from .forms import Prompt
 from .handle import NAME, Tuned
+from .interchange import translated, write
 from .observe import inspect
 from .planning import Plan, plan
 from .trace import configurations
@@ -86,11 +88,15 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
 
 
 def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> Tuned:
-    """Attach a saved delta (a RUN, its delta folder, or any folder that save wrote) under a name and put it in use.
+    """Attach a saved delta (a RUN, its delta folder, any folder that save wrote, or one of PEFT or AdapterHub) under a
+    name and put it in use.
 
     Errors (DeltuneError; the model stays as it was): no delta there, a truncated, altered or foreign file, another base
-    model, missing or extra tensors, a head that this model class does not have.
+    model, missing or extra tensors, a head that this model class does not have, what another library's options say and
+    no method here.
     """
+    if is_foreign(folder) and not (Path(folder) / store.FACTS).is_file():
+        return _load_foreign(model, Path(folder), name)
     where = store.delta_folder(folder)
     facts, numbers = store.read(where)
     handle = existing(model)
@@ -116,18 +122,7 @@ def _read_delta(
     method = parse(facts["explicit"])
     planned = plan(handle.anatomy, method, lambda: base_size(handle.model)[1])
     delta = handle.settle(Delta(method, planned, head, facts["head"]["mode"], folded=True))
-    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    wanted: dict[str, tuple[int, ...] | None] = {name: tuple(t.shape) for name, t in delta.kept().items()}
-    wanted |= {f"base.{name}": None if name in head else shapes[name] for name in delta.owned}
-    store.check_tensors(wanted, numbers, where)
-    _check_head(facts, {name: (numbers[f"base.{name}"].shape, shapes[name]) for name in head}, where)
-    with torch.no_grad():
-        for name, tensor in delta.kept().items():
-            tensor.copy_(numbers[name])
-        for name in delta.owned:
-            like = handle.original(name)
-            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
-            delta.held[slot_key(name)] = nn.Parameter(value.clone())  # the file's memory is unaligned: other last bits
+    _fill(handle, delta, numbers, len((facts.get("labels") or {}).get("id2label") or ()), where)
     delta.method = parse(facts["method"])
     if delta.method.parts != method.parts:
         raise DeltuneError(f"{where}: the method {facts['method']!r} is not what {facts['explicit']!r} says")
@@ -138,9 +133,55 @@ def _read_delta(
     return delta, Labels(pairs, labels.get("problem_type"))
 
 
-def _check_head(facts: dict[str, Any], shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+def _fill(handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], labels: int, where: Path) -> None:
+    """Give a new delta the numbers of a file, after checking that they are the ones it needs."""
+    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
+    wanted: dict[str, tuple[int, ...] | None] = {name: tuple(t.shape) for name, t in delta.kept().items()}
+    wanted |= {f"base.{name}": None if name in delta.head else shapes[name] for name in delta.owned}
+    store.check_tensors(wanted, numbers, where)
+    _check_head(labels, {name: (numbers[f"base.{name}"].shape, shapes[name]) for name in delta.head}, where)
+    with torch.no_grad():
+        for name, tensor in delta.kept().items():
+            tensor.copy_(numbers[name])
+        for name in delta.owned:
+            like = handle.original(name)
+            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
+            delta.held[slot_key(name)] = nn.Parameter(value.clone())  # the file's memory is unaligned: other last bits
+
+
+def _load_foreign(model: PreTrainedModel, where: Path, name: str) -> Tuned:
+    """Attach what a folder of PEFT or AdapterHub says; a head that is not in it stays the model's own, and frozen."""
+    handle = existing(model)
+    check_name(name, handle.names if handle else ())
+    with _attaching(model) as handle:
+        found = translated(handle, where)
+        planned = plan(handle.anatomy, found.method, lambda: base_size(model)[1])
+        head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+        if found.head and (missing := [n for n in head if n not in found.head]):
+            raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
+        own = {n: found.head.get(n, handle.original(n).detach()) for n in head}
+        delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
+        labels = handle.base_labels
+        if found.head:
+            width = own[head[-1]].shape[0]  # the last linear's outputs
+            named = found.labels or tuple(label for _, label in labels.id2label)
+            named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
+            labels = Labels(tuple(enumerate(named)), labels.problem_type)
+        _fill(handle, delta, found.numbers | {f"base.{n}": t for n, t in own.items()}, len(labels.id2label), where)
+        handle.add(name, delta, labels)
+    return handle
+
+
+def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+    """Write the delta in use (or the one named) for another library, into a new folder, all or nothing.
+
+    format: "peft". Errors: a folder that holds anything, everything that the format cannot express, with the reasons.
+    """
+    return write(tuned(model), folder, format, name)
+
+
+def _check_head(labels: int, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
     """Error when a head's tensors differ from this model's in more than the number of labels, the first axis."""
-    labels = len((facts.get("labels") or {}).get("id2label") or ())
     for name, (found, own) in shapes.items():
         if tuple(found[1:]) != tuple(own[1:]) or (found[0] != own[0] and found[0] != labels):
             raise DeltuneError(

@@ -235,6 +235,42 @@ def merge(
 
 
 @app.command()
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="A new folder.")],
+    format: Annotated[str, typer.Option(help="peft.")] = "peft",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Write a run's delta as another library's files, where that library can express it."""
+    with _notes(quiet):
+        from . import exporting
+
+        target = exporting.export(run, to, format)
+    out.print_json(data={"to": str(target)}) if as_json else out.print(f"written for {format} into {target}")
+
+
+@app.command("import")
+def take_in(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
+    model: Annotated[str, typer.Option(help="Its base model: hub id, folder or minilm.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    kind: Annotated[
+        str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what the folder says].")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
+    with _notes(quiet):
+        from . import exporting
+
+        handle = exporting.take_in(folder, model, output, kind)
+    facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
+    out.print_json(data=facts) if as_json else out.print(f"{handle.method!r}\n{facts['count']:,} scalars in {output}")
+
+
+@app.command()
 def quickstart(
     text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),

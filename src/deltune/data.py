@@ -1,4 +1,4 @@
-"""Reading labelled text: a folder of train, validation and test files, or a hub id, checked before any training."""
+"""Reading a task's data: a folder of train, validation and test files, or a hub id, checked before any training."""
 
 from __future__ import annotations
 
@@ -7,35 +7,29 @@ import hashlib
 import json
 import random
 import re
-import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from deltune.errors import DeltuneError, nearest, unknown
+from deltune.columns import KINDS, Column, Fields, check, chosen, kind_of
+from deltune.errors import DeltuneError, unknown
 from deltune.files import READERS, File, brief, failure, read, suffix_of
+from deltune.labels import Ids, ids_of
 from deltune.models import first_line, why_not_on_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}  # -> names of its file
-ROLES = ("text", "pair", "label")
-LABELS = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")  # usual names of the column
-IDS = ("id", "idx", "uid", "guid", "index")
-LOOKED_AT = 200  # rows of train that tell which columns are text
-
-Fields = Mapping[str, str] | Sequence[str]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Splits with the columns id, text, (pair,) label, the label an index into `labels`.
+    """Splits with the column id and those of the kind's roles; labels and tags are indices into `labels`.
 
-    columns: role -> column of the source. fingerprint: hash of the labels and of every split's texts and label ids,
-    the same for the same content in any file format.
+    columns: role -> column of the source. fingerprint: hash of the labels and of every split's contents, the same for
+    the same content in any file format.
     """
 
     splits: dict[str, Dataset]
@@ -43,6 +37,7 @@ class Data:
     columns: dict[str, str]
     source: str
     fingerprint: str
+    kind: str = "classification"
 
 
 @dataclass
@@ -61,30 +56,38 @@ def load(
     max_train_rows: int | None = None,
     seed: int = 0,
     training: bool = True,
+    kind: str | None = None,
 ) -> Data:
     """Read a folder of train/validation/test files (.jsonl, .json, .csv, also with .gz, or .parquet) or a hub id.
 
-    A hub id may name a configuration: nyu-mll/glue:rte. columns: {"text": …, "pair": …, "label": …}, or the names in
-    the order text, (pair,) label; default: found among the `fields` of meta.json or all columns: the label by its name,
-    the texts as the one or two columns of strings. labels: names in the order of their ids; default: `label_names` of
-    meta.json, else what train holds, sorted. max_train_rows: size of a sample of train drawn under `seed`. Validation
-    and test may be absent; with training=False (labels given) train too, but not all three. Raises one DeltuneError
-    that lists what is wrong, with file and line.
+    A hub id may name a configuration: nyu-mll/glue:rte. kind: one of columns.KINDS; default: what the names of the
+    columns tell, else classification. columns: {"text": …, "pair": …, "label": …}, or the names in the order of the
+    kind's roles; default: found among the `fields` of meta.json or all columns. labels: names in the order of their
+    ids; default: `label_names` of meta.json, else what train holds, sorted. max_train_rows: size of a sample of train
+    drawn under `seed`. Validation and test may be absent; with training=False (labels given) train too, but not all
+    three. Raises one DeltuneError that lists what is wrong, with file and line.
     """
     problems: list[str] = []
     if max_train_rows is not None and max_train_rows < 1:
         problems.append(f"max_train_rows must be at least 1, not {max_train_rows}")
+    if kind is not None and kind not in KINDS:
+        raise DeltuneError(unknown("kind of task", kind, KINDS))
     folder = Path(source).expanduser()
     needed = ("train",) if training else tuple(SPLITS)
     raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed)
     files = raw.files
     first = next((files[split] for split in needed if split in files), None)
-    used = _columns(first, columns, raw.fields, problems) if first else {}
+    kind = kind or (kind_of(first, raw.fields) if first and not columns else "classification")
+    used = chosen(kind, first, columns, raw.fields, problems) if first else {}
     if not used or not first or not first.rows:
         raise failure(f"data {source}", problems)
-    _check_texts(files, used, problems)
-    known = labels or raw.names.get(used["label"]) or raw.names.get("")
-    names, ids = _label_ids(files, used["label"], known, problems)
+    check(files, kind, used, problems)
+    labelled = next((c.role for c in KINDS[kind] if c.holds in ("label", "labels")), None)
+    names: tuple[str, ...] = ()
+    ids: Ids = {split: [] for split in files}
+    if labelled is not None:
+        known = labels or raw.names.get(used[labelled]) or raw.names.get("")
+        names, ids = ids_of(files, used[labelled], known, problems)
     if problems:
         raise failure(f"data {source}", problems)
 
@@ -94,17 +97,27 @@ def load(
         own = [str(row["id"]) for row in rows if "id" in row]
         if len(set(own)) < len(rows):
             own = [f"{split}-{i + 1}" for i in range(len(rows))]
-        texts = {role: [row[used[role]] for row in rows] for role in ROLES[:2] if role in used}
-        splits[split] = {"id": own, **texts, "label": ids[split]}
-    if max_train_rows is not None and max_train_rows < len(ids["train"]):
-        chosen = sorted(random.Random(seed).sample(range(len(ids["train"])), max_train_rows))
-        splits["train"] = {key: [values[i] for i in chosen] for key, values in splits["train"].items()}
+        found = {c.role: [_plain(c, row[used[c.role]]) for row in rows] for c in KINDS[kind] if c.role in used}
+        if labelled is not None:
+            found[labelled] = [i if labelled == "tags" else i[0] for i in ids[split]]
+        splits[split] = {"id": own, **found}
+    if max_train_rows is not None and "train" in splits and max_train_rows < len(splits["train"]["id"]):
+        chance = sorted(random.Random(seed).sample(range(len(splits["train"]["id"])), max_train_rows))
+        splits["train"] = {key: [values[i] for i in chance] for key, values in splits["train"].items()}
     content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
     fingerprint = hashlib.sha256(json.dumps([names, content], sort_keys=True).encode()).hexdigest()
 
     from datasets import Dataset
 
-    return Data({split: Dataset.from_dict(s) for split, s in splits.items()}, names, used, source, fingerprint)
+    found_splits = {split: Dataset.from_dict(s) for split, s in splits.items()}
+    return Data(found_splits, names, used, source, fingerprint, kind)
+
+
+def _plain(column: Column, value: Any) -> Any:
+    """A value in its plainest form: answers as a list, an index as a number."""
+    if column.holds == "answers":
+        return [value] if isinstance(value, str) else value
+    return int(value) if column.holds == "index" else value
 
 
 def _folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _Raw:
@@ -182,104 +195,3 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def _columns(first: File, asked: Fields | None, fields: Fields | None, problems: list[str]) -> dict[str, str]:
-    """Role -> column: as asked for or as meta.json says, else inferred from the first file; empty if that fails."""
-    given = asked or (fields if isinstance(fields, Mapping) else None)
-    if given:
-        roles = ROLES if len(given) == 3 else ("text", "label")
-        used = dict(given) if isinstance(given, Mapping) else dict(zip(roles, given, strict=False))
-        wrong = [unknown("role of a column", role, ROLES) for role in used if role not in ROLES]
-        if {"text", "label"} - set(used) or len(set(used.values())) < len(given):
-            wrong.append(f"columns are different ones for text, (pair,) label; given were {given}")
-        problems += wrong
-        return {} if wrong else {role: used[role] for role in ROLES if role in used}
-    if not first.rows:
-        return {}
-    there = [c for c in fields or first.columns if c in first.columns] or first.columns
-    label = next((c for name in LABELS for c in there if c.lower() == name), "")
-    texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(first, c)]
-    listed, todo = ", ".join(first.columns), "Say which is which: columns={'text': …, 'pair': …, 'label': …}"
-    if not label:
-        problems.append(f"{first.name} has no column named {' or '.join(LABELS)}. Its columns: {listed}. {todo}")
-    if len(texts) not in (1, 2):
-        which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
-        problems.append(f"{first.name} has {which} where one or two are wanted. Its columns: {listed}. {todo}")
-    if not label or len(texts) not in (1, 2):
-        return {}
-    return {**dict(zip(ROLES, texts, strict=False)), "label": label}
-
-
-def _is_text(file: File, column: str) -> bool:
-    """Whether a column holds strings that are not numbers, and more than a few different ones (else: a category)."""
-    values = [row.get(column) for _, row in file.rows[:LOOKED_AT]]
-    strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.]*\s*", v)]
-    return bool(strings) and 20 * len(set(strings)) >= len(strings)
-
-
-def _check_texts(files: Mapping[str, File], used: Mapping[str, str], problems: list[str]) -> None:
-    """Every split has every column, and in every row the texts are strings."""
-    for file in files.values():
-        there = file.columns
-        for role, column in used.items():
-            if file.rows and column not in there:
-                problems.append(unknown("column", column, there, where=file.name))
-                continue
-            for n, row in file.rows:
-                if column not in row:
-                    problems.append(f"{file.at(n)}: column {column!r} is missing")
-                elif role != "label" and not isinstance(row[column], str):
-                    problems.append(f"{file.at(n)}: column {column!r} is not text but {brief(row[column])}")
-                elif role != "label" and not row[column].isascii() and re.search("[\ud800-\udfff]", row[column]):
-                    problems.append(f"{file.at(n)}: column {column!r} holds half a character (a lone surrogate)")
-
-
-def _label_ids(
-    files: Mapping[str, File], column: str, known: Sequence[str] | None, problems: list[str]
-) -> tuple[tuple[str, ...], dict[str, list[int]]]:
-    """The label names, and the label ids of every split whose labels are not hidden (all -1, as in GLUE's tests)."""
-    values = {split: _labels(file, column, problems) for split, file in files.items()}
-    for split in [s for s, found in values.items() if found and {label for _, label in found} == {"-1"}]:
-        warnings.warn(f"every label in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
-        del values[split]
-    train = {label for _, label in values.get("train", [])}
-    numbers = all(map(_is_id, train))
-    names = tuple(known or sorted(train, key=lambda label: (int(label) if numbers else 0, label)))
-    if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
-        problems.append(f"label names are different strings, not {list(names)}")
-        return (), {}
-    if len(train) == 1:
-        problems.append(f"{files['train'].name} has one label only, {train.pop()!r}; a classifier needs two or more")
-        return (), {}
-    ids = {name: i for i, name in enumerate(names)}
-    if not any(map(_is_id, names)):  # then a number in the data is an index into the names
-        ids |= {str(i): i for i in range(len(names))}
-    trained = {ids.get(label) for label in train} if "train" in values else set(ids.values())
-    for split, found in values.items():
-        file, first = files[split], {label: n for n, label in reversed(found)}
-        for label, count in Counter(label for _, label in found).items():
-            where = file.at(first[label]) + (f" and {count - 1} more" if count > 1 else "")
-            if label not in ids and known:
-                problems.append(unknown("label", label, names, where=where))
-            elif ids.get(label) not in trained or label not in ids:
-                guess = nearest(label, train)
-                hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train))}"
-                problems.append(f"label {label!r} is in {where} but nowhere in {files['train'].name}.{hint}")
-    return names, {split: [ids.get(label, -1) for _, label in found] for split, found in values.items()}
-
-
-def _labels(file: File, column: str, problems: list[str]) -> list[tuple[int, str]]:
-    """The labels of a split as strings, each with its line."""
-    found = []
-    for n, row in file.rows:
-        value = row.get(column)
-        if isinstance(value, str | int) and value != "":
-            found.append((n, str(value)))
-        elif column in row:
-            problems.append(f"{file.at(n)}: a label is text or a whole number, not {brief(value)}")
-    return found
-
-
-def _is_id(label: str) -> bool:
-    return re.fullmatch(r"-?\d+", label) is not None

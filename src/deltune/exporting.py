@@ -1,4 +1,4 @@
-"""A run in others' formats: its delta folded into the weights of a plain transformers checkpoint."""
+"""A run in others' formats, and others' folders as ours: merged into a plain checkpoint, written, read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 
 import safetensors
 
+from . import attaching
 from .attaching import tuned
-from .errors import DeltuneError
+from .errors import DeltuneError, unknown
 from .evaluate import ready
+from .foreign import is_foreign
+from .handle import Tuned
+from .interchange import kind_of
+from .models import KINDS, load_config, load_model
 from .runs import write_failed
 
 
@@ -40,3 +45,28 @@ def merge(run: str | Path, to: str | Path) -> Path:
             shutil.rmtree(fresh, ignore_errors=True)
         raise write_failed(target, error) from error
     return target
+
+
+def export(run: str | Path, to: str | Path, format: str = "peft") -> Path:
+    """Write a run's delta for another library, into a new folder, all or nothing.
+
+    Errors: no run, a folder that is not empty, everything that the format cannot express.
+    """
+    return attaching.export(ready(run).model, to, format)
+
+
+def take_in(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:
+    """Write a folder of PEFT or AdapterHub as a delta folder for a base model; the handle on it.
+
+    kind: what the model is loaded as; by default what the folder says. Errors: whatever has no translation.
+    """
+    if not is_foreign(folder):
+        raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
+    if kind is not None and kind not in KINDS:
+        raise DeltuneError(unknown("kind of model", kind, KINDS))
+    wanted, count = kind_of(folder)
+    load_config(model)
+    labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, wanted) else None
+    handle = attaching.load(load_model(model, kind or wanted, labels), folder)
+    handle.save(to)
+    return handle

@@ -27,6 +27,7 @@ from .prompting import TokenTap
 from .taps import AttentionPort, StatesTap, Tap, WeightTap
 from .trace import configurations, trace
 from .uses import Use
+from .weights import slots_of
 
 NAME = "deltune"
 """The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
@@ -56,7 +57,7 @@ class Tuned(nn.Module):
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
         self.taps: dict[tuple[str, str], AnyTap] = {}
-        self.slots = _slots(model)
+        self.slots = slots_of(model)
         model.requires_grad_(False)
         model.add_module(NAME, self)
 
@@ -152,8 +153,24 @@ class Tuned(nn.Module):
         class labels is then each row's own. Rows may be repeated one after the other (beams). Errors: an unknown name,
         a delta that trains tensors that all rows share (`full`), a batch of another size.
         """
-        with mixing.mixed(self, names):
+        known = {name: self.delta(name) for name in self.names}
+        uses = mixing.uses_of(names, known, self.anatomy.tensors, self.slots, self.original)
+        labels = [use.delta.labels or self.base_labels for use in uses]
+        labels += [self.base_labels] if None in names else []
+        before, taps = self.active, list[mixing.Hook]()
+        self.use(None)
+        try:
+            self.mixed = tuple(names)
+            taps = mixing.begin(self.model, uses, labels if self.anatomy.head else [])
+            if self.anatomy.head:
+                self.label(self.model, max(labels, key=lambda own: len(own.id2label)))
+            for tap in self.taps.values():
+                tap.serve(uses)
             yield self
+        finally:
+            mixing.end(uses, taps)
+            self.mixed = ()
+            self.use(before)
 
     def advance(self, share: float) -> None:
         """Tell the delta in use which share of its training is done (0 to 1), before every step.
@@ -318,15 +335,3 @@ class Tuned(nn.Module):
             config.problem_type = labels.problem_type  # type: ignore[assignment]
         if hasattr(model, "num_labels"):
             model.num_labels = len(labels.id2label)  # type: ignore[assignment]
-
-
-def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For every parameter, all the places that hold it; a tied tensor has several."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
-    names: dict[str, int] = {}
-    for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                held.setdefault(id(parameter), []).append((module, leaf))
-                names[f"{path}.{leaf}".strip(".")] = id(parameter)
-    return {name: held[key] for name, key in names.items()}

@@ -2,63 +2,69 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from .anatomy import Tensor
 from .edits import Delta, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
 from .taps import RowTap
 from .uses import Own, Use
 
-if TYPE_CHECKING:
-    from .handle import Tuned
+Slots = Mapping[str, list[tuple[nn.Module, str]]]
+"""For every parameter of a model, the modules and leaves that hold it."""
 
 BY_ROW = ("norm.gain", "norm.bias", "linear.weight", "linear.bias")
 """Roles of tensors whose module reads a batch row by row."""
 
 
-@contextlib.contextmanager
-def mixed(tuned: Tuned, names: Sequence[str | None]) -> Iterator[None]:
-    """Inside the context, row i of a batch uses names[i]."""
-    uses = _uses(tuned, tuple(names))
-    model, before = tuned.model, tuned.active
-    tuned.use(None)
-    taps: list[Any] = []
-    try:
-        tuned.mixed = tuple(names)
-        for use in uses:
-            _train(use.delta)
-        for tap in tuned.taps.values():
-            tap.serve(uses)
-        taps += [RowTap(module, uses) for module in dict.fromkeys(module for use in uses for module in use.own)]
-        labels = [use.delta.labels or tuned.base_labels for use in uses]
-        labels += [tuned.base_labels] if None in names else []
-        if tuned.anatomy.head:
-            tuned.label(model, max(labels, key=lambda known: len(known.id2label)))
-            taps.append(model.register_forward_pre_hook(_Checked(labels), with_kwargs=True))
-        yield
-    finally:
-        for tap in taps:
-            tap.remove()
-        for use in uses:
-            use.delta.requires_grad_(False)
-        tuned.mixed = ()
-        tuned.use(before)
+class Hook(Protocol):
+    """What stands in the model while rows differ."""
+
+    def remove(self) -> None: ...
 
 
-def _uses(tuned: Tuned, names: tuple[str | None, ...]) -> list[Use]:
+def begin(model: nn.Module, uses: Sequence[Use], labels: Sequence[Labels]) -> list[Hook]:
+    """Let every delta of a mixed batch train, and the modules whose tensors differ run by rows."""
+    for use in uses:
+        delta = use.delta
+        delta.requires_grad_(True)
+        for frozen in delta.head if delta.head_mode == "freeze" else ():
+            delta.held[slot_key(frozen)].requires_grad_(frozen in delta.selected)
+    taps: list[Hook] = [RowTap(module, uses) for module in dict.fromkeys(m for use in uses for m in use.own)]
+    if labels:
+        taps.append(model.register_forward_pre_hook(_Checked(labels), with_kwargs=True))
+    return taps
+
+
+def end(uses: Sequence[Use], taps: Sequence[Hook]) -> None:
+    for tap in taps:
+        tap.remove()
+    for use in uses:
+        use.delta.requires_grad_(False)
+
+
+def uses_of(
+    names: Sequence[str | None],
+    deltas: Mapping[str, Delta],
+    tensors: Sequence[Tensor],
+    slots: Slots,
+    original: Callable[[str], nn.Parameter],
+) -> list[Use]:
     """One use for each delta that is named. Errors: names that are not there, deltas that cannot differ by row."""
     if not names:
         raise DeltuneError("rows() wants a delta's name, or None, for each row of the batch; it got none")
     known = [name for name in dict.fromkeys(names) if name is not None]
-    problems = [unknown("delta", name, tuned.names) for name in known if name not in tuned.deltas]
+    problems = [unknown("delta", name, deltas) for name in known if name not in deltas]
     uses = []
     for name in known if not problems else []:
-        delta = tuned.delta(name)
-        shared = _shared(tuned, delta)
+        delta = deltas[name]
+        own = {*delta.owned, *(tensor for tensor, _ in delta.masked())}
+        shared = [t.name for t in tensors if t.name in own and t.role not in BY_ROW and t.area != "head"]
         if shared:
             more = f" and {len(shared) - 2} more" if len(shared) > 2 else ""
             problems.append(
@@ -66,36 +72,22 @@ def _uses(tuned: Tuned, names: tuple[str | None, ...]) -> list[Use]:
                 f"use({name!r}) it for a batch of its own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)
-        uses.append(Use(delta, rows, len(names), _own(tuned, delta)))
+        uses.append(Use(delta, rows, len(names), _own(delta, slots, original)))
     if problems:
         raise all_problems("these rows cannot be in one batch", problems)
     return uses
 
 
-def _shared(tuned: Tuned, delta: Delta) -> list[str]:
-    """Names of a delta's own tensors that cannot differ from row to row."""
-    own = {*delta.owned, *(name for name, _ in delta.masked())}
-    return [t.name for t in tuned.anatomy.tensors if t.name in own and t.role not in BY_ROW and t.area != "head"]
-
-
-def _own(tuned: Tuned, delta: Delta) -> dict[nn.Module, Own]:
+def _own(delta: Delta, slots: Slots, original: Callable[[str], nn.Parameter]) -> dict[nn.Module, Own]:
     """The delta's own values of the model's tensors, by the modules that hold them."""
-    found: dict[nn.Module, dict[str, Any]] = {}
+    found: dict[nn.Module, dict[str, Callable[[], torch.Tensor]]] = {}
     for name in delta.owned:
-        for module, leaf in tuned.slots[name]:
-            found.setdefault(module, {})[leaf] = lambda name=name: delta.held[slot_key(name)]
+        for module, leaf in slots[name]:
+            found.setdefault(module, {})[leaf] = partial(delta.held.__getitem__, slot_key(name))
     for name, sparse in delta.masked():
-        for module, leaf in tuned.slots[name]:
-            rest = tuned.original(name)
-            found.setdefault(module, {})[leaf] = lambda sparse=sparse, rest=rest: sparse.on(rest.detach())
-    return found  # type: ignore[return-value]
-
-
-def _train(delta: Delta) -> None:
-    """Its parameters train, those of a frozen head that it does not select do not."""
-    delta.requires_grad_(True)
-    for frozen in delta.head if delta.head_mode == "freeze" else ():
-        delta.held[slot_key(frozen)].requires_grad_(frozen in delta.selected)
+        for module, leaf in slots[name]:
+            found.setdefault(module, {})[leaf] = partial(sparse.on, original(name).detach())
+    return {**found}
 
 
 class _Checked:

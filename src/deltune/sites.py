@@ -142,8 +142,10 @@ def _moving(anatomy: Anatomy, place: Place, spot: Spot, modification: Modificati
     if not modification.form.shift or spot.attention is None or spot.attention.kind != "self":
         return place
     stack = anatomy.stack(place.name.partition(".")[0])
-    if not stack.position_ids:
-        raise DeltuneError(f"shift_positions moves position_ids, which the {stack.name} of this model does not take")
+    if not stack.position_ids and stack.positions is None:
+        raise DeltuneError(
+            f"shift_positions moves absolute positions, which the {stack.name} of this model does not have"
+        )
     return replace(place, moves=stack.name)
 
 

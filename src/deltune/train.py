@@ -58,6 +58,11 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
 def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, Any]:
     load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
     found = reading.load(spec.data, spec.columns, spec.labels, spec.max_train_rows, spec.seed)
+    if found.kind != "classification":
+        raise DeltuneError(
+            f"data {spec.data} is for {found.kind}, and `deltune train` is for classification yet; attach the "
+            "method and use transformers' own trainers"
+        )
     if "validation" not in found.splits and (spec.patience is not None or spec.metric != "accuracy"):
         raise DeltuneError(f"data {spec.data} has no validation split, so neither patience nor metric can be used")
     if spec.metric == "f1" and len(found.labels) != 2:

@@ -1,4 +1,4 @@
-"""Weights of which only drawn entries are parameters, and weights that several edits share."""
+"""Weights of which only drawn entries are parameters, weights that several edits share, and where a model holds its."""
 
 from __future__ import annotations
 
@@ -58,3 +58,15 @@ class Common(nn.Module):
         if self.sparse is None:
             return self.dense
         return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
+
+
+def slots_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """For every parameter, all the places that hold it; a tied tensor has several."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    names: dict[str, int] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                held.setdefault(id(parameter), []).append((module, leaf))
+                names[f"{path}.{leaf}".strip(".")] = id(parameter)
+    return {name: held[key] for name, key in names.items()}

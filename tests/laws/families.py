@@ -76,8 +76,8 @@ class Family:
 
     @property
     def numbered(self) -> bool:
-        """Every stack takes position_ids."""
-        return self.kind != "both"
+        """The tokens of its stacks have positions of their own, in a table or turned by."""
+        return self.positions in ("absolute", "rotary")
 
     @property
     def table(self) -> bool:

@@ -34,7 +34,7 @@ QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface
 UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up of this model has a bias")
 
 
-NUMBERED = Need("numbered", lambda f: f.numbered, "position_ids, which the .* of this model does not take")
+NUMBERED = Need("numbered", lambda f: f.numbered, "absolute positions, which the .* of this model does not have")
 HEADS = Need("heads", lambda f: f.interface, "an attention whose heads can be seen")
 NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words", bare=False)
 

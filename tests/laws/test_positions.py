@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import deltune
 
 from .families import FAMILIES, Family
 from .specimens import batch, equal, run, specimen, stir
 
-SELF = "prefix(length=3, attention='self', shift_positions=True)"
+ALL = "prefix(length=3, shift_positions=True)"
 
 
 TAKES = [f for f in FAMILIES.values() if f.interface and f.numbered]
 
 
+def moved_by_hand(model: PreTrainedModel, family: Family, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the model gives when its tables of positions begin 3 rows further down, or its position_ids 3 later."""
+    if not family.table:
+        counted = torch.arange(inputs["input_ids"].shape[1])[None]
+        return run(model, {**inputs, "position_ids": counted + 3})
+    tables = [model.base_model.get_submodule(s.positions) for s in deltune.inspect(model.base_model).stacks]
+    before = [table.weight.clone() for table in tables]
+    with torch.no_grad():
+        for table in tables:
+            table.weight.copy_(table.weight.roll(-3, 0))
+        found = run(model, inputs)
+        for table, weight in zip(tables, before, strict=True):
+            table.weight.copy_(weight)
+    return found
+
+
 @pytest.mark.parametrize("family", TAKES, ids=[f.name for f in TAKES])
-def test_positions_start_after_the_prefix(family: Family) -> None:
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_positions_start_after_the_prefix(family: Family, left: bool) -> None:
+    """However the family counts them: from its mask, from its padding, or by itself."""
     model = specimen(family.name)
     inputs = batch(model)
-    first = getattr(model.config, "pad_token_id", 0) + 1 if family.name in ("roberta", "xlm-roberta") else 0
-    counted = torch.arange(first, first + inputs["input_ids"].shape[1])[None]
+    if left:
+        inputs |= {name: inputs[name].flip(1) for name in ("input_ids", "attention_mask")}
     tuned = stir(deltune.attach(model, "prefix(length=3)", name="plain", head="freeze"))
-    wanted = run(model, {**inputs, "position_ids": counted + 3})
-    unmoved = run(model, {**inputs, "position_ids": counted})
+    wanted, unmoved = moved_by_hand(model, family, inputs), run(model, inputs)
     values = {name: t.clone() for name, t in tuned.delta().kept().items()}
-    deltune.attach(model, SELF, name="moved", head="freeze")
+    deltune.attach(model, ALL, name="moved", head="freeze")
     with torch.no_grad():
         for name, tensor in tuned.delta("moved").kept().items():
             tensor.copy_(values[name])
     assert equal(run(model, inputs), wanted)
-    assert equal(run(model, {**inputs, "position_ids": counted}), wanted)
-    if family.positions == "absolute":
+    if family.table:
         assert not equal(wanted, unmoved)
-    assert equal(run(tuned.use("plain").model, {**inputs, "position_ids": counted}), unmoved)
+    assert equal(run(tuned.use("plain").model, inputs), unmoved)
+    with torch.no_grad(), tuned.rows(["moved", "plain"]):
+        mixed = run(model, inputs)
+    name = next(n for n in ("logits", "last_hidden_state") if n in mixed)
+    for row, alone in enumerate((wanted, unmoved)):
+        gap = (mixed[name][row] - alone[name][row]).abs()
+        padded = mixed[name].dim() == 3 and family.kind != "both"  # what padding gives is nobody's business
+        assert (gap[inputs["attention_mask"][row].bool()] if padded else gap).max() < 1e-4
     tuned.detach()
 
 
-@pytest.mark.parametrize("name", ["bart", "t5"])
-def test_a_model_that_counts_by_itself_is_refused(name: str) -> None:
-    model = specimen(name)
-    with pytest.raises(deltune.DeltuneError, match="does not take"):
-        deltune.attach(model, SELF)
+def test_relative_positions_cannot_move() -> None:
+    model = specimen("t5")
+    with pytest.raises(deltune.DeltuneError, match="does not have"):
+        deltune.attach(model, ALL)
     tuned = deltune.attach(model, "prefix(length=3, attention='cross', shift_positions=True)")  # nothing to move there
     tuned.detach()
 
@@ -50,8 +75,8 @@ def test_a_model_that_counts_by_itself_is_refused(name: str) -> None:
 def test_what_does_not_go_together_and_what_does_not_fit() -> None:
     model = specimen("gpt2")
     with pytest.raises(deltune.DeltuneError, match="both would move"):
-        deltune.attach(model, f"{SELF} + prompt(length=2)")
-    tuned = deltune.attach(model, SELF)
+        deltune.attach(model, f"{ALL} + prompt(length=2)")
+    tuned = deltune.attach(model, ALL)
     inputs = batch(model, length=FAMILIES["gpt2"].longest - 3, pad=0)
     run(model, inputs)
     with pytest.raises(deltune.DeltuneError, match="take 65 positions, and this model has 64"):

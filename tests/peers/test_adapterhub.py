@@ -1,0 +1,182 @@
+"""Folders that AdapterHub's library wrote (make_adapterhub.py) give here the logits that it computed, in float64."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+import deltune
+
+pytestmark = pytest.mark.peers
+
+HERE = Path(__file__).parent / "adapterhub"
+CLASSES = {
+    "bert": transformers.BertForSequenceClassification,
+    "gpt2": transformers.GPT2LMHeadModel,
+    "bart": transformers.BartForConditionalGeneration,
+}
+_PARALLEL = "scaled_parallel_adapter(rank=2, bias=True)"
+_RESIDUAL = "scaled_parallel_adapter(rank=2, bias=True, x='residual')"
+_LORA = "lora(rank=2, scale=3.0, at=('query', 'value', 'ffn_up', 'ffn_down'))"
+_BLOCK = "Modification(site='block', form=Bottleneck(rank=2, bias=True), insertion='sequential'"
+_PFEIFFER = "adapter(style='pfeiffer', rank=2, bias=True"
+
+MEANT = {
+    ("bert", "seq_bn"): f"{_PFEIFFER})",
+    ("bert", "normed_seq_bn"): f"{_PFEIFFER}, activation='gelu', layer_norm=True)",
+    ("bert", "block_bn"): f"{_BLOCK}, compose=Scale(value=0.5))",
+    ("bert", "double_seq_bn"): "adapter(rank=2, bias=True, activation='silu')",
+    ("bert", "par_bn"): _PARALLEL,
+    ("bert", "learned_par_bn"): "Modification(site='ffn', form=Bottleneck(rank=2, bias=True, init='lora'), "
+    "compose=Scale(learned=True), layers=(1,))",
+    ("bert", "attention_par_bn"): "scaled_parallel_adapter(at='attention', rank=2, scale=2.0, bias=True)",
+    ("bert", "lora"): _LORA,
+    ("bert", "prefix_flat"): "prefix(length=3)",
+    ("bert", "prefix_mlp"): "prefix(length=3)",
+    ("bert", "mam"): f"prefix(length=3) + {_PARALLEL}",
+    ("gpt2", "seq_bn"): f"{_BLOCK})",  # pre-norm: it reads and changes the residual stream
+    ("gpt2", "block_bn"): f"{_BLOCK}, compose=Scale(value=0.5))",
+    ("gpt2", "double_seq_bn"): "adapter(rank=2, bias=True, activation='silu')",
+    ("gpt2", "par_bn"): _RESIDUAL,
+    ("gpt2", "attention_par_bn"): "scaled_parallel_adapter(at='attention', rank=2, scale=2.0, bias=True, x='residual')",
+    ("gpt2", "lora"): _LORA,
+    ("gpt2", "prefix_flat"): "prefix(length=3)",
+    ("gpt2", "prefix_mlp"): "prefix(length=3)",
+    ("gpt2", "mam"): f"prefix(length=3) + {_RESIDUAL}",
+    ("bart", "seq_bn"): f"{_PFEIFFER})",
+    ("bart", "block_bn"): f"{_BLOCK}, compose=Scale(value=0.5))",
+    ("bart", "double_seq_bn"): "adapter(rank=2, bias=True, activation='silu', attention='self')",
+    ("bart", "par_bn"): _PARALLEL,
+    ("bart", "attention_par_bn"): "scaled_parallel_adapter(at='attention', rank=2, scale=2.0, bias=True)",
+    ("bart", "lora"): _LORA,
+    ("bart", "prefix_flat"): "prefix(length=3)",
+    ("bart", "mam"): f"prefix(length=3) + {_PARALLEL}",
+}
+"""Every folder, with the point of the design space that computes the same."""
+
+
+@functools.cache
+def recorded(family: str) -> dict[str, torch.Tensor]:
+    return load_file(HERE / family / "logits.safetensors")
+
+
+def base(family: str, **options: Any) -> PreTrainedModel:
+    found = CLASSES[family].from_pretrained(HERE / family / "base", dtype=torch.float64, **options)
+    return found.eval()
+
+
+def logits(model: PreTrainedModel, family: str) -> torch.Tensor:
+    given = {n: t for n, t in recorded(family).items() if n.endswith(("input_ids", "attention_mask"))}
+    with torch.no_grad():
+        return model(**given).logits
+
+
+def close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.allclose(one, two, rtol=1e-12, atol=1e-12)  # sums of a few dozen products of order 1
+
+
+def test_every_folder_is_here() -> None:
+    folders = {(f.name, a.name) for f in HERE.iterdir() if f.is_dir() for a in f.iterdir() if a.is_dir()}
+    assert folders - {(f, "base") for f in CLASSES} == set(MEANT)
+    assert sum(p.stat().st_size for p in HERE.rglob("*") if p.is_file()) < 300_000
+    assert json.loads((HERE / "versions.json").read_text()).keys() == {"adapters", "transformers", "torch"}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_the_base_is_the_same(family: str) -> None:
+    assert close(logits(base(family), family), recorded(family)["none"])
+
+
+@pytest.mark.parametrize(("family", "name"), MEANT, ids=[f"{f}: {n}" for f, n in MEANT])
+def test_the_same_logits(family: str, name: str, tmp_path: Path) -> None:
+    model = base(family)
+    plain = logits(model, family)
+    tuned = deltune.load(model, HERE / family / name)
+    found = logits(model, family)
+    assert close(found, recorded(family)[name]) and not torch.allclose(found, plain, atol=1e-2)
+    assert repr(tuned.method) == MEANT[family, name]
+    tuned.save(tmp_path / "delta")
+    other = base(family)
+    deltune.load(other, tmp_path / "delta")
+    assert torch.equal(logits(other, family), found)
+    tuned.detach()
+    assert torch.equal(logits(model, family), plain)
+
+
+def test_a_head_comes_along() -> None:
+    model = base("bert", num_labels=2, ignore_mismatched_sizes=True)
+    tuned = deltune.load(model, HERE / "bert" / "seq_bn")
+    assert model.config.num_labels == 3 and close(logits(model, "bert"), recorded("bert")["seq_bn"])
+    assert tuned.delta().head_mode == "train"
+    assert deltune.load(base("bert"), HERE / "bert" / "par_bn").delta().head_mode == "freeze"
+    with pytest.raises(deltune.DeltuneError, match=r"extra tensor classifier.bias(?s:.*)has no head"):
+        deltune.load(transformers.BertModel.from_pretrained(HERE / "bert" / "base"), HERE / "bert" / "seq_bn")
+    inside = transformers.BertModel.from_pretrained(HERE / "bert" / "base")
+    assert repr(deltune.load(inside, HERE / "bert" / "par_bn").method) == _PARALLEL
+
+
+def changed(tmp_path: Path, name: str, change: Callable[[dict[str, Any]], Any], family: str = "bert") -> Path:
+    """A folder with its options changed."""
+    shutil.copytree(HERE / family / name, tmp_path / "folder")
+    path = tmp_path / "folder" / "adapter_config.json"
+    options = json.loads(path.read_text())
+    change(options)
+    path.write_text(json.dumps(options))
+    return tmp_path / "folder"
+
+
+def _set(**options: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda found: found["config"].update(options)
+
+
+REFUSED: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
+    ("bert", "seq_bn", _set(use_gating=True, phm_layer=True), "2 problems\n(?s:.*)phm_layer(?s:.*)use_gating"),
+    ("bert", "seq_bn", _set(inv_adapter="nice"), "inv_adapter='nice' has no translation"),
+    ("bert", "seq_bn", _set(ln_after=True), "ln_after"),
+    ("bert", "seq_bn", _set(scaling="channel"), "scaling='channel'"),
+    ("bert", "seq_bn", _set(non_linearity="gelu_new"), "non_linearity='gelu_new'"),
+    ("bert", "seq_bn", _set(residual_before_ln=False), "adds the normed sum twice"),
+    ("bert", "double_seq_bn", _set(original_ln_after=False), "leaves the residual out"),
+    ("bert", "double_seq_bn", _set(original_ln_before=True), "at an attention"),
+    ("bert", "double_seq_bn", _set(mh_adapter=False), r"extra tensor bert.encoder.layer.0.attention.output.adapters"),
+    ("bert", "learned_par_bn", _set(leave_out=[]), r"missing tensor bert.encoder.layer.0.output.adapters"),
+    ("bert", "lora", _set(composition_mode="scale"), "composition_mode='scale'"),
+    ("bert", "lora", _set(use_dora=True), "use_dora"),
+    ("bert", "prefix_flat", _set(prefix_length=2), "96 numbers"),
+    ("bert", "prefix_mlp", _set(use_gating=True), "use_gating"),
+    ("bert", "seq_bn", _set(architecture="reft"), "architecture 'reft' has no translation; known: bottleneck"),
+    ("bert", "seq_bn", lambda o: o.update(model_type="roberta"), "trained on a roberta model; this is a bert model"),
+    ("bert", "seq_bn", lambda o: o.pop("version"), "save it anew"),
+    ("bert", "seq_bn", lambda o: o.update(config="pfeiffer"), "lie on AdapterHub's site"),
+    ("gpt2", "double_seq_bn", _set(original_ln_before=True), "residual sum is no site"),
+    ("bart", "prefix_flat", _set(cross_prefix=False), r"extra tensor model.prefix_tuning(?s:.*)cross_prefix"),
+)
+
+
+@pytest.mark.parametrize(("family", "name", "change", "why"), REFUSED, ids=[f"{r[1]}: {r[3]}" for r in REFUSED])
+def test_what_does_not_translate(
+    family: str, name: str, change: Callable[[dict[str, Any]], Any], why: str, tmp_path: Path
+) -> None:
+    model = base(family)
+    with pytest.raises(deltune.DeltuneError, match=why):
+        deltune.load(model, changed(tmp_path, name, change, family))
+    assert "deltune" not in model._modules
+
+
+def test_a_flexible_head_and_the_plug_in_interface_are_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "seq_bn", lambda o: None)
+    (folder / "adapter_interface.json").write_text("{}")
+    head = json.loads((folder / "head_config.json").read_text())
+    (folder / "head_config.json").write_text(json.dumps({**head, "config": {"head_type": "classification"}}))
+    with pytest.raises(deltune.DeltuneError, match=r"plug-in interface(?s:.*)without head_config.json"):
+        deltune.load(base("bert"), folder)

@@ -1,0 +1,381 @@
+"""PEFT beside deltune: the same weights give the same logits, through the files that each of them writes.
+
+Models are float64, so equal means to the order of sums; where a family computes norms in float32 (`exact` is false), or
+PEFT keeps a prompt in float32, to float32's rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import deltune
+from laws.families import FAMILIES, Family
+from laws.specimens import batch, build, main_role, stir
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
+
+pytestmark = pytest.mark.peers
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family as a class, PEFT's configuration, and the expression that means the same.
+
+    rows: of PEFT's prompt, which stand in its logits; rounded: PEFT computes what it keeps anew, in float32.
+    """
+
+    family: str
+    role: str
+    config: Callable[[], Any]
+    method: str
+    rows: int = 0
+    rounded: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.family} {self.role}: {self.method}"
+
+
+def lora(task: str, **options: Any) -> Callable[[], Any]:
+    return lambda: peft.LoraConfig(task_type=task, **options)
+
+
+LN_BERT = {"target_modules": ["LayerNorm"]}
+ROWS = (
+    Row("bert", "sequence", lora("SEQ_CLS", r=2, lora_alpha=6), "lora(rank=2, scale=3.0)"),
+    Row("roberta", "sequence", lora("SEQ_CLS", r=4), "lora(rank=4, scale=2.0)"),
+    Row("bert", "tokens", lora("TOKEN_CLS", r=2, lora_alpha=2, layers_to_transform=[1]), "lora(rank=2, layers=(1,))"),
+    Row("distilbert", "sequence", lora("SEQ_CLS", r=2, lora_alpha=2, target_modules=["q_lin", "lin2"]),
+        "lora(rank=2, at=('query', 'ffn_down'))"),
+    Row("gpt2", "causal", lora("CAUSAL_LM", r=2, lora_alpha=6),
+        "lora(rank=2, scale=3.0, at=('query', 'key', 'value'))"),
+    Row("gpt2", "sequence", lora("SEQ_CLS", r=2, target_modules=["mlp.c_fc", "mlp.c_proj"], lora_alpha=2),
+        "lora(rank=2, at=('ffn_up', 'ffn_down'))"),
+    Row("llama", "causal", lora("CAUSAL_LM", r=2, lora_alpha=2), "lora(rank=2)"),
+    Row("llama", "causal", lora("CAUSAL_LM", r=2, lora_alpha=2, use_rslora=True, target_modules="all-linear"),
+        "lora(rank=2, scale=1.414213562373095, at=('query', 'key', 'value', 'output', 'ffn_up', 'ffn_down'))"),
+    Row("bart", "seq2seq", lora("SEQ_2_SEQ_LM", r=2, lora_alpha=2), "lora(rank=2)"),
+    Row("t5", "seq2seq", lora("SEQ_2_SEQ_LM", r=2, lora_alpha=2), "lora(rank=2)"),
+    Row("llama", "causal",
+        lora("CAUSAL_LM", r=2, lora_alpha=2, rank_pattern={"v_proj": 4}, alpha_pattern={"v_proj": 8}),
+        "lora(rank=2, at='query') + lora(rank=4, scale=2.0, at='value')"),
+    Row("bert", "sequence", lambda: peft.IA3Config(
+        task_type="SEQ_CLS", target_modules=["key", "value", r"intermediate.dense", "layer.0.output.dense",
+        "layer.1.output.dense"], feedforward_modules=["layer.0.output.dense", "layer.1.output.dense"]),
+        "ia3 + Modification(site='ffn_up', form=Rescale(), insertion='sequential')"),
+    Row("gpt2", "causal", lambda: peft.IA3Config(task_type="CAUSAL_LM"),
+        "Modification(site='query', form=Rescale(), insertion='sequential') + ia3"),
+    Row("llama", "causal", lambda: peft.IA3Config(task_type="CAUSAL_LM"), "ia3"),
+    Row("gpt2", "causal", lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"), "layernorm"),
+    Row("llama", "causal", lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"), "layernorm"),
+    Row("bert", "sequence", lambda: peft.LNTuningConfig(task_type="SEQ_CLS", **LN_BERT), "layernorm"),
+    Row("bart", "seq2seq", lambda: peft.LNTuningConfig(task_type="SEQ_2_SEQ_LM"), "layernorm(embedding=False)"),
+    Row("t5", "seq2seq", lambda: peft.LNTuningConfig(task_type="SEQ_2_SEQ_LM"), "layernorm"),
+    Row("gpt2", "causal", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prompt(length=3)", rows=3),
+    Row("llama", "causal", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prompt(length=3)", rows=3),
+    *(Row(family, "causal", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix(length=3, shift_positions=True)") for family in ("gpt2", "opt", "llama", "qwen3", "gpt_neox")),
+    Row("gpt2", "causal", lambda: peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8),
+        "prefix(length=3, shift_positions=True)", rounded=True),
+)  # fmt: skip
+
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def logits(model: Any, inputs: dict[str, Any], rows: int = 0) -> torch.Tensor:
+    """Without PEFT's prompt, and of real tokens: OPT gives padding positions of its own, by its mask."""
+    with torch.no_grad():
+        found = model(**inputs).logits[:, rows:]
+    mask = inputs["attention_mask"].bool()
+    return found[mask] if found.shape[:2] == mask.shape else found
+
+
+def close(row: Row, one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Sums of a few dozen float64 products; float32 norms leave some 1e-7 of values of order 1."""
+    tolerance = 1e-11 if FAMILIES[row.family].exact and not row.rounded else 2e-6
+    return torch.allclose(one, two, rtol=tolerance, atol=tolerance)
+
+
+def trained(row: Row) -> Any:
+    """PEFT's model, every trained tensor moved, in float32's values, which are what it keeps a prompt in."""
+    model = peft.get_peft_model(build(FAMILIES[row.family], row.role), row.config()).eval()
+    made = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=made).to(parameter), alpha=0.2)
+                parameter.copy_(parameter.float())
+    return model
+
+
+def same(one: str, two: deltune.Tuned) -> bool:
+    """The same modifications and selections, in any order."""
+    return {repr(p) for p in deltune.parse(one).parts} == {repr(p) for p in two.method.parts}
+
+
+@rows
+def test_a_file_that_peft_wrote(row: Row, tmp_path: Path) -> None:
+    theirs = trained(row)
+    theirs.save_pretrained(tmp_path / "peft")
+    model = build(FAMILIES[row.family], row.role)
+    inputs = batch(model)
+    plain = logits(model, inputs)
+    tuned = deltune.load(model, tmp_path / "peft")
+    found = logits(model, inputs)
+    assert close(row, found, logits(theirs, inputs, row.rows))
+    assert not torch.allclose(found, plain, atol=1e-3)
+    assert same(row.method, tuned)
+    tuned.save(tmp_path / "ours")
+    other = build(FAMILIES[row.family], row.role)
+    deltune.load(other, tmp_path / "ours")
+    assert torch.equal(logits(other, inputs), found)
+    deltune.export(model, tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n].to(before[n])) for n in before)
+
+
+@rows
+def test_a_file_for_peft(row: Row, tmp_path: Path) -> None:
+    model = build(FAMILIES[row.family], row.role)
+    inputs = batch(model)
+    fused = FAMILIES[row.family].columns is not None and "query" in row.method and "Rescale" not in row.method
+    if fused:  # what PEFT can express of it has one down matrix; the other test goes there and back
+        deltune.attach(model, row.method)
+        stir(deltune.tuned(model))
+        with pytest.raises(deltune.DeltuneError, match="have matrices of their own, in PEFT they share one"):
+            deltune.export(model, tmp_path / "peft")
+        return
+    tuned = stir(deltune.attach(model, row.method))
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.copy_(parameter.float())
+    wanted = logits(model, inputs)
+    deltune.export(model, tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(FAMILIES[row.family], row.role), str(tmp_path / "peft")).eval()
+    assert close(row, logits(theirs, inputs, row.rows), wanted)
+    hit = {n.partition(".lora_A.")[0] for n, _ in theirs.named_modules() if ".lora_A." in n}
+    if hit:
+        own = {edit.place.target.path for edit in tuned.delta().all_edits()}
+        assert {n.removeprefix("base_model.model.") for n in hit} == own
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_generating_with_a_prefix_of_peft(family: str, tmp_path: Path) -> None:
+    row = next(r for r in ROWS if r.family == family and "prefix" in r.method)
+    theirs = trained(row)
+    theirs.save_pretrained(tmp_path / "peft")
+    model = build(FAMILIES[family], "causal")
+    inputs = batch(model, pad=0)
+    deltune.load(model, tmp_path / "peft")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **options), theirs.generate(**inputs, **options))
+
+
+TASKS = {"sequence": "SEQ_CLS", "causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+KINDS: dict[str, Callable[[str], Any]] = {
+    "LoRA": lambda task: peft.LoraConfig(task_type=task, r=2, lora_alpha=4, target_modules="all-linear"),
+    "IA3": lambda task: peft.IA3Config(task_type=task),
+    "LN": lambda task: peft.LNTuningConfig(task_type=task),
+    "prompt": lambda task: peft.PromptTuningConfig(task_type=task, num_virtual_tokens=3),
+    "prefix": lambda task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3),
+}
+NOT_HERE = {
+    **dict.fromkeys(
+        ["bert LoRA", "electra LoRA", "albert LoRA", "modernbert LoRA"], "extra tensor"
+    ),  # outside the layers
+    **dict.fromkeys([f"{f} {k}" for f in ("deberta-v2", "bloom", "gptj") for k in ("LoRA", "IA3")], "not visible"),
+    **dict.fromkeys([f"{f} prefix" for f in ("mistral", "gemma2", "phi3", "starcoder2")], "sliding window"),
+    **dict.fromkeys([f"{f} prefix" for f in ("bloom", "gptj")], "attention interface"),
+    "mt5 IA3": "ffn_up1 alone",
+}
+"""What PEFT makes of a family at its defaults and has no translation here."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_peft_s_defaults_on_every_family(family: Family, kind: str, tmp_path: Path) -> None:
+    role = main_role(family)
+    if kind in ("prompt", "prefix") and role != "causal":
+        pytest.skip("deltune reads PEFT's prompts and prefixes for language models of one decoder stack")
+    row = Row(family.name, role, lambda: KINDS[kind](TASKS[role]), "", rows=3 if kind == "prompt" else 0)
+    try:
+        theirs = trained(row)
+    except (ValueError, TypeError) as error:
+        pytest.skip(f"PEFT: {error}")
+    theirs.save_pretrained(tmp_path / "peft")
+    model = build(family, role)
+    if why := NOT_HERE.get(f"{family.name} {kind}"):
+        with pytest.raises(deltune.DeltuneError, match=why):
+            deltune.load(model, tmp_path / "peft")
+        return
+    deltune.load(model, tmp_path / "peft")
+    inputs = batch(model)
+    wanted = logits(theirs, inputs, row.rows)
+    assert close(row, logits(model, inputs), wanted)
+    deltune.export(model, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(build(family, role), str(tmp_path / "ours")).eval()
+    assert close(row, logits(again, inputs, row.rows), wanted)
+
+
+REFUSED = (
+    ("gpt2", "causal", "prefix(length=3)", "train with shift_positions=True"),
+    ("gpt2", "causal", "prefix(length=3, gate=False, shift_positions=True)", "joins the keys and values"),
+    ("gpt2", "causal", "prefix(length=3, shift_positions=True, layers=(0,))", "in every layer's self-attention"),
+    ("bert", "sequence", "prefix(length=3, shift_positions=True)", "language models of one decoder stack"),
+    ("mistral", "causal", "prefix(length=3, shift_positions=True)", "sliding window"),
+    ("gpt2", "causal", "prompt(length=3, positions='none')", "PEFT's prompt takes positions"),
+    ("gpt2", "causal", "lora(rank=2)", "query and value is a part of the fused c_attn, PEFT changes whole modules"),
+    ("bert", "sequence", "adapter(rank=2)", "PEFT has no Bottleneck at site 'attention'"),
+    ("bert", "sequence", "lora(rank=2) + layernorm", "a sum of LORA and LN_TUNING"),
+    ("bert", "sequence", "lora(rank=2) + lora(rank=4)", "two terms change one projection"),
+    ("bert", "sequence", "bitfit", "trains norms in place and nothing else"),
+    ("bert", "sequence", "head", "the head alone is no method of PEFT"),
+    ("bert", "sequence", "unipelt(length=2, rank=2, bottleneck=2)", "no gate"),
+    ("bert", "sequence", "lora(rank=2) + lora(rank=2, at='key', dropout=0.1)", "one dropout"),
+    ("bert", "sequence", "three_vectors", "no Mixture"),
+)
+
+
+@pytest.mark.parametrize(("family", "role", "method", "why"), REFUSED, ids=[f"{r[0]}: {r[2]}" for r in REFUSED])
+def test_what_peft_cannot_express(family: str, role: str, method: str, why: str, tmp_path: Path) -> None:
+    model = build(FAMILIES[family], role)
+    deltune.attach(model, method)
+    with pytest.raises(deltune.DeltuneError, match=why):
+        deltune.export(model, tmp_path / "peft")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_mask_is_written_dense(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    stir(deltune.attach(model, "apet(lora(rank=4), parameters=40)"))
+    wanted = logits(model, batch(model))
+    deltune.export(model, tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(FAMILIES["bert"], "sequence"), str(tmp_path / "peft")).eval()
+    assert torch.allclose(logits(theirs, batch(model)), wanted, atol=1e-11)
+
+
+def saved(tmp_path: Path, row: Row = ROWS[0], **options: Any) -> Path:
+    """A folder of PEFT, with options changed afterwards."""
+    trained(row).save_pretrained(tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
+    return tmp_path / "peft"
+
+
+UNREAD = (
+    ({"use_dora": True, "bias": "all"}, "2 problems\n(?s:.*)bias='all'(?s:.*)use_dora=True"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication"),
+    ({"something_new": 3}, "option something_new=3 has no translation"),
+    ({"peft_type": "OFT"}, "unknown peft_type 'OFT'"),
+    ({"peft_type": "IA3"}, "lora_alpha=6"),
+)
+
+
+@pytest.mark.parametrize(("options", "why"), UNREAD, ids=[str(o) for o, _ in UNREAD])
+def test_options_without_a_translation(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    with pytest.raises(deltune.DeltuneError, match=why):
+        deltune.load(model, saved(tmp_path, **options))
+    assert "deltune" not in model._modules
+
+
+def with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path)
+    return folder
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    model: PreTrainedModel = build(FAMILIES["bert"], "sequence")
+    folder = saved(tmp_path)
+    stem = "base_model.model.bert.encoder.layer.0.attention.self.query"
+    with_tensors(folder, lambda t: t.update({"base_model.model.bert.nowhere.lora_A.weight": torch.zeros(2, 2)}))
+    with pytest.raises(deltune.DeltuneError, match=r"extra tensor base_model.model.bert.nowhere.lora_A.weight"):
+        deltune.load(model, folder)
+    with_tensors(folder, lambda t: t.pop("base_model.model.bert.nowhere.lora_A.weight"))
+    with_tensors(folder, lambda t: t.pop(f"{stem}.lora_B.weight"))
+    with pytest.raises(deltune.DeltuneError, match=r"missing tensor .*query.lora_B.weight"):
+        deltune.load(model, folder)
+    with_tensors(folder, lambda t: t.update({f"{stem}.lora_B.weight": torch.zeros(7, 2)}))
+    with pytest.raises(deltune.DeltuneError, match="7 values"):
+        deltune.load(model, folder)
+    with_tensors(folder, lambda t: t.update({f"{stem}.lora_B.weight": torch.zeros(32, 2)}))
+    with_tensors(folder, lambda t: t.pop("base_model.model.classifier.bias"))
+    with pytest.raises(deltune.DeltuneError, match=r"part of a head; missing: classifier.bias"):
+        deltune.load(model, folder)
+    data = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(data[:-40])
+    with pytest.raises(deltune.DeltuneError, match="truncated"):
+        deltune.load(model, folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(deltune.DeltuneError, match="incomplete"):
+        deltune.load(model, folder)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(deltune.DeltuneError, match="cannot be read"):
+        deltune.load(model, folder)
+    assert "deltune" not in model._modules
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("harm"),)
+
+
+def test_torch_files_are_read_as_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build(FAMILIES["bert"], "sequence")
+    folder = saved(tmp_path)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    deltune.load(model, folder).detach()
+    torch.save({"a": Harm()}, folder / "adapter_model.bin")
+    with pytest.raises(deltune.DeltuneError, match="holds more than tensors"):
+        deltune.load(model, folder)
+    assert not Path("harm").exists()
+
+
+def test_a_head_with_other_labels_and_a_base_without_head(tmp_path: Path) -> None:
+    three = build(FAMILIES["bert"], "sequence", num_labels=3)
+    peft.get_peft_model(three, ROWS[0].config()).save_pretrained(tmp_path / "peft")
+    model = build(FAMILIES["bert"], "sequence")
+    deltune.load(model, tmp_path / "peft")
+    assert model.config.num_labels == 3 and logits(model, batch(model)).shape[-1] == 3
+    with pytest.raises(deltune.DeltuneError, match=r"extra tensor base_model.model.classifier(?s:.*)has no head"):
+        deltune.load(build(FAMILIES["bert"], "base"), tmp_path / "peft")
+
+
+def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    deltune.attach(model, "lora(rank=2)")
+    (tmp_path / "mine").write_text("…")
+    with pytest.raises(deltune.DeltuneError, match="not an empty folder"):
+        deltune.export(model, tmp_path)
+    with pytest.raises(deltune.DeltuneError, match=r"unknown format 'pfet'\. Did you mean 'peft'"):
+        deltune.export(model, tmp_path / "new", format="pfet")
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
