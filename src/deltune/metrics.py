@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from .errors import DeltuneError, all_problems, unknown
@@ -27,8 +28,8 @@ def score(
     No names means accuracy. labels, for classes: every class there is, in order, the positive one second (default:
     those that occur, sorted); f1_macro averages over all of them. options: values for a metric's options, by its name.
     A metric whose part is missing here (a package, Java, a model) is left out, and `omitted` of the result says why.
-    Raises DeltuneError for an unknown metric or option, metrics of different kinds, no examples, lists of unequal
-    length, or examples that are not of the metrics' kind.
+    Raises DeltuneError for an unknown metric or option, no examples, lists of unequal length, or examples that are not
+    of a metric's kind.
     """
     names, given = list(names) or ["accuracy"], options or {}
     wrong = [unknown("metric", name, METRICS) for name in (*names, *given) if name not in METRICS]
@@ -72,12 +73,11 @@ def _prepared(
     """Both sides in the form that metrics of a kind take, and facts for their options. Raises for another form."""
     if kind == "classes":
         known = sorted({*predictions, *references}) if labels is None else list(labels)
-        others = dict.fromkeys(value for value in (*predictions, *references) if value not in known)
-        index = {value: i for i, value in enumerate([*known, *others])}
+        index = {value: i for i, value in enumerate(dict.fromkeys([*known, *predictions, *references]))}
         return [index[p] for p in predictions], [index[r] for r in references], {"labels": len(known)}
     pairs = list(enumerate(zip(predictions, references, strict=True)))
     if kind in ("numbers", "log-likelihoods"):
-        wrong = [f"example {i}: {pair!r}" for i, pair in pairs if not all(isinstance(x, int | float) for x in pair)]
+        wrong = [f"example {i}: {pair!r}" for i, pair in pairs if not all(isinstance(x, Real) for x in pair)]
         _refuse(f"{kind} are numbers on both sides", wrong)
         return list(predictions), list(references), {}
     if kind == "tags":

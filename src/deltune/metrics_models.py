@@ -72,17 +72,19 @@ BATCH = 64
 
 
 def _moverscore(predictions: Texts, references: References, options: Options) -> Measured:
-    """1 - the earth mover's distance between the words of both texts, the mean over the references (Zhao 2019).
+    """1 / (1 + d) of the earth mover's distance d between the words of both texts, mean over references (Zhao 2019).
 
-    The authors' moverscore_v2 with unigrams: embeddings of the last layer, brought to length 1; Euclidean distances;
-    word pieces that continue a word (##) and punctuation left out. idf: "corpus", weights log((N+1)/(n+1)) from all
-    predictions for predictions and all references for references, or "none", all 1. A text in which nothing has
-    weight scores 0 (in the authors' script its flow is empty, and that is 1).
+    form: "inverse", as above and in the authors' moverscore_v2 of today, or "difference", its earlier 1 - d. Unigrams:
+    embeddings of the last layer, brought to length 1; Euclidean distances; word pieces that continue a word (##) and
+    punctuation left out. idf: "corpus", weights log((N+1)/(n+1)) from all predictions for predictions and all
+    references for references, or "none", all 1. A text in which nothing has weight scores 0 (the script's flow is
+    empty then, and that is 1).
     """
     from transformers import AutoModel, AutoTokenizer
 
-    if options["idf"] not in ("corpus", "none"):
-        raise DeltuneError(f"idf is corpus or none, not {options['idf']!r}.")
+    for name, known in (("idf", ("corpus", "none")), ("form", ("inverse", "difference"))):
+        if options[name] not in known:
+            raise DeltuneError(f"{name} is {' or '.join(known)}, not {options[name]!r}.")
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     if not any(token.startswith("##") for token in tokenizer.get_vocab()):
         raise DeltuneError(
@@ -93,7 +95,8 @@ def _moverscore(predictions: Texts, references: References, options: Options) ->
     ours = list(_embedded(list(predictions), model, tokenizer, options["idf"]))
     theirs = _embedded(true, model, tokenizer, options["idf"])
     index = (i for i, several in enumerate(references) for _ in several)
-    values = [_moved(ours[i], reference) for i, reference in zip(index, theirs, strict=True)]
+    moved = [_moved(ours[i], reference) for i, reference in zip(index, theirs, strict=True)]
+    values = [0.0 if d is None else 1 / (1 + d) if options["form"] == "inverse" else 1 - d for d in moved]
     said = {**options, "layer": "last", "ngram": 1, "subwords": "first", "references": "mean"}
     return mean_of(over_references(values, references, "mean"), said)
 
@@ -118,12 +121,13 @@ def _embedded(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iterato
             yield vectors, np.array(weights) / (sum(weights) or 1.0)
 
 
-def _moved(ours: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> float:
+def _moved(ours: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> float | None:
+    """The distance, or None where a side has no weight."""
     import ot
 
     if not ours[1].any() or not theirs[1].any():
-        return 0.0
-    return 1 - float(ot.emd2(ours[1], theirs[1], ot.dist(ours[0], theirs[0], metric="euclidean")))
+        return None
+    return float(ot.emd2(ours[1], theirs[1], ot.dist(ours[0], theirs[0], metric="euclidean")))
 
 
 # BLEURT ------------------------------------------------------------------------------------------------------------
@@ -165,7 +169,7 @@ MODELS: dict[str, Metric] = {
     ),
     "moverscore": Metric(
         measure=_moverscore,
-        options={"model": None, "idf": "corpus"},
+        options={"model": None, "idf": "corpus", "form": "inverse"},
         range=(-1.0, 1.0),
         packages=("POT", "transformers"),
         **_MODEL,

@@ -52,7 +52,7 @@ def _sacrebleu(made: Callable[[Options], Any]) -> Callable[..., Measured]:
         streams = list(zip_longest(*references))  # None where an example has fewer references than another
         # Two private methods of sacreBLEU: in public it gives sums alone, for chrF not even those.
         rows = np.array(metric._extract_corpus_statistics(list(predictions), streams), dtype=float)
-        said = {key: value for key, value in metric.get_signature().info.items() if value is not None}
+        said = dict(part.split(":", 1) for part in str(metric.get_signature()).split("|"))
         return Measured(rows, lambda chosen: float(metric._compute_score_from_stats(chosen.sum(axis=0)).score), said)
 
     return measure

@@ -21,10 +21,8 @@ FLOORS = (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
         "store", "handle", "interchange", "attaching",
     ),
-    (
-        "models", "files", "columns", "labels", "data", "measures", "metrics_labels", "metrics_captions",
-        "metrics_texts", "metrics_models", "metrics", "tasks",
-    ),
+    ("models", "files", "columns", "labels", "data"),
+    ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
     ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "train"),
