@@ -49,7 +49,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "layernorm": {
         "terms": st.sampled_from(["both", "gain", "bias"]), "of": st.sampled_from(["both", "attention", "ffn"]),
         "layers": WHERE["layers"], "embedding": st.none() | st.booleans(),
-        "final": st.none() | st.booleans(),
+        "final": st.none() | st.booleans(), "stack": WHERE["stack"],
     },
     "bitfit": {
         "which": st.sampled_from(["layers", "linear", "query+ffn_up", "norm"]), "layers": WHERE["layers"],
@@ -67,12 +67,14 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "positions": st.sampled_from(["shift", "none"]),
     },
     "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE},
-    "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS},
-    "p_tuning_v2": {"length": RANKS, "layers": WHERE["layers"]},
+    "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS, **WHERE},
+    "p_tuning_v2": {"length": RANKS, **WHERE},
     "multi_head_parallel_adapter": {"length": RANKS, "own_down": st.booleans(), **WHERE},
-    "prefix_layernorm": {"length": RANKS},
-    "unipelt": {"length": RANKS, "rank": RANKS, "bottleneck": RANKS},
-    "ia3": {"layers": WHERE["layers"]},
+    "prefix_layernorm": {"length": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"]},
+    "unipelt": {
+        "length": RANKS, "rank": RANKS, "bottleneck": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"],
+    },
+    "ia3": WHERE,
     "three_vectors": {},
     "diff_pruning": {
         "sparsity": st.floats(0, 1, exclude_min=True, exclude_max=True), "over": st.sampled_from(["linear", "all"]),

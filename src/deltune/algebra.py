@@ -1,7 +1,7 @@
 """Methods as values: a method is a sum of modifications of hidden states and selections of existing tensors.
 
 Modification: a point of the design space (UV table 1): site, form, insertion, composition, and where it applies.
-Selection: existing tensors, by role. Named: one of methods.py's expressions with its arguments. Sum: several of them.
+Selection: existing tensors, by role. Named: a method of the table with its arguments. Sum: several of them.
 All are frozen, comparable and hashable; their repr is the expression that makes them.
 """
 

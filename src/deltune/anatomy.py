@@ -124,7 +124,7 @@ class Tensor:
     """A parameter. area: embedding, layers, pooler, final, vocabulary, head, other.
 
     role: norm.gain, norm.bias, linear.weight, linear.bias, embedding, weight, bias. `layer`: index into Anatomy.layers.
-    `aliases`: its other names.
+    `aliases`: its other names; `common`: its module reads nothing of the batch (a table of relative positions).
     """
 
     name: str
@@ -133,6 +133,7 @@ class Tensor:
     role: str
     layer: int | None = None
     aliases: tuple[str, ...] = ()
+    common: bool = False
 
     @property
     def numel(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,14 @@ def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) 
     _start_rows(handle, delta)
     for owned in delta.owned:
         delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
+    coarse = [n for n in delta.selected if handle.original(n).dtype in (torch.bfloat16, torch.float16)]
+    if coarse:
+        kind = handle.original(coarse[0]).dtype
+        warnings.warn(
+            f"{parsed!r} trains {len(coarse)} tensors of {kind} in place, in which small steps are lost: load the model in "
+            "float32 and use autocast",
+            stacklevel=4,
+        )
     handle.add(name, delta, handle.base_labels)
 
 

@@ -91,16 +91,18 @@ def solve(
             f"a budget of {wanted:,} is too small: with every ? at {small}, {method} has {least:,} scalars"
         )
     units = [cost_at(*(small + (i == j) for j in range(slots))) - least for i in range(slots)]
+    if idle := [str(i) for i, unit in enumerate(units, 1) if not unit]:
+        raise DeltuneError(f"? number {' and '.join(idle)} of {method} changes no count, so give it a value")
     shares = [1.0] * slots if weights is None else list(weights)
     free = wanted - (least - small * sum(units))
-    sizes = [max(small, int(free * s / sum(shares) // u)) if u else small for s, u in zip(shares, units, strict=True)]
+    sizes = [max(small, int(free * s / sum(shares) // u)) for s, u in zip(shares, units, strict=True)]
     sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
     while cost_at(*sizes) > wanted:  # the smallest size where a share was less
         over = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
         sizes[over] -= 1
     left = wanted - cost_at(*sizes)
     for i in sorted(range(slots), key=lambda i: units[i]):
-        if units[i] and left >= units[i]:
+        if left >= units[i]:
             more = largest(i, sizes[i] + left // units[i]) - sizes[i]
             sizes[i], left = sizes[i] + more, left - more * units[i]
     solved = made(sizes)

@@ -73,6 +73,8 @@ def kind_of(first: File, fields: Fields | None) -> str:
     for kind in FOUND_BY_NAME:
         used = _by_name(kind, there)
         wanted = {column.role for column in KINDS[kind] if not column.optional}
+        if kind == "generation" and any(c.lower() in LABELS and c not in used.values() for c in there):
+            continue  # two texts and a label
         if wanted <= set(used) and first.rows and not wrong(first.rows[0][1], used, kind):
             return kind
     return "classification"

@@ -165,7 +165,7 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: Labels | None = None
-        self.folded = folded
+        self.flags: dict[str, bool] = {}  # which parameters trained when it was last in use
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
@@ -228,6 +228,17 @@ class Delta(nn.Module):
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
             yield from gates.changes()
+
+    def rest(self) -> None:
+        """Nothing of it trains; what did is remembered."""
+        self.flags = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        self.requires_grad_(False)
+
+    def wake(self) -> None:
+        """What trained before trains again; at first everything but a frozen head that it does not select."""
+        frozen = {f"held.{slot_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected}
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.flags.get(name, name not in frozen))
 
     @property
     def owned(self) -> tuple[str, ...]:

@@ -179,5 +179,10 @@ def _encoded(facts: Ready, name: str, pairs: Mapping[int, Sequence[str]]) -> Enc
         asks = "a text and its pair" if wanted == 2 else "one text, no pair"
         raise DeltuneError(f"this run wants {asks} a row; so is not row {', '.join(map(str, wrong[:10]))}")
     columns = dict(zip(("text", "pair"), zip(*pairs.values(), strict=True), strict=False))
-    check_length(tuned(facts.model).use(name).model, place.spec.max_length)
+    handle = tuned(facts.model)
+    before = handle.active
+    try:
+        check_length(handle.use(name).model, place.spec.max_length)
+    finally:
+        handle.use(before)
     return encode(facts.tokenizer, facts.model, columns, place.spec.max_length)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
-
-import safetensors
 
 from . import attaching
 from .attaching import tuned
@@ -15,9 +10,8 @@ from .errors import DeltuneError, unknown
 from .evaluate import ready
 from .foreign import is_foreign
 from .handle import Tuned
-from .interchange import kind_of
+from .interchange import kind_of, new_folder
 from .models import KINDS, load_config, load_model
-from .runs import write_failed
 
 
 def merge(run: str | Path, to: str | Path) -> Path:
@@ -25,26 +19,11 @@ def merge(run: str | Path, to: str | Path) -> Path:
 
     Errors: a folder that is not empty; a method that no weights can express, with what stands in the way.
     """
-    target = Path(to).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
-    loaded = ready(run)
-    model = tuned(loaded.model).merge()
-    fresh: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        model.save_pretrained(fresh)
+    with new_folder(to) as fresh:
+        loaded = ready(run)
+        tuned(loaded.model).merge().save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
-        os.chmod(fresh, 0o755)
-        if target.exists():
-            target.rmdir()
-        os.replace(fresh, target)
-    except (OSError, safetensors.SafetensorError) as error:
-        if fresh is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
-        raise write_failed(target, error) from error
-    return target
+    return Path(to).expanduser()
 
 
 def export(run: str | Path, to: str | Path, format: str = "peft") -> Path:

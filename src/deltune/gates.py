@@ -41,6 +41,8 @@ class Gates(nn.Module):
         self.shapes = [t.shape for t in tensors]
         self.starts = list(itertools.accumulate((t.numel for t in tensors), initial=0))
         self.keep, self.folded, self.strength = keep, folded, 0.0
+        self.due: set[str] = set()  # tensors whose penalty this step still lacks
+        self.told = folded  # of the training's progress
         self.known: tuple[Any, torch.Tensor] | None = None
         if folded:
             self.values = nn.Parameter(torch.zeros(keep))
@@ -81,8 +83,14 @@ class Gates(nn.Module):
             changed = rest + (self.delta[start:stop] * z).view(rest.shape).to(rest.dtype)
             if not self.strength:
                 return changed
-            with_penalty: torch.Tensor = _Penalised.apply(changed, logits, self.strength / self.starts[-1])
+            with_penalty: torch.Tensor = _Penalised.apply(changed, logits, self, name)
             return with_penalty
+        return self.final(name, rest)
+
+    def final(self, name: str, rest: torch.Tensor) -> torch.Tensor:
+        """The tensor `name` with what is kept of its difference, in any mode."""
+        number = self.names[name]
+        start, stop = self.starts[number], self.starts[number + 1]
         values, index = self.sparse()
         first, last = torch.searchsorted(index, torch.tensor([start, stop], device=index.device)).tolist()
         here = index[first:last] - start
@@ -93,10 +101,12 @@ class Gates(nn.Module):
         return (torch.sigmoid(logits) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
     def advance(self, share: float) -> None:
-        """Anneal the penalty up to SETTLED of the training, then fix the gates. share: of the training that is done."""
+        """Before a step: anneal the penalty up to SETTLED of the training, then fix the gates. share: what is done."""
+        self.told = True
         if self.folded or self.settled:
             return
         self.strength = PENALTY * min(1.0, share / SETTLED)
+        self.due = set(self.names)
         if share >= SETTLED:
             self.settle()
 
@@ -114,6 +124,10 @@ class Gates(nn.Module):
         self.gate[index] = math.inf
         self.strength = 0.0
 
+    def train(self, mode: bool = True) -> Gates:
+        self.known = None  # what was written past torch's version counters in between is seen
+        return super().train(mode)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "known": None}
 
@@ -130,19 +144,25 @@ class Change:
     def on(self, rest: torch.Tensor) -> torch.Tensor:
         return self.gates.on(self.name, rest)
 
+    def final(self, rest: torch.Tensor) -> torch.Tensor:
+        return self.gates.final(self.name, rest)
+
 
 class _Penalised(torch.autograd.Function):
-    """The tensor as it is; on the way back the gradient of strength · Σ P(z ≠ 0) joins that of log α, so that any
-    training loop has the penalty without knowing of it."""
+    """The tensor as it is; on the way back the gradient of strength · mean P(z ≠ 0) joins that of log α, so that any
+    training loop has the penalty without knowing of it: once a step, however many passes and batches a step has."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, logits: torch.Tensor, strength: float) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, logits: torch.Tensor, gates: Gates, name: str) -> torch.Tensor:
         ctx.save_for_backward(logits)
-        ctx.strength = strength
+        ctx.gates, ctx.name = gates, name
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        if ctx.name not in ctx.gates.due:
+            return grads[0], None, None, None
+        ctx.gates.due.discard(ctx.name)
         (logits,) = ctx.saved_tensors
         share = torch.sigmoid(logits - BETA * math.log(-GAMMA / ZETA))
-        return grads[0], ctx.strength * share * (1 - share), None
+        return grads[0], ctx.gates.strength / ctx.gates.starts[-1] * share * (1 - share), None, None

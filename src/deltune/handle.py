@@ -7,6 +7,7 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Tuned(nn.Module):
         self.base = nn.ParameterDict()
         self.active: str | None = None
         self.mixed: tuple[str | None, ...] = ()  # the delta of every row, inside rows()
+        self.rowwise: mixing.Rowwise = ([], [])
         self.base_labels = Labels.of(model.config)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
@@ -122,55 +124,16 @@ class Tuned(nn.Module):
     # -- the life cycle
 
     def use(self, name: str | None) -> Tuned:
-        """Put a delta in use, its head and labels included; None: the base model as it was before attaching."""
-        incoming = None if name is None else self.delta(name)
-        if self.active is not None:
-            outgoing = self.delta()
-            for owned in outgoing.owned:
-                outgoing.held[slot_key(owned)] = self._slot(owned)
-                self.put(owned, self.base[slot_key(owned)])
-                del self.base[slot_key(owned)]
-            outgoing.requires_grad_(False)
-        self.active = name
-        if incoming is not None:
-            incoming.requires_grad_(True)
-            for owned in incoming.owned:
-                self.base[slot_key(owned)] = self._slot(owned)
-                self.put(owned, incoming.held[slot_key(owned)])
-                del incoming.held[slot_key(owned)]
-            for frozen in incoming.head if incoming.head_mode == "freeze" else ():
-                self._slot(frozen).requires_grad_(frozen in incoming.selected)
-        self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
-        for tap in self.taps.values():
-            tap.serve([] if incoming is None else [Use(incoming)])
-        return self
+        """Put a delta in use, its head and labels included; None: the base model as it was before attaching.
 
-    @contextlib.contextmanager
-    def rows(self, names: Sequence[str | None]) -> Iterator[Tuned]:
-        """Inside the context, row i of a batch uses the delta names[i], or none; all of them can be trained.
-
-        Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the loss of
-        class labels is then each row's own. Rows may be repeated one after the other (beams). Errors: an unknown name,
-        a delta that trains tensors that all rows share (`full`), a batch of another size.
+        Which of a delta's parameters train is remembered. Switch between steps, not between a forward pass and its
+        backward pass.
         """
-        known = {name: self.delta(name) for name in self.names}
-        uses = mixing.uses_of(names, known, self.anatomy.tensors, self.slots, self.original)
-        labels = [use.delta.labels or self.base_labels for use in uses]
-        labels += [self.base_labels] if None in names else []
-        before, taps = self.active, list[mixing.Hook]()
-        self.use(None)
-        try:
-            self.mixed = tuple(names)
-            taps = mixing.begin(self.model, uses, labels if self.anatomy.head else [])
-            if self.anatomy.head:
-                self.label(self.model, max(labels, key=lambda own: len(own.id2label)))
-            for tap in self.taps.values():
-                tap.serve(uses)
-            yield self
-        finally:
-            mixing.end(uses, taps)
-            self.mixed = ()
-            self.use(before)
+        self._not_mixed("use")
+        if name is not None:
+            self.delta(name)
+        self._set(name)
+        return self
 
     def advance(self, share: float) -> None:
         """Tell the delta in use which share of its training is done (0 to 1), before every step.
@@ -184,15 +147,35 @@ class Tuned(nn.Module):
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
         """The base model, inside the context."""
-        before = self.active
-        self.use(None)
+        before = self.mixed or self.active
+        self._set(None)
         try:
             yield
         finally:
-            self.use(before)
+            self._set(before)
+
+    @contextlib.contextmanager
+    def rows(self, names: Sequence[str | None]) -> Iterator[Tuned]:
+        """Inside the context, row i of a batch uses the delta names[i], or none; all of them can be trained.
+
+        Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the loss of
+        class labels is then each row's own. In `generate` rows may be repeated one after the other (beams). Do the
+        backward pass inside too. Errors: an unknown name, a delta that trains tensors that all rows share (`full`), a
+        batch of another size.
+        """
+        before = self.mixed or self.active
+        mixing.uses_of(
+            names, self._deltas(), self.anatomy.tensors, self.slots, self.original
+        )  # before anything changes
+        try:
+            self._set(tuple(names))
+            yield self
+        finally:
+            self._set(before)
 
     def detach(self, name: str | None = None) -> PreTrainedModel:
         """Take a delta (None: all of them) off; without any left the model is bit for bit what it was."""
+        self._not_mixed("detach")
         model = self.model
         going = list(self.names) if name is None else [name]
         if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
@@ -217,10 +200,11 @@ class Tuned(nn.Module):
 
         Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
         """
-        delta = self.delta().eval()
+        self._not_mixed("merge")
+        delta = self._told(self.delta())
         own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
         with torch.no_grad():
-            own |= {name: sparse.on(self.original(name).detach()) for name, sparse in delta.masked()}
+            own |= {name: sparse.final(self.original(name).detach()) for name, sparse in delta.masked()}
         merged = merging.merged(self.anatomy, delta, self.original, own)
         labels = delta.labels or self.base_labels
         model = self.detach()
@@ -232,7 +216,7 @@ class Tuned(nn.Module):
 
     def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
-        delta = self.delta(name)
+        delta = self._told(self.delta(name))
         base = store.base_facts(self.model, self.anatomy, self.original)
         return store.write(folder, store.facts_of(delta, base), self.tensors(delta))
 
@@ -255,8 +239,65 @@ class Tuned(nn.Module):
 
     # -- inside
 
+    def _set(self, state: str | tuple[str | None, ...] | None) -> None:
+        """Put nothing, a delta, or a delta for each row in use."""
+        if self.mixed:
+            mixing.end(self.rowwise)
+            self.mixed, self.rowwise = (), ([], [])
+        name = state if isinstance(state, str) else None
+        incoming = None if name is None else self.delta(name)
+        if self.active is not None:
+            outgoing = self.delta()
+            for owned in outgoing.owned:
+                outgoing.held[slot_key(owned)] = self._slot(owned)
+                self.put(owned, self.base[slot_key(owned)])
+                del self.base[slot_key(owned)]
+            outgoing.rest()
+        self.active = name
+        if incoming is not None:
+            incoming.wake()
+            for owned in incoming.owned:
+                self.base[slot_key(owned)] = self._slot(owned)
+                self.put(owned, incoming.held[slot_key(owned)])
+                del incoming.held[slot_key(owned)]
+            for frozen in incoming.head if incoming.head_mode == "freeze" else ():
+                self._slot(frozen).requires_grad_(frozen in incoming.selected)
+        self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
+        uses = [] if incoming is None else [Use(incoming)]
+        if isinstance(state, tuple):
+            uses = mixing.uses_of(state, self._deltas(), self.anatomy.tensors, self.slots, self.original)
+            labels = [use.delta.labels or self.base_labels for use in uses]
+            labels += [self.base_labels] if None in state else []
+            self.mixed, self.rowwise = (
+                state,
+                mixing.begin(self.model, uses, labels if self.anatomy.head else [], len(state)),
+            )
+            if self.anatomy.head:
+                self.label(self.model, max(labels, key=lambda own: len(own.id2label)))
+        for tap in self.taps.values():
+            tap.serve(uses)
+
+    def _deltas(self) -> dict[str, Delta]:
+        return {name: self.delta(name) for name in self.names}
+
+    def _not_mixed(self, what: str) -> None:
+        if self.mixed:
+            raise DeltuneError(f"{what} inside rows(): leave it first")
+
+    @staticmethod
+    def _told(delta: Delta) -> Delta:
+        """A warning where gates were trained and never told how far the training is."""
+        if not all(gates.told for _, gates in delta.all_gates()):
+            warnings.warn(
+                f"{delta.method!r} was not told of its training's progress, so its gates never closed: call "
+                "tuned.advance(step / steps) before every step",
+                stacklevel=3,
+            )
+        return delta
+
     def add(self, name: str, delta: Delta, labels: Labels) -> None:
         """Take a built delta in, put it in use, and see every edit fire; on failure the model is as it was."""
+        self._not_mixed("attach or load")
         before = self.active
         delta.labels = labels
         delta.train(self.model.training)

@@ -35,7 +35,10 @@ TASKS = {
 }
 """transformers' tables of classes, with PEFT's word for each."""
 
-KINDS = {"SEQ_CLS": "classification", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq-lm"}
+KINDS = {
+    "SEQ_CLS": "classification", "TOKEN_CLS": "tagging", "QUESTION_ANS": "question-answering", "CAUSAL_LM": "causal-lm",
+    "SEQ_2_SEQ_LM": "seq2seq-lm",
+}  # fmt: skip
 """What a model is loaded as for each; "base" otherwise."""
 
 
@@ -69,13 +72,13 @@ def kind_of(folder: str | Path) -> tuple[str, int | None]:
     task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
     kind = KINDS.get(str(task), "base")
     wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
-    return kind, wide[0].shape[0] if kind == "classification" and wide else None
+    return kind, wide[0].shape[0] if kind in ("classification", "tagging") and wide else None
 
 
 def _of_head(name: str) -> bool:
     """Whether a tensor is one of a classifier's last linear, by the names of transformers' classes."""
     stem = name.removeprefix(peft_files.PREFIX).rpartition(".")[0]
-    return stem.partition(".")[0] in ("classifier", "score", "classification_head") and (
+    return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
         "." not in stem or stem.endswith("out_proj")
     )
 
@@ -85,7 +88,7 @@ def content(handle: Tuned, name: str | None = None) -> Content:
     delta = handle.delta(name)
     with torch.no_grad():
         own = {n: handle.value(delta, n).detach() for n in delta.selected if n not in delta.head}
-        own |= {n: sparse.on(handle.original(n).detach()) for n, sparse in delta.masked()}
+        own |= {n: sparse.final(handle.original(n).detach()) for n, sparse in delta.masked()}
         dense = {key: {leaf: t.detach() for leaf, t in edit.dense().items()} for key, edit in delta.named_edits()}
     head = {n: handle.value(delta, n).detach() for n in delta.head}
     return Content(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,11 @@ from .edits import Delta, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
 from .taps import RowTap
 from .uses import Own, Use
+
+READ = ("input_ids", "inputs_embeds", "decoder_input_ids")
+"""Arguments that have a row for each row of the batch."""
+REPEATS = {"past_key_values", "encoder_outputs", "use_cache"}
+"""Arguments that `generate` gives, which repeats rows for its beams."""
 
 Slots = Mapping[str, list[tuple[nn.Module, str]]]
 """For every parameter of a model, the modules and leaves that hold it."""
@@ -28,24 +34,25 @@ class Hook(Protocol):
     def remove(self) -> None: ...
 
 
-def begin(model: nn.Module, uses: Sequence[Use], labels: Sequence[Labels]) -> list[Hook]:
+Rowwise = tuple[list[Use], list[Hook]]
+"""What a mixed batch needs while it lasts."""
+
+
+def begin(model: nn.Module, uses: list[Use], labels: Sequence[Labels], rows: int) -> Rowwise:
     """Let every delta of a mixed batch train, and the modules whose tensors differ run by rows."""
     for use in uses:
-        delta = use.delta
-        delta.requires_grad_(True)
-        for frozen in delta.head if delta.head_mode == "freeze" else ():
-            delta.held[slot_key(frozen)].requires_grad_(frozen in delta.selected)
+        use.delta.wake()
     taps: list[Hook] = [RowTap(module, uses) for module in dict.fromkeys(m for use in uses for m in use.own)]
-    if labels:
-        taps.append(model.register_forward_pre_hook(_Checked(labels), with_kwargs=True))
-    return taps
+    taps.append(model.register_forward_pre_hook(_Checked(model, labels, rows), with_kwargs=True))
+    return uses, taps
 
 
-def end(uses: Sequence[Use], taps: Sequence[Hook]) -> None:
+def end(rowwise: Rowwise) -> None:
+    uses, taps = rowwise
     for tap in taps:
         tap.remove()
     for use in uses:
-        use.delta.requires_grad_(False)
+        use.delta.rest()
 
 
 def uses_of(
@@ -64,7 +71,7 @@ def uses_of(
     for name in known if not problems else []:
         delta = deltas[name]
         own = {*delta.owned, *(tensor for tensor, _ in delta.masked())}
-        shared = [t.name for t in tensors if t.name in own and t.role not in BY_ROW and t.area != "head"]
+        shared = [t.name for t in tensors if t.name in own and (t.common or t.role not in BY_ROW) and t.area != "head"]
         if shared:
             more = f" and {len(shared) - 2} more" if len(shared) > 2 else ""
             problems.append(
@@ -91,16 +98,30 @@ def _own(delta: Delta, slots: Slots, original: Callable[[str], nn.Parameter]) ->
 
 
 class _Checked:
-    """Before a forward pass with labels: one loss must be right for all rows."""
+    """Before a pass of the whole model: as many rows as names, and one loss that is right for all of them."""
 
-    def __init__(self, labels: Sequence[Labels]) -> None:
+    def __init__(self, model: nn.Module, labels: Sequence[Labels], rows: int) -> None:
         sizes = {len(known.id2label) for known in labels}
         types = {known.problem_type for known in labels}
+        self.arguments, self.rows = list(signature(model.forward).parameters), rows
         self.wrong = (1 in sizes and len(sizes) > 1) or len(types - {None}) > 1
-        self.wrong |= "multi_label_classification" in types and len(sizes) > 1
+        self.unequal = len(sizes) > 1
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.wrong and kwargs.get("labels") is not None:
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        first = next((t for n, t in given.items() if n in READ and isinstance(t, torch.Tensor)), None)
+        if (
+            first is not None
+            and first.shape[0] != self.rows
+            and (first.shape[0] % self.rows or not REPEATS & set(given))
+        ):
+            raise DeltuneError(
+                f"rows() names the deltas of {self.rows} rows, and a batch of {first.shape[0]} came: give one name (or "
+                "None) for each row of the batch"
+            )
+        labels = given.get("labels")
+        several = isinstance(labels, torch.Tensor) and labels.is_floating_point() and self.unequal
+        if labels is not None and (self.wrong or several):
             raise DeltuneError(
                 "the rows of this batch have different kinds of labels (classes, numbers, several at once), for which "
                 "the model has no common loss; leave labels out and take the loss of each row's logits"

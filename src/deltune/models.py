@@ -26,6 +26,7 @@ KINDS = {  # what a model is loaded as -> the class of transformers that does it
     "classification": "AutoModelForSequenceClassification",
     "tagging": "AutoModelForTokenClassification",
     "choice": "AutoModelForMultipleChoice",
+    "question-answering": "AutoModelForQuestionAnswering",
     "base": "AutoModel",
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",

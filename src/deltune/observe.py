@@ -281,6 +281,19 @@ class _Reader:
                 return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
         return None
 
+    def _of_batch(self) -> set[str]:
+        """Paths of the modules that read something which depends on the inputs."""
+        queue = self.trace.of_kind("input")
+        seen = {id(node) for node in queue}
+        found: set[str] = set()
+        while queue:
+            for child in queue.pop().children:
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    found.add(child.path)
+                    queue.append(child)
+        return found
+
     def _answers(self, head: tuple[str, ...]) -> str:
         if self.model.get_output_embeddings() is not None:
             return "words"
@@ -312,6 +325,7 @@ class _Reader:
                 names.setdefault(id(parameter), []).append(name)
                 held[id(parameter)] = parameter
         final = {n.path for n in self.trace.nodes if n.path} - embedding
+        of_batch = self._of_batch()
         where = [(layer.path + ".", i) for i, layer in enumerate(layers)]
         inside_base = f"{self.base_path}." if self.base_path else ""
         tensors = []
@@ -332,7 +346,8 @@ class _Reader:
             else:
                 area = "final" if executed in final else "other"
             role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
-            tensors.append(Tensor(aliases[0], tuple(held[key].shape), area, role, layer, tuple(aliases[1:])))
+            common = executed in kinds and executed not in of_batch
+            tensors.append(Tensor(aliases[0], tuple(held[key].shape), area, role, layer, tuple(aliases[1:]), common))
         return tuple(tensors)
 
 

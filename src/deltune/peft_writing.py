@@ -58,7 +58,7 @@ def _kind(content: Content, edit: PlannedEdit) -> tuple[str, str]:
         plain = isinstance(m.compose, Add) or (isinstance(m.compose, Scale) and not m.compose.learned)
         return "LORA", "" if plain else "PEFT's LoRA has one fixed scale a module, and no gate"
     if isinstance(form, Rescale) and isinstance(m.compose, Add) and place.target.path in _paths(content.anatomy):
-        return "IA3", ""
+        return "IA3", "" if m.insertion == "sequential" else "PEFT's IA3 rescales what a module gives; this adds to it"
     if isinstance(form, Prompt | Prefix):
         return ("PROMPT_TUNING" if isinstance(form, Prompt) else "PREFIX_TUNING"), _of_tokens(content, m)
     return "", f"PEFT has no {type(form).__name__} at site {m.site!r}"

@@ -160,9 +160,14 @@ def prompt(
 
 
 @named
-def p_tuning_v2(length: int = 16, layers: LayersArg = "all") -> tuple[Modification | Selection, ...]:
+def p_tuning_v2(
+    length: int = 16,
+    layers: LayersArg = "all",
+    stack: Literal["all", "encoder", "decoder"] = "all",
+    attention: Literal["all", "self", "cross"] = "all",
+) -> tuple[Modification | Selection, ...]:
     """prefix(length) without reparameterisation (Liu et al. 2022)."""
-    return prefix(length, layers=layers).parts
+    return prefix(length, layers=layers, stack=stack, attention=attention).parts
 
 
 @named
@@ -218,27 +223,46 @@ def lora(
 
 
 @named
-def mam(length: int = 16, rank: int = 16, scale: float = 4) -> tuple[Modification | Selection, ...]:
-    """prefix(length) + scaled_parallel_adapter("ffn", rank, scale): the mix-and-match adapter (UV §4.6)."""
-    return (prefix(length) + scaled_parallel_adapter("ffn", rank, scale)).parts
+def mam(
+    length: int = 16,
+    rank: int = 16,
+    scale: float = 4,
+    layers: LayersArg = "all",
+    stack: Literal["all", "encoder", "decoder"] = "all",
+    attention: Literal["all", "self", "cross"] = "all",
+) -> tuple[Modification | Selection, ...]:
+    """prefix(length) + scaled_parallel_adapter("ffn", rank, scale): the mix-and-match adapter (UV §4.6).
+
+    attention: which have a prefix.
+    """
+    at_heads = prefix(length, layers=layers, stack=stack, attention=attention)
+    return (at_heads + scaled_parallel_adapter("ffn", rank, scale, layers=layers, stack=stack)).parts
 
 
 @named
-def prefix_layernorm(length: int = 16) -> tuple[Modification | Selection, ...]:
+def prefix_layernorm(
+    length: int = 16, layers: LayersArg = "all", stack: Literal["all", "encoder", "decoder"] = "all"
+) -> tuple[Modification | Selection, ...]:
     """prefix(length) + layernorm (LN §3.2)."""
-    return (prefix(length) + layernorm()).parts
+    return (prefix(length, layers=layers, stack=stack) + layernorm(layers=layers, stack=stack)).parts
 
 
 @named
-def unipelt(length: int = 10, rank: int = 8, bottleneck: int = 48) -> tuple[Modification | Selection, ...]:
+def unipelt(
+    length: int = 10,
+    rank: int = 8,
+    bottleneck: int = 48,
+    layers: LayersArg = "all",
+    stack: Literal["all", "encoder", "decoder"] = "all",
+) -> tuple[Modification | Selection, ...]:
     """h + σ(x · w_g) Δh for a prefix, LoRA (one gate for query and value) and an adapter after the FFN (UniPELT; Mao et
     al. 2022)."""
     low_rank = LowRank(rank)
     return (
-        Modification("heads", Prefix(length), compose=SigmoidGate("prefix")),
-        Modification("query", low_rank, compose=SigmoidGate("lora")),
-        Modification("value", low_rank, compose=SigmoidGate("lora")),
-        Modification("ffn", Bottleneck(bottleneck), "sequential", SigmoidGate("adapter")),
+        Modification("heads", Prefix(length), "parallel", SigmoidGate("prefix"), layers, stack),
+        Modification("query", low_rank, "parallel", SigmoidGate("lora"), layers, stack),
+        Modification("value", low_rank, "parallel", SigmoidGate("lora"), layers, stack),
+        Modification("ffn", Bottleneck(bottleneck), "sequential", SigmoidGate("adapter"), layers, stack),
     )
 
 
@@ -246,9 +270,16 @@ def unipelt(length: int = 10, rank: int = 8, bottleneck: int = 48) -> tuple[Modi
 
 
 @named
-def ia3(layers: LayersArg = "all") -> tuple[Modification | Selection, ...]:
+def ia3(
+    layers: LayersArg = "all",
+    stack: Literal["all", "encoder", "decoder"] = "all",
+    attention: Literal["all", "self", "cross"] = "all",
+) -> tuple[Modification | Selection, ...]:
     """w ⊙ h at the keys, the values and the FFN's inner activation, w = 1 at the start (Liu et al. 2022)."""
-    return tuple(Modification(s, Rescale(), "sequential", layers=layers) for s in ("key", "value", "ffn_inner"))
+    sites = ("key", "value", "ffn_inner")
+    return tuple(
+        Modification(s, Rescale(), "sequential", ADD, layers, stack, _kind(attention, s, sites)) for s in sites
+    )
 
 
 @named

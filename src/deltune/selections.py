@@ -29,6 +29,7 @@ def layernorm(
     layers: LayersArg = "all",
     embedding: bool | None = None,
     final: bool | None = None,
+    stack: Literal["all", "encoder", "decoder"] = "all",
 ) -> tuple[Modification | Selection, ...]:
     """g ⊙ (x - μ)/σ + b: the gain g and bias b of the norms, in place (LN §3.1).
 
@@ -40,7 +41,7 @@ def layernorm(
     areas += ("embedding",) if (whole if embedding is None else embedding) else ()
     areas += ("final",) if (whole if final is None else final) else ()
     roles = {"both": ("norm.gain", "norm.bias"), "gain": ("norm.gain",), "bias": ("norm.bias",)}[terms]
-    return (Selection(roles, areas, of, layers),)
+    return (Selection(roles, areas, of, layers, stack),)
 
 
 @named

@@ -1,7 +1,7 @@
 """One forward pass on the meta device, recorded as a graph of linears, norms, embeddings, attentions and additions.
 
 No arithmetic is done: parameters are replaced by meta tensors, every family's attention interface by a function that
-returns the right shape, and its masks by None. What remains is the order and the wiring, which is all anatomy.py reads.
+returns the right shape, and its masks by None. What remains is the order and the wiring, which is all observe.py reads.
 """
 
 from __future__ import annotations

@@ -35,6 +35,10 @@ class Sparse(nn.Module):
         """`rest` with the values in their places."""
         return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
 
+    def final(self, rest: torch.Tensor) -> torch.Tensor:
+        """The same: nothing of it depends on the mode."""
+        return self.on(rest)
+
 
 class Common(nn.Module):
     """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
