@@ -67,6 +67,7 @@ def test_aligned_to_another_method() -> None:
         ("lora(rank=?)", "many", "a number of scalars or a share"),
         ("lora(rank=?)", "0%", "at least 1"),
         ("lora(rnk=?)", 5000, "no argument 'rnk'"),
+        ("lora(rank=?, alpha=?)", 50_000, r"\? number 2 of .* changes no count"),
         ("three_vectors + lora(rank=?, stack='decoder')", 5000, "encoder only"),
     ],
 )

@@ -102,6 +102,17 @@ def test_real_data_of_other_kinds(shared: Path, name: str) -> None:
             assert row[role] == ([value] if role == "targets" and isinstance(value, str) else value)
 
 
+def test_two_texts_and_a_label_are_classification(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p {i}", "output": f"o {i}", "label": i % 2} for i in range(20)]
+    got = data.load(write(tmp_path, train_jsonl=rows))
+    assert (got.kind, got.columns) == ("classification", {"text": "prompt", "pair": "output", "label": "label"})
+
+
+def test_a_key_is_no_text(tmp_path: Path) -> None:
+    rows = [{"key": f"r{i}", "review": f"it was {i} times good", "label": i % 2} for i in range(20)]
+    assert data.load(write(tmp_path, train_jsonl=rows)).columns == {"text": "review", "label": "label"}
+
+
 def test_running_text_is_asked_for(shared: Path) -> None:
     source = str(shared / "data" / "imdb_text")
     assert "for another kind of task give task= one of" in message(source)
@@ -284,12 +295,12 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),
         (
             {"train_jsonl": [{"text": "a", "lable": 1}]},
-            ["no column named label", "Its columns: text, lable", "columns="],
+            ["no column named label", "Its columns: text, lable", "columns text=…"],
         ),
         ({"train_jsonl": [{"n": 3, "label": 1}]}, ["no column of text", "Its columns: n, label"]),
         (
             {"train_jsonl": [{"x": "a", "y": "b", "z": "c", "label": 1}]},
-            ["3 columns of text (x, y, z) where one or two are wanted", "Say which is which: columns="],
+            ["3 columns of text (x, y, z) where one or two are wanted", "Say which is which: columns text=…"],
         ),
         (
             {"train_jsonl": ROWS, "test_csv": "txt,label\na,refund\n"},

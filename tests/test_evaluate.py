@@ -72,8 +72,9 @@ def test_other_data_need_no_train_split(run: Run, tmp_path: Path) -> None:
 
 
 def test_splits_that_are_not_there(run: Run, pairs: Run) -> None:
-    with pytest.raises(DeltuneError, match="unknown split 'dev'"):
-        evaluate(run.folder, splits=["dev"])
+    with pytest.raises(DeltuneError, match="unknown split 'exam'"):
+        evaluate(run.folder, splits=["exam"])
+    assert set(evaluate(run.folder, splits=["dev"])) == {"validation"}
     assert set(evaluate(pairs.folder)) == {"test"}
 
 
@@ -93,7 +94,7 @@ def test_a_model_is_loaded_once_for_many_calls(run: Run) -> None:
 
 def test_pairs(pairs: Run) -> None:
     assert set(predict(pairs.folder, [("the saw", "is old")])[0]) == {"label", "scores"}
-    with pytest.raises(DeltuneError, match="a text and its pair a row; so is not row 2"):
+    with pytest.raises(DeltuneError, match="a text and its pair in every row; row 2 is not so"):
         predict(pairs.folder, [("a", "b"), "a"])
 
 

@@ -18,9 +18,15 @@ def test_its_story_on_a_tiny_model(
 ) -> None:
     monkeypatch.setattr(quickstart, "MODEL", str(tiny.model(tmp_path / "model")))
     monkeypatch.setattr(quickstart, "EPOCHS", 1)
-    for _ in range(2):  # it can be run again
-        runs = quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
-    assert list(runs) == ["head", "prefix + layernorm"]
+    whole = tmp_path / "runs" / "prefix_layernorm" / "metrics.json"
+    quickstart.quickstart("Where is it?", tmp_path / "runs")
+    before = whole.stat().st_mtime_ns
+    runs = quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
+    assert whole.stat().st_mtime_ns == before, "what is trained is used again"
+    assert list(runs) == ["head", "prefix(length=16) + layernorm"]
+    monkeypatch.setattr(quickstart, "BATCH", 16)
+    quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
+    assert whole.stat().st_mtime_ns > before, "another spec begins afresh"
     told = capsys.readouterr().out
     for part in ("test accuracy", "trained scalars", "Please cancel my plan.", "deltune predict"):
         assert part in told, part

@@ -58,6 +58,9 @@ class Method:
             return NotImplemented
         return Sum((*self.terms, *other.terms))
 
+    def __radd__(self, other: object) -> Method:
+        return self if other == 0 else NotImplemented  # sum() begins with 0
+
     @property
     def terms(self) -> tuple[Method, ...]:
         """What is joined by +."""

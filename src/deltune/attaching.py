@@ -78,8 +78,8 @@ def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) 
     if coarse:
         kind = handle.original(coarse[0]).dtype
         warnings.warn(
-            f"{parsed!r} trains {len(coarse)} tensors of {kind} in place, in which small steps are lost: load the model in "
-            "float32 and use autocast",
+            f"{parsed!r} trains {len(coarse)} tensors of {kind} in place, in which small steps are lost: load the "
+            "model in float32 and use autocast",
             stacklevel=4,
         )
     handle.add(name, delta, handle.base_labels)

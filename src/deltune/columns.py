@@ -96,7 +96,7 @@ def chosen(kind: str, first: File, asked: Fields | None, fields: Fields | None, 
     for column in missing:
         problems.append(
             f"{first.name} has no column named {' or '.join(column.usual)}, for the {column.role} of {kind}. Its "
-            f"columns: {', '.join(first.columns)}. Say which is which: columns={{{_example(columns)}}}"
+            f"columns: {', '.join(first.columns)}. Say which is which: columns {_example(columns)}"
         )
     return {} if missing else used
 
@@ -126,7 +126,9 @@ def _by_name(kind: str, there: Sequence[str]) -> dict[str, str]:
 def _of_classification(first: File, there: Sequence[str], problems: list[str]) -> dict[str, str]:
     label = next((c for name in LABELS for c in there if c.lower() == name), "")
     texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(first, c)]
-    listed, todo = ", ".join(first.columns), "Say which is which: columns={'text': …, 'pair': …, 'label': …}"
+    if len(texts) == 2:  # a key of letters and digits beside a text is no text
+        texts = [c for c in texts if not _is_key(first, c)] or texts
+    listed, todo = ", ".join(first.columns), "Say which is which: columns text=…, (pair=…,) label=…"
     if not label:
         problems.append(
             f"{first.name} has no column named {' or '.join(LABELS)}. Its columns: {listed}. {todo}; for another kind "
@@ -147,8 +149,14 @@ def _is_text(file: File, column: str) -> bool:
     return bool(strings) and 20 * len(set(strings)) >= len(strings)
 
 
+def _is_key(file: File, column: str) -> bool:
+    """Whether every value is a single word with a digit in it, and no two are the same."""
+    values = [str(row.get(column, "")) for _, row in file.rows[:LOOKED_AT]]
+    return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
+
+
 def _example(columns: Sequence[Column]) -> str:
-    return ", ".join(f"{c.role!r}: …" for c in columns)
+    return ", ".join(f"{c.role}=…" for c in columns)
 
 
 def check(files: Mapping[str, File], kind: str, used: Mapping[str, str], problems: list[str]) -> None:

@@ -13,9 +13,10 @@ from .anatomy import Anatomy
 from .catalogue import parse
 from .errors import DeltuneError, unknown
 from .forms import Shapes
-from .observe import inspect, skeleton
+from .observe import inspect
 from .planning import Plan, plan
 from .sites import Place
+from .trace import skeleton
 
 DENOMINATORS = {
     "model": "all of AutoModel of the configuration",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .algebra import Method
 from .anatomy import Columns
@@ -32,6 +34,16 @@ class Labels:
     def of(cls, config: Any) -> Labels:
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
+
+    def give(self, model: PreTrainedModel) -> None:
+        """Give a model these label facts."""
+        config = model.config
+        if Labels.of(config) != self:
+            config.id2label = dict(self.id2label)
+            config.label2id = {label: index for index, label in self.id2label}
+            config.problem_type = self.problem_type  # type: ignore[assignment]
+        if hasattr(model, "num_labels"):
+            model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
 
 class Edit(nn.Module):
@@ -228,6 +240,16 @@ class Delta(nn.Module):
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
             yield from gates.changes()
+
+    def told(self) -> Delta:
+        """Itself; with a warning where gates were trained and never told how far the training is."""
+        if not all(gates.told for _, gates in self.all_gates()):
+            warnings.warn(
+                f"{self.method!r} was not told of its training's progress, so its gates never closed: call "
+                "tuned.advance(step / steps) before every step",
+                stacklevel=3,
+            )
+        return self
 
     def rest(self) -> None:
         """Nothing of it trains; what did is remembered."""

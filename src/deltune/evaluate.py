@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import data as reading
 from .assignments import assignment, kind_of
 from .attaching import load, tuned
 from .classifying import logits
@@ -109,7 +110,8 @@ def evaluate(
         known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns})
     asked = assignment(known, training=False, labels=facts.labels if facts.kind.loads in LABELLED else None)
     found = asked.data
-    wanted = [s for s in SPLITS if s in found.splits] if splits is None else list(splits)
+    usual = {stem: split for split, stems in reading.SPLITS.items() for stem in stems}
+    wanted = [s for s in SPLITS if s in found.splits] if splits is None else [usual.get(s, s) for s in splits]
     wrong = [unknown("split", s, found.splits) for s in wanted if s not in found.splits]
     if wrong or not wanted:
         raise DeltuneError(" ".join(wrong) or f"data {found.source} has neither a validation nor a test split")
@@ -176,8 +178,8 @@ def _encoded(facts: Ready, name: str, pairs: Mapping[int, Sequence[str]]) -> Enc
     wanted = 2 if "pair" in place.environment.get("data", {}).get("columns", {}) else 1
     wrong = [i + 1 for i, pair in pairs.items() if len(pair) != wanted]
     if wrong:
-        asks = "a text and its pair" if wanted == 2 else "one text, no pair"
-        raise DeltuneError(f"this run wants {asks} a row; so is not row {', '.join(map(str, wrong[:10]))}")
+        asks = "a text and its pair" if wanted == 2 else "one text, no pair,"
+        raise DeltuneError(f"this run wants {asks} in every row; row {', '.join(map(str, wrong[:10]))} is not so")
     columns = dict(zip(("text", "pair"), zip(*pairs.values(), strict=True), strict=False))
     handle = tuned(facts.model)
     before = handle.active

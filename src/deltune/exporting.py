@@ -11,7 +11,7 @@ from .evaluate import ready
 from .foreign import is_foreign
 from .handle import Tuned
 from .interchange import kind_of, new_folder
-from .models import KINDS, load_config, load_model
+from .models import KINDS, load_config, load_model, quiet
 
 
 def merge(run: str | Path, to: str | Path) -> Path:
@@ -19,7 +19,7 @@ def merge(run: str | Path, to: str | Path) -> Path:
 
     Errors: a folder that is not empty; a method that no weights can express, with what stands in the way.
     """
-    with new_folder(to) as fresh:
+    with new_folder(to) as fresh, quiet():
         loaded = ready(run)
         tuned(loaded.model).merge().save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)

@@ -7,7 +7,6 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,29 +14,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import merging, mixing, store
+from . import merging, mixing, store, wiring
 from .algebra import Method
 from .anatomy import Anatomy
 from .attention import extended_name
 from .counting import Count, base_size, count_plan
 from .edits import Delta, Edit, Labels, slot_key
 from .errors import DeltuneError, all_problems, unknown
-from .observe import base_model, inspect
-from .positions import PositionTap
-from .prompting import TokenTap
-from .taps import AttentionPort, StatesTap, Tap, WeightTap
-from .trace import configurations, trace
+from .observe import inspect
+from .taps import AttentionPort
+from .trace import base_model, configurations, trace
 from .uses import Use
 from .weights import slots_of
 
 NAME = "deltune"
 """The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
-
-
-AnyTap = Tap | AttentionPort | PositionTap | StatesTap | TokenTap | WeightTap
-
-TAPS: dict[str, type[AnyTap]] = {"attention": AttentionPort, "states": StatesTap, "tokens": TokenTap}
-"""What serves the sides of a place that no plain hook reaches."""
 
 
 class Tuned(nn.Module):
@@ -58,10 +49,14 @@ class Tuned(nn.Module):
         self.base_labels = Labels.of(model.config)
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
-        self.taps: dict[tuple[str, str], AnyTap] = {}
+        self.taps: dict[tuple[str, str], wiring.AnyTap] = {}
         self.slots = slots_of(model)
         model.requires_grad_(False)
         model.add_module(NAME, self)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{name}: {delta.method!r}" for name, delta in self._deltas().items())
+        return f"Tuned({held or 'nothing'}; in use: {self.active or ', '.join(map(str, self.mixed)) or None})"
 
     # -- what there is
 
@@ -201,7 +196,7 @@ class Tuned(nn.Module):
         Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
         """
         self._not_mixed("merge")
-        delta = self._told(self.delta())
+        delta = self.delta().told()
         own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
         with torch.no_grad():
             own |= {name: sparse.final(self.original(name).detach()) for name, sparse in delta.masked()}
@@ -211,12 +206,12 @@ class Tuned(nn.Module):
         for name, value in merged.items():
             before = self.original(name)
             self.put(name, nn.Parameter(value.clone(), requires_grad=before.requires_grad))
-        self.label(model, labels)
+        labels.give(model)
         return model
 
     def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
-        delta = self._told(self.delta(name))
+        delta = self.delta(name).told()
         base = store.base_facts(self.model, self.anatomy, self.original)
         return store.write(folder, store.facts_of(delta, base), self.tensors(delta))
 
@@ -262,18 +257,19 @@ class Tuned(nn.Module):
                 del incoming.held[slot_key(owned)]
             for frozen in incoming.head if incoming.head_mode == "freeze" else ():
                 self._slot(frozen).requires_grad_(frozen in incoming.selected)
-        self.label(self.model, self.base_labels if incoming is None or incoming.labels is None else incoming.labels)
+        labels = self.base_labels if incoming is None or incoming.labels is None else incoming.labels
+        labels.give(self.model)
         uses = [] if incoming is None else [Use(incoming)]
         if isinstance(state, tuple):
             uses = mixing.uses_of(state, self._deltas(), self.anatomy.tensors, self.slots, self.original)
-            labels = [use.delta.labels or self.base_labels for use in uses]
-            labels += [self.base_labels] if None in state else []
+            several = [use.delta.labels or self.base_labels for use in uses]
+            several += [self.base_labels] if None in state else []
             self.mixed, self.rowwise = (
                 state,
-                mixing.begin(self.model, uses, labels if self.anatomy.head else [], len(state)),
+                mixing.begin(self.model, uses, several if self.anatomy.head else [], len(state)),
             )
             if self.anatomy.head:
-                self.label(self.model, max(labels, key=lambda own: len(own.id2label)))
+                max(several, key=lambda own: len(own.id2label)).give(self.model)
         for tap in self.taps.values():
             tap.serve(uses)
 
@@ -283,17 +279,6 @@ class Tuned(nn.Module):
     def _not_mixed(self, what: str) -> None:
         if self.mixed:
             raise DeltuneError(f"{what} inside rows(): leave it first")
-
-    @staticmethod
-    def _told(delta: Delta) -> Delta:
-        """A warning where gates were trained and never told how far the training is."""
-        if not all(gates.told for _, gates in delta.all_gates()):
-            warnings.warn(
-                f"{delta.method!r} was not told of its training's progress, so its gates never closed: call "
-                "tuned.advance(step / steps) before every step",
-                stacklevel=3,
-            )
-        return delta
 
     def add(self, name: str, delta: Delta, labels: Labels) -> None:
         """Take a built delta in, put it in use, and see every edit fire; on failure the model is as it was."""
@@ -313,19 +298,7 @@ class Tuned(nn.Module):
 
     def _wire(self) -> None:
         """A tap for every module that some delta reads or writes, and the attention function where one needs it."""
-        wanted: dict[tuple[str, str], type[AnyTap]] = {}
-        for delta in self.deltas.values():
-            assert isinstance(delta, Delta)
-            for edit in delta.all_edits():
-                side = edit.place.target.side
-                special = side if side in TAPS else "hook"
-                wanted[(edit.place.target.path, special)] = TAPS.get(side, Tap)
-                if edit.place.source is not None:
-                    wanted[(edit.place.source.path, "hook")] = Tap
-                if edit.place.moves:
-                    wanted[(self.anatomy.stack(edit.place.moves).entry, "positions")] = PositionTap
-            for tensor_name, _ in delta.masked():
-                wanted[(tensor_name, "weight")] = WeightTap
+        wanted = wiring.taps_of(self.anatomy, self._deltas().values())
         for key in [k for k in self.taps if k not in wanted]:
             self.taps.pop(key).remove()
         for key, kind in wanted.items():
@@ -365,14 +338,3 @@ class Tuned(nn.Module):
             module._parameters[leaf] = parameter
             if leaf == "weight" and isinstance(module, nn.Linear):
                 module.out_features = parameter.shape[0]
-
-    @staticmethod
-    def label(model: PreTrainedModel, labels: Labels) -> None:
-        """Give a model the label facts of a head."""
-        config = model.config
-        if Labels.of(config) != labels:
-            config.id2label = dict(labels.id2label)
-            config.label2id = {label: index for index, label in labels.id2label}
-            config.problem_type = labels.problem_type  # type: ignore[assignment]
-        if hasattr(model, "num_labels"):
-            model.num_labels = len(labels.id2label)  # type: ignore[assignment]

@@ -129,6 +129,8 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         yield fresh
         os.chmod(fresh, 0o755)
+        for file in fresh.iterdir():  # safetensors keeps its files to their owner
+            os.chmod(file, 0o644)
         if target.exists():
             target.rmdir()
         os.replace(fresh, target)

@@ -63,8 +63,9 @@ def uses_of(
     original: Callable[[str], nn.Parameter],
 ) -> list[Use]:
     """One use for each delta that is named. Errors: names that are not there, deltas that cannot differ by row."""
-    if not names:
-        raise DeltuneError("rows() wants a delta's name, or None, for each row of the batch; it got none")
+    if not names or isinstance(names, str):
+        got = repr(names) if names else "none"
+        raise DeltuneError(f"rows() wants a list with a delta's name, or None, for each row of the batch; it got {got}")
     known = [name for name in dict.fromkeys(names) if name is not None]
     problems = [unknown("delta", name, deltas) for name in known if name not in deltas]
     uses = []

@@ -184,7 +184,7 @@ def load_model(
     options = {"trust_remote_code": trust_remote_code, "local_files_only": place.cached, "use_safetensors": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # what does not fit is judged below
     try:
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             auto = getattr(transformers, KINDS[kind])
             model, info = auto.from_pretrained(place.name, config=config, dtype=dtype or "auto", **options)
@@ -243,7 +243,7 @@ def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' progress bar and load report: what the report says is judged in _check_loaded."""
     import logging
 

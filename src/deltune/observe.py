@@ -25,7 +25,7 @@ from .anatomy import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Plac
 from .errors import DeltuneError
 from .graph import Node, Trace, back
 from .sublayers import SubLayer, place_of, sub_layers
-from .trace import trace
+from .trace import base_model, skeleton, trace
 
 _known: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
 
@@ -44,28 +44,6 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     anatomy = _Reader(model).anatomy()
     _known[model] = (shape, anatomy)
     return anatomy
-
-
-def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head: itself where it has none. A wrapper that only hands its arguments on is passed by
-    (the decoder alone of an encoder-decoder stands in one)."""
-    base = model.base_model
-    while "input_ids" not in signature(base.forward).parameters:
-        inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
-        if len(inner) != 1:
-            break
-        base = inner[0]
-    assert isinstance(base, PreTrainedModel)
-    return base
-
-
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """AutoModel of the configuration on the meta device: shapes without numbers."""
-    try:
-        with torch.device("meta"):
-            return AutoModel.from_config(config)
-    except Exception as error:
-        raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
 
 
 class _Reader:

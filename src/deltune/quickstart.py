@@ -23,18 +23,21 @@ SENTENCE = "I was charged twice for March, and I would like the second payment b
 
 
 def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> dict[str, Run]:
-    """Train each method afresh below `output`, compare them, and classify `text`; returns the runs by method."""
+    """Train each method below `output`, compare them, and classify `text`; returns the runs by method.
+
+    What is trained there already is used again.
+    """
     console = Console(highlight=False, soft_wrap=True)
     console.print("MiniLM-L6 (22.7 million parameters) learns to sort support tickets into 8 intents.")
     runs = {}
     for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
         spec = RunSpec(model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64)
-        console.print(f"\n{spec.method} at {spec.rate:g}: {count(load_config(MODEL), spec.method)}", markup=False)
-        runs[spec.method] = Run(Path(output) / folder)
-        train(spec, runs[spec.method].folder, resume=False)
+        run = runs[method] = Run(Path(output) / folder)
+        console.print(f"\n{method} at {spec.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False)
+        train(spec, run.folder, resume=run.exists and not run.spec.differences(spec))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for title in ("test accuracy", "trained scalars", "percent", "seconds"):
+    for title in ("test accuracy", "trained scalars", "percent, with head", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
     for method, run in runs.items():
         metrics = run.metrics

@@ -208,7 +208,7 @@ def lora(
         if rank < 1:
             raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
         if scale != 1:
-            raise DeltuneError("lora: give scale or alpha, not both (scale = alpha / rank)")
+            raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []
     for site in _sites(at, (*algebra.PROJECTIONS, "ffn")):

@@ -47,7 +47,9 @@ class Run:
     def spec(self) -> RunSpec:
         """The spec it was begun with. Error: the folder is no run."""
         if not self.exists:
-            held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8]) if self.folder.is_dir() else "nothing"
+            if not self.folder.is_dir():
+                raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
+            held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             raise DeltuneError(f"{self.folder} is no RUN folder: spec.yaml is missing (it holds {held or 'nothing'})")
         return read(self.spec_file)
 

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
 from pydantic import model_validator as validator
 
+from .algebra import explicit
 from .catalogue import parse, rate
 from .columns import KINDS
 from .errors import DeltuneError, all_problems, unknown
@@ -179,7 +180,7 @@ class RunSpec(BaseModel):
 
     def yaml(self) -> str:
         """The whole spec, defaults written out, so that the file outlives a change of them."""
-        values = self.model_dump(mode="json") | {"lr": self.rate}
+        values = self.model_dump(mode="json") | {"lr": self.rate, "method": explicit(parse(self.method))}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -203,7 +204,7 @@ def _problem(error: Any) -> str:
     """One problem that pydantic found, in our words."""
     place = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple[")))
     if error["type"] == "extra_forbidden":
-        return unknown("option", error["loc"][0], RunSpec.model_fields)
+        return unknown("option", error["loc"][0], [*RunSpec.model_fields, "output"])
     if error["type"] == "missing":
         return f"{place} is missing: {RunSpec.model_fields[place].description}"
     told = error.get("ctx", {}).get("error")

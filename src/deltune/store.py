@@ -57,6 +57,7 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
             file.flush()
             os.fsync(file.fileno())
         os.chmod(fresh, 0o755)
+        os.chmod(fresh / NUMBERS, 0o644)  # safetensors keeps its files to their owner
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
             os.replace(target, old)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from .errors import DeltuneError
 from .graph import Node, Trace
@@ -186,6 +186,28 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in before.items():
             module.training = mode
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head: itself where it has none. A wrapper that only hands its arguments on is passed by
+    (the decoder alone of an encoder-decoder stands in one)."""
+    base = model.base_model
+    while "input_ids" not in inspect.signature(base.forward).parameters:
+        inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+        if len(inner) != 1:
+            break
+        base = inner[0]
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """AutoModel of the configuration on the meta device: shapes without numbers."""
+    try:
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
+    except Exception as error:
+        raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
 
 
 def trace(model: PreTrainedModel, prefix: str = "") -> Trace:

@@ -126,6 +126,8 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
     checkpoint = checkpoints.latest(job.run.checkpoint)
     if checkpoint is None:
         job.run.rewind(-1)
+        if job.spec.columns is None and job.spec.data is not None:
+            told.info("columns: %s", ", ".join(f"{role}={name}" for role, name in job.data.columns.items()))
         for split, rows in job.encoded.items():
             if rows.truncated:
                 told.info(

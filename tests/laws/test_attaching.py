@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.catalogue import TABLE
-from deltune.observe import skeleton
+from deltune.trace import skeleton
 
 from .families import FAMILIES, Family
 from .methods import ROWS, Row, refused

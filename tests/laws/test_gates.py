@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from safetensors.torch import load_file
 from torch.autograd import gradcheck
 
 import deltune
+from deltune.anatomy import Tensor
 from deltune.gates import BETA, GAMMA, ZETA, Gates, _Penalised
 
 from .families import FAMILIES
-from .specimens import batch, build, distance, equal, forward, loss, run
+from .specimens import batch, build, distance, equal, forward, loss, run, stir
 
 
 def trained(share: float = 1.0, steps: int = 20) -> tuple[deltune.Tuned, dict[str, torch.Tensor]]:
@@ -91,11 +93,48 @@ def test_the_penalty_closes_gates_and_grows() -> None:
 def test_the_penalty_is_the_derivative_of_the_expected_count() -> None:
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
     tensor = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda t: _Penalised.apply(t, logits.detach(), 0.5), (tensor,))
-    _Penalised.apply(tensor, logits, 0.5).sum().backward()
+    found = Gates((Tensor("w", (7,), "layers", "linear.weight"),), 2, folded=False)
+    found.advance(0.25)
+    assert gradcheck(lambda t: _Penalised.apply(t, logits.detach(), found, "v"), (tensor,))
+    _Penalised.apply(tensor, logits, found, "w").sum().backward()
     again = logits.detach().requires_grad_()
-    (0.5 * torch.sigmoid(again - BETA * torch.log(torch.tensor(-GAMMA / ZETA))).sum()).backward()
+    (found.strength * torch.sigmoid(again - BETA * torch.log(torch.tensor(-GAMMA / ZETA))).mean()).backward()
     assert torch.allclose(logits.grad, again.grad)
+
+
+@pytest.mark.parametrize("family", ["bert", "albert"])
+def test_the_penalty_is_that_of_a_step(family: str) -> None:
+    """Four backward passes of a quarter each have the penalty of one; so has a module that runs many times."""
+    model = build(FAMILIES[family], "base").train()
+    tuned = deltune.attach(model, "diff_pruning")
+    found = gates(tuned)
+    pulls = []
+    for parts in (1, 4):
+        model.zero_grad()
+        tuned.advance(0.4)
+        for _ in range(parts):
+            (sum(v.sum() for v in forward(model, batch(model)).values()) * 0).backward()
+        pulls.append(found.gate.grad.clone())
+    assert torch.equal(*pulls) and pulls[0].any()
+
+
+def test_a_training_that_never_tells_its_progress_is_warned(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "base")
+    tuned = stir(deltune.attach(model, "diff_pruning"))
+    with pytest.warns(UserWarning, match="was not told of its training's progress"):
+        tuned.save(tmp_path / "one")
+    tuned.advance(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuned.save(tmp_path / "two")
+
+
+def test_a_refused_merge_and_an_export_leave_the_mode_alone() -> None:
+    model = build(FAMILIES["bert"], "base").train()
+    tuned = deltune.attach(model, "adapter(rank=2, dropout=0.5)")
+    with pytest.raises(deltune.DeltuneError, match="cannot be merged"):
+        tuned.merge()
+    assert tuned.delta().training
 
 
 @pytest.mark.parametrize(

@@ -228,5 +228,70 @@ def test_what_is_no_batch() -> None:
     assert tuned.active == "one" and "RowTap" not in left
 
 
+def test_states_inside_states() -> None:
+    """disable() and rows() inside rows() hold inside, and the outer rows hold again after them."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model, rows=4)
+    plain = answer(model, inputs)
+    for name in ("a", "b"):
+        tuned = stir(deltune.attach(model, "prefix(length=2) + layernorm", name=name), seed=ord(name))
+    names: list[str | None] = ["a", "b", None, "a"]
+    with tuned.rows(names):
+        outer = answer(model, inputs)
+        with tuned.disable():
+            assert torch.equal(answer(model, inputs), plain)
+        assert torch.equal(answer(model, inputs), outer) and tuned.mixed == tuple(names)
+        with tuned.rows(["b"] * 4):
+            inner = answer(model, inputs)
+        assert torch.equal(answer(model, inputs), outer)
+        for refused in (lambda: tuned.use("a"), lambda: tuned.detach("a"), lambda: tuned.merge()):
+            with pytest.raises(deltune.DeltuneError, match="inside rows"):
+                refused()
+        with pytest.raises(deltune.DeltuneError, match="inside rows"):
+            deltune.attach(model, "lora(rank=2)", name="c")
+        assert torch.equal(answer(model, inputs), outer)
+    assert tuned.active == "b" and tuned.names == ("a", "b")
+    assert (inner - answer(model, inputs)).abs().max() < 1e-12
+
+
+def test_a_multiple_of_the_rows_is_no_batch_but_of_generate() -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = deltune.attach(model, "layernorm", name="a")
+    with tuned.rows(["a", None]), pytest.raises(deltune.DeltuneError, match="a batch of 4 came"):
+        model(**batch(model, rows=4))
+
+
+def test_several_labels_at_once_have_no_common_loss() -> None:
+    model = build(FAMILIES["bert"], "sequence", num_labels=2)
+    tuned = deltune.attach(model, "layernorm", name="two")
+    tuned.base_labels = deltune.handle.Labels(((0, "x"), (1, "y"), (2, "z")))
+    with tuned.rows(["two", None]), pytest.raises(deltune.DeltuneError, match="no common loss"):
+        model(**batch(model), labels=torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_what_reads_nothing_of_the_batch_is_shared() -> None:
+    """DeBERTa-v3's norm of its relative positions: no row of it is a row of the batch."""
+    changes = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_buckets": 8, "max_relative_positions": -1}
+    model = build(FAMILIES["deberta-v2"], "sequence", **changes)
+    tuned = deltune.attach(model, "layernorm", name="all")
+    with pytest.raises(deltune.DeltuneError, match=r"encoder\.LayerNorm\..* all rows"), tuned.rows(["all", None]):
+        pass
+    stir(deltune.attach(model, "layernorm(embedding=False, final=False)", name="layers"))
+    check(FAMILIES["deberta-v2"], tuned, ["layers", None, "layers"], batch(model, rows=3))
+
+
+def test_what_trains_is_remembered() -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = deltune.attach(model, "lora(rank=2) + layernorm")
+    for name, parameter in tuned.trained():
+        parameter.requires_grad_("LayerNorm" not in name)
+    chosen = [name for name, _ in tuned.trained()]
+    with tuned.disable():
+        assert not list(tuned.trained())
+    with tuned.rows(["default", None]):
+        assert len(list(tuned.trained())) == len(chosen)
+    assert [name for name, _ in tuned.trained()] == chosen
+
+
 def test_every_method_is_tried() -> None:
     assert {name.partition("(")[0] for text in METHODS for name in [text]} >= set(deltune.methods()) - {"apet"}

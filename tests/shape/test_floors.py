@@ -19,7 +19,7 @@ FLOORS = (
     ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
-        "store", "handle", "interchange", "attaching",
+        "wiring", "store", "handle", "interchange", "attaching",
     ),
     ("models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
