@@ -37,7 +37,7 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
         train(spec, run.folder, resume=run.exists and not run.spec.differences(spec))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for title in ("test accuracy", "trained scalars", "percent, with head", "seconds"):
+    for title in ("test accuracy", "trained scalars", "percent", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
     for method, run in runs.items():
         metrics = run.metrics
