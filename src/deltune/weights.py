@@ -26,7 +26,9 @@ class Sparse(nn.Module):
         self.register_buffer("index", torch.from_numpy(index))
 
     def start(self, dense: torch.Tensor) -> None:
-        """Take the initial values from a dense weight."""
+        """Take the initial values from a dense weight; on the meta device there are none."""
+        if self.values.is_meta:
+            return
         with torch.no_grad():
             flat = dense.reshape(-1)
             self.values.copy_(flat[self.index.to(flat.device)])

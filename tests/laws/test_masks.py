@@ -105,6 +105,16 @@ def test_ten_thousand_of_seven_billion() -> None:
     assert len(set(kept)) == 10_000 and kept.max() > 2**32
 
 
+def test_attached_on_the_meta_device() -> None:
+    """No numbers are needed to attach: the shape of any model will do."""
+    with torch.device("meta"):
+        model = build(FAMILIES["llama"], "causal", torch.float32)
+    for method in ("lora(rank=2)", "layernorm", "adapter(rank=2)", "full"):
+        tuned = deltune.attach(model, f"apet({method}, parameters=40)")
+        assert sum(p.numel() for p in tuned.parameters()) == 40
+        tuned.detach()
+
+
 @pytest.mark.parametrize("method", ["lora(rank=2)", "adapter(rank=2, bias=True)", "prefix(length=2)", "layernorm"])
 def test_all_of_a_method_is_the_method(method: str) -> None:
     """apet(METHOD, N = all) = METHOD."""
