@@ -56,9 +56,6 @@ class RunSpec(BaseModel):
     )
     batch_size: int = Field(default=32, ge=1, description="rows a step")
     gradient_accumulation: int = Field(default=1, ge=1, description="batches a step")
-    max_validation_rows: int | None = Field(
-        default=None, ge=1, description="choose the best epoch on a sample of so many"
-    )
     max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
     target_length: int = Field(default=64, ge=1, description="tokens of an answer, at most")
     template: str | None = Field(default=None, description="what a model that answers in words is given")
