@@ -16,6 +16,8 @@ from .specs import RunSpec
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
+PAPERS = "LN: LN-tuning · UV: Towards a Unified View of Parameter-Efficient Transfer Learning · AP: APET"
+
 
 def method_facts() -> dict[str, dict[str, Any]]:
     """Every method of the table: name, formula, text, usage, rate, scalars a layer, paper, example and point of the
@@ -42,7 +44,7 @@ def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     table.columns[0].min_width = max(map(len, facts))
     for fact in facts.values():
         table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
-    return table
+    return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME")
 
 
 def method_page(fact: Mapping[str, Any]) -> str:
