@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate, predict, ready
+from deltune.evaluate import evaluate, predict, ready, rescore
 from deltune.exporting import merge
 from deltune.runs import Run
 from deltune.train import train
@@ -42,6 +42,17 @@ def test_a_run_gives_its_own_numbers_again(run: Run, tmp_path: Path) -> None:
     assert found == {split: run.metrics[split] for split in ("validation", "test")}
     for split in found:
         assert (tmp_path / f"{split}.jsonl").read_text() == (run.predictions / f"{split}.jsonl").read_text()
+
+
+def test_predictions_are_scored_without_the_model(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "copy")
+    spec = (tmp_path / "copy" / "spec.yaml").read_text()
+    (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.spec.model, "/nowhere"))
+    wanted = {s: {n: v for n, v in run.metrics[s].items() if n != "loss"} for s in ("validation", "test")}
+    assert rescore(tmp_path / "copy") == wanted
+    assert set(rescore(tmp_path / "copy", ["f1_macro"])["test"]) == {"f1_macro"}
+    with pytest.raises(DeltuneError, match="classification cannot be measured by bleu; it can by accuracy"):
+        rescore(tmp_path / "copy", ["bleu"])
 
 
 def test_a_run_can_be_moved(run: Run, tmp_path: Path) -> None:

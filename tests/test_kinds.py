@@ -15,7 +15,7 @@ import tiny
 from deltune.choosing import CHOICE
 from deltune.encoding import IGNORED, collate
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate
+from deltune.evaluate import evaluate, rescore
 from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ, prompts
 from deltune.kinds import Limits, Use
 from deltune.runs import Run
@@ -95,6 +95,8 @@ def test_a_whole_run(kind: str, model: str, metric: str, places: Path, tmp_path:
         lines = [json.loads(line) for line in (run.predictions / f"{split}.jsonl").read_text().splitlines()]
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
+    scored = {split: {n: v for n, v in metrics[split].items() if n != "loss"} for split in ("validation", "test")}
+    assert {s: pytest.approx(v, rel=1e-9) for s, v in scored.items()} == rescore(run.folder)
     losses = [json.loads(line) for line in run.log_file.read_text().splitlines()]
     steps = [line["loss"] for line in losses if "loss" in line]
     assert sum(steps[-3:]) < sum(steps[:3])

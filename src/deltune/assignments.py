@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from . import data as reading
 from .choosing import CHOICE
 from .classifying import CLASSIFICATION
 from .data import Data
-from .errors import DeltuneError
+from .errors import DeltuneError, unknown
 from .generating import CAUSAL, LANGUAGE, SEQ2SEQ
 from .kinds import Kind
 from .metrics import METRICS
@@ -57,14 +58,24 @@ def assignment(
         metrics = tuple(name for name in metrics if name != "f1")
     if spec.metric not in (None, "loss", *metrics):
         metrics = (*metrics, str(spec.metric))
-    if foreign := [name for name in metrics if METRICS[name].kind not in chosen.compares]:
-        fitting = [name for name, metric in METRICS.items() if metric.kind in chosen.compares]
-        raise DeltuneError(f"{chosen.name} cannot be measured by {', '.join(foreign)}; it can by {', '.join(fitting)}")
+    check_fits(chosen, metrics)
     return Assignment(found, chosen, metrics, task.template if task else "")
 
 
 def kind_of(name: str, config: PreTrainedConfig) -> Kind:
     """The kind of task on a model of this configuration: generation differs by whether there is an encoder."""
-    generation = SEQ2SEQ if config.is_encoder_decoder else CAUSAL
-    kinds = {kind.name: kind for kind in (CLASSIFICATION, TAGGING, CHOICE, generation, LANGUAGE)}
-    return kinds[name]
+    return SEQ2SEQ if name == SEQ2SEQ.name and config.is_encoder_decoder else by_name(name)
+
+
+def by_name(name: str) -> Kind:
+    """The kind of task where its model does not matter."""
+    return {kind.name: kind for kind in (CLASSIFICATION, TAGGING, CHOICE, CAUSAL, LANGUAGE)}[name]
+
+
+def check_fits(kind: Kind, metrics: Sequence[str]) -> None:
+    """Error for metrics that are unknown or compare something else than this kind of task gives."""
+    if wrong := [unknown("metric", name, METRICS) for name in metrics if name not in METRICS]:
+        raise DeltuneError(" ".join(wrong))
+    if foreign := [name for name in metrics if METRICS[name].kind not in kind.compares]:
+        fitting = [name for name, metric in METRICS.items() if metric.kind in kind.compares]
+        raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(foreign)}; it can by {', '.join(fitting)}")

@@ -183,16 +183,26 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
+    rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
+    metrics: Annotated[str | None, typer.Option(help="With --rescore: a,b,c [those of the run].")] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Score a run's delta again, on its own data or on other data."""
+    """Score a run's delta again, on its own data or on other data; or its prediction files."""
     from . import show
+
+    if rescore and (data or split or output):
+        raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
+    if metrics and not rescore:
+        raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
 
     with _notes(quiet):
         from . import evaluate as scoring
 
-        found = scoring.evaluate(run, data, split, output, progress=not quiet)
+        if rescore:
+            found = scoring.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
+        else:
+            found = scoring.evaluate(run, data, split, output, progress=not quiet)
     out.print_json(data=found) if as_json else out.print(show.score_table(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import data as reading
-from .assignments import assignment, kind_of
+from .assignments import assignment, by_name, check_fits, kind_of
 from .attaching import load, tuned
 from .classifying import logits
 from .encoding import Encoded, check_length, encode
@@ -19,7 +20,7 @@ from .kinds import Kind, Limits, Use
 from .models import LABELLED, fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, room, write_lines
-from .scoring import lines, scored
+from .scoring import lines, measured, scored
 from .specs import RunSpec
 from .store import delta_folder, read_facts
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SPLITS = ("validation", "test")
+SAID = ("prediction", "reference")
 Text = str | Sequence[str]
 """A text, or a text and its pair."""
 
@@ -130,6 +132,28 @@ def evaluate(
             if output is not None:
                 Path(output).mkdir(parents=True, exist_ok=True)
                 write_lines(Path(output) / f"{split}.jsonl", lines(facts.kind, rows, result, found.labels))
+    return results
+
+
+def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+    """Metrics of a finished run from its prediction files, without any model; default: those of the run.
+
+    Errors: no run, no predictions, a metric that does not fit the kind of task.
+    """
+    place = Run(run)
+    files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
+    if not any(file.is_file() for file in files.values()):
+        raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
+    kind = by_name(place.environment.get("data", {}).get("kind", "classification"))
+    labels = {name: i for i, name in enumerate(_labels(place))} if kind.labelled else {}
+    results = {}
+    for split, file in files.items():
+        if file.is_file():
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            said = [[labels.get(row[key], row[key]) if labels else row[key] for row in rows] for key in SAID]
+            wanted = tuple(metrics) or tuple(n for n in place.metrics[split] if n != "loss")
+            check_fits(kind, wanted)
+            results[split] = {n: s.value for n, s in measured(kind, wanted, said[0], said[1], len(labels)).items()}
     return results
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from .encoding import Encoded
 from .kinds import Columns, Kind, Use
+from .measures import Scores
 from .metrics import METRICS, score
 
 
@@ -27,17 +28,23 @@ def scored(kind: Kind, use: Use, encoded: Encoded, columns: Columns, names: Sequ
     """The answers to a split, measured by the named metrics."""
     answers = kind.answers(use, encoded)
     references = answers.references or kind.references(columns, use.labels)
-    metrics = {} if answers.loss is None else {"loss": answers.loss}
-    signatures: dict[str, str] = {}
-    omitted: dict[str, str] = {}
-    labels = list(range(len(use.labels))) if kind.labelled else None
+    found = measured(kind, names, answers.predictions, references, len(use.labels))
+    metrics = ({} if answers.loss is None else {"loss": answers.loss}) | {n: score.value for n, score in found.items()}
+    signatures = {name: score.signature for name, score in found.items()}
+    return Scored(metrics, signatures, found.omitted, answers.predictions, references, answers.scores)
+
+
+def measured(
+    kind: Kind, names: Sequence[str], predictions: Sequence[Any], references: Sequence[Any], labels: int
+) -> Scores:
+    """The named metrics of predictions; labels: how many there are."""
+    found = Scores({}, {})
     for compared in dict.fromkeys(METRICS[name].kind for name in names):
         own = [name for name in names if METRICS[name].kind == compared]
-        found = score(own, answers.predictions, references, labels)
-        metrics |= {name: result.value for name, result in found.items()}
-        signatures |= {name: result.signature for name, result in found.items()}
-        omitted |= found.omitted
-    return Scored(metrics, signatures, omitted, answers.predictions, references, answers.scores)
+        some = score(own, predictions, references, list(range(labels)) if kind.labelled else None)
+        found.update(some)
+        found.omitted |= some.omitted
+    return found
 
 
 def lines(kind: Kind, columns: Columns, result: Scored, labels: Sequence[str]) -> list[dict[str, Any]]:
