@@ -90,7 +90,7 @@ TABLE: Mapping[str, Entry] = {
     "three_vectors": Entry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors"),
     "ia3": Entry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm"),
     "diff_pruning": Entry(
-        diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m", "diff_pruning(sparsity=0.01)"
+        diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m", "diff_pruning(sparsity=0.01)", rate=5e-5
     ),
     "apet": Entry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
 }
@@ -122,7 +122,7 @@ def parse(text: str | Method) -> Method:
 def rate(method: str | Method) -> float:
     """The learning rate where none is given: the smallest rate of the terms, so that none of them diverges.
 
-    full 5e-5; layernorm, prefix and so their sum 1e-2; prompt 3e-2; everything else 1e-3.
+    full and diff_pruning 5e-5; layernorm, prefix and so their sum 1e-2; prompt 3e-2; everything else 1e-3.
     """
     return min(_rate(term) for term in parse(method).terms)
 
