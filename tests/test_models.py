@@ -263,7 +263,7 @@ def test_tokenizer_missing_or_broken(folder: Path) -> None:
 def test_wrong_arguments() -> None:
     assert "Did you mean 'classification'?" in message(models.load_model, "minilm", "clasification")
     assert "Did you mean 'bfloat16'?" in message(models.load_model, "minilm", "base", dtype="bfloat")
-    assert "only a classification model has labels" in message(models.load_model, "minilm", "base", ["a", "b"])
+    assert "only a classifier or tagger has labels" in message(models.load_model, "minilm", "base", ["a", "b"])
     said = message(models.load_model, "minilm", "seq2seq-lm")
     assert "(bert) cannot be loaded as seq2seq-lm" in said and "classification, base, causal-lm" in said
 
