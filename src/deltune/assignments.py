@@ -33,10 +33,8 @@ class Assignment:
     template: str
 
 
-def assignment(
-    spec: RunSpec, training: bool = True, source: str | None = None, labels: tuple[str, ...] | None = None
-) -> Assignment:
-    """Read what a spec asks for; `source`: other data of the same kind, `labels`: the run's own.
+def assignment(spec: RunSpec, training: bool = True, labels: tuple[str, ...] | None = None) -> Assignment:
+    """Read what a spec asks for; labels: the run's own, where it has them.
 
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """

@@ -36,7 +36,6 @@ class Gates(nn.Module):
     def __init__(self, tensors: tuple[Tensor, ...], keep: int, folded: bool) -> None:
         super().__init__()
         self.names = {t.name: i for i, t in enumerate(tensors)}
-        self.shapes = [t.shape for t in tensors]
         self.starts = list(itertools.accumulate((t.numel for t in tensors), initial=0))
         self.keep, self.folded, self.strength = keep, folded, 0.0
         self.due: set[str] = set()  # tensors whose penalty this step still lacks

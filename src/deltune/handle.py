@@ -159,11 +159,9 @@ class Tuned(nn.Module):
         batch of another size.
         """
         before = self.mixed or self.active
-        mixing.uses_of(
-            names, self._deltas(), self.anatomy.tensors, self.slots, self.original
-        )  # before anything changes
+        uses = self._uses(names)  # whatever is wrong with the names is told before anything changes
         try:
-            self._set(tuple(names))
+            self._set(tuple(names), uses)
             yield self
         finally:
             self._set(before)
@@ -234,8 +232,8 @@ class Tuned(nn.Module):
 
     # -- inside
 
-    def _set(self, state: str | tuple[str | None, ...] | None) -> None:
-        """Put nothing, a delta, or a delta for each row in use."""
+    def _set(self, state: str | tuple[str | None, ...] | None, uses: list[Use] | None = None) -> None:
+        """Put nothing, a delta, or a delta for each row in use; uses: of the rows, where they are known already."""
         if self.mixed:
             mixing.end(self.rowwise)
             self.mixed, self.rowwise = (), ([], [])
@@ -255,23 +253,23 @@ class Tuned(nn.Module):
                 self.base[slot_key(owned)] = self._slot(owned)
                 self.put(owned, incoming.held[slot_key(owned)])
                 del incoming.held[slot_key(owned)]
-            for frozen in incoming.head if incoming.head_mode == "freeze" else ():
-                self._slot(frozen).requires_grad_(frozen in incoming.selected)
         labels = self.base_labels if incoming is None or incoming.labels is None else incoming.labels
         labels.give(self.model)
-        uses = [] if incoming is None else [Use(incoming)]
-        if isinstance(state, tuple):
-            uses = mixing.uses_of(state, self._deltas(), self.anatomy.tensors, self.slots, self.original)
+        if not isinstance(state, tuple):
+            uses = [] if incoming is None else [Use(incoming)]
+        else:
+            uses = uses or self._uses(state)
             several = [use.delta.labels or self.base_labels for use in uses]
             several += [self.base_labels] if None in state else []
-            self.mixed, self.rowwise = (
-                state,
-                mixing.begin(self.model, uses, several if self.anatomy.head else [], len(state)),
-            )
+            self.mixed = state
+            self.rowwise = mixing.begin(self.model, uses, several if self.anatomy.head else [], len(state))
             if self.anatomy.head:
                 max(several, key=lambda own: len(own.id2label)).give(self.model)
         for tap in self.taps.values():
             tap.serve(uses)
+
+    def _uses(self, names: Sequence[str | None]) -> list[Use]:
+        return mixing.uses_of(names, self._deltas(), self.anatomy.tensors, self.slots, self.original)
 
     def _deltas(self) -> dict[str, Delta]:
         return {name: self.delta(name) for name in self.names}
