@@ -232,11 +232,11 @@ def test_ids(tmp_path: Path) -> None:
 def test_sample_of_train(tmp_path: Path) -> None:
     rows = [{"text": f"text {i}", "label": i % 2} for i in range(40)]
     source = write(tmp_path, train_jsonl=rows, test_jsonl=rows)
-    one, same, other = (data.load(source, max_train_rows=10, seed=s) for s in (1, 1, 2))
+    one, same, other = (data.load(source, max_rows={"train": 10}, seed=s) for s in (1, 1, 2))
     assert len(one.splits["train"]) == 10 and len(one.splits["test"]) == 40
     assert one.splits["train"][:] == same.splits["train"][:] and one.fingerprint == same.fingerprint
     assert one.splits["train"][:] != other.splits["train"][:] and one.fingerprint != other.fingerprint
-    assert data.load(source, max_train_rows=99).fingerprint == data.load(source).fingerprint
+    assert data.load(source, max_rows={"train": 99}).fingerprint == data.load(source).fingerprint
     for row in one.splits["train"]:  # ids are those of the whole file
         assert row["id"] == f"train-{int(row['text'].split()[1]) + 1}"
 
@@ -391,10 +391,10 @@ def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:
             dev_jsonl="",
             test_jsonl=[{"text": "a", "label": "other"}],
         ),
-        max_train_rows=0,
+        max_rows={"train": 0},
     )
     assert "4 problems" in said
-    for part in ("max_train_rows must be at least 1", "train.jsonl line 5", "dev.jsonl is empty", "label 'other'"):
+    for part in ("max_rows of train must be at least 1", "train.jsonl line 5", "dev.jsonl is empty", "label 'other'"):
         assert part in said
     said = message(write(tmp_path, train_jsonl=[*ROWS, *[{"text": i, "label": "refund"} for i in range(50)]]))
     assert "has 52 problems; the first of them" in said and said.count("\n") == files.SHOWN

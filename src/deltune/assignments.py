@@ -45,9 +45,9 @@ def assignment(spec: RunSpec, training: bool = True, labels: tuple[str, ...] | N
         task, where = find(spec.task, spec.data_root)
         kind, columns = task.kind, spec.columns or dict(task.columns)
     assert where is not None
-    found = reading.load(
-        where, columns, labels or spec.labels, spec.max_train_rows if training else None, spec.seed, training, kind
-    )
+    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows} if training else {}
+    samples = {split: rows for split, rows in asked.items() if rows is not None}
+    found = reading.load(where, columns, labels or spec.labels, samples, spec.seed, training, kind)
     chosen = kind_of(found.kind, config)
     metrics = spec.metrics or (task.metrics if task else chosen.metrics)
     if len(found.labels) != 2:

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -117,7 +117,13 @@ def train(
     ] = None,
     labels: Annotated[str | None, typer.Option(help="Label names in the order of their ids: a,b,c.")] = None,
     max_train_rows: Annotated[int | None, typer.Option(help="Train on a sample of that many rows.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="A paper's values for what is not given: ln_nlu, uv_glue, ap, …")
+    ] = None,
+    validation_rows: Annotated[int | None, typer.Option(help="Validate on a sample of that many rows.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training rows, at most [3].")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the optimiser, in place of epochs.")] = None,
+    validate_every: Annotated[int | None, typer.Option(help="Steps [each epoch].")] = None,
     lr: Annotated[
         float | None,
         typer.Option(help="Learning rate [full 5e-5; layernorm, prefix 1e-2; prompt 3e-2; others 1e-3; a sum: least]."),
@@ -130,9 +136,18 @@ def train(
     template: Annotated[
         str | None, typer.Option(help='What is said to a model that answers in words: "{source}".')
     ] = None,
+    max_generated: Annotated[int | None, typer.Option(help="Tokens of a generated answer [target length].")] = None,
+    min_target_length: Annotated[int | None, typer.Option(help="Tokens of a generated answer, at least [0].")] = None,
+    no_repeat_ngram: Annotated[int | None, typer.Option(help="No n tokens in a row twice in an answer [0].")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="Of beams: above 0 longer ones win [1].")] = None,
     seed: Annotated[int | None, typer.Option(help="Of initial values, order and dropout [0].")] = None,
+    seeds: Annotated[str | None, typer.Option(help="A run of each, and their aggregate: 0,1,2.")] = None,
+    aggregate: Annotated[str | None, typer.Option(help="Of several seeds: mean (default) or median.")] = None,
+    search: Annotated[
+        list[str] | None, typer.Option(help="Repeatable FIELD=VALUE, in order of priority: lr=1e-2 lr=1e-3.")
+    ] = None,
     patience: Annotated[
-        int | None, typer.Option(help="Stop after that many epochs without a better one [never].")
+        int | None, typer.Option(help="Stop after that many validations without a better one [never].")
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="linear (default), constant, cosine or polynomial.")] = None,
     warmup: Annotated[float | None, typer.Option(help="Share of all steps if below 1, else steps [0].")] = None,
@@ -143,6 +158,7 @@ def train(
         str | None, typer.Option(help="Chooses the best epoch: loss or a metric [the task's first].")
     ] = None,
     metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
+    label_smoothing: Annotated[float | None, typer.Option(help="Share of every label spread over all [0].")] = None,
     report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
     quiet: Quiet = False,
@@ -156,14 +172,17 @@ def train(
         "max_train_rows": max_train_rows, "epochs": epochs, "lr": lr, "batch_size": batch_size,
         "gradient_accumulation": gradient_accumulation, "max_length": max_length, "seed": seed, "patience": patience,
         "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,
-        "metric": metric, "report_to": report_to,
+        "metric": metric, "report_to": report_to, "protocol": protocol, "validation_rows": validation_rows,
+        "steps": steps, "validate_every": validate_every, "max_generated": max_generated, "seeds": seeds,
+        "min_target_length": min_target_length, "no_repeat_ngram": no_repeat_ngram, "length_penalty": length_penalty,
+        "aggregate": aggregate, "search": _searched(search), "label_smoothing": label_smoothing,
     }  # fmt: skip
-    from . import show, specs
+    from . import protocols, show, specs
 
     values = {} if file is None else specs.read_values(file)
     folder = output or values.pop("output", None)
     values.pop("output", None)
-    spec = specs.RunSpec(**{**values, **{name: value for name, value in given.items() if value is not None}})
+    spec = specs.RunSpec(**protocols.over(values, {name: v for name, v in given.items() if v is not None}))
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
     with _notes(quiet):
@@ -175,6 +194,17 @@ def train(
             print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
     out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
+
+
+def _searched(given: list[str] | None) -> dict[str, list[Any]] | None:
+    """The values to try, by field."""
+    found: dict[str, list[Any]] = {}
+    for item in given or ():
+        field, sign, value = item.partition("=")
+        if not sign or not field.strip():
+            raise DeltuneError(f"--search {item}: give FIELD=VALUE, such as lr=1e-3")
+        found.setdefault(field.strip().replace("-", "_"), []).append(value)
+    return found or None
 
 
 @app.command()

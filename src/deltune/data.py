@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ def load(
     source: str,
     columns: Fields | None = None,
     labels: Sequence[str] | None = None,
-    max_train_rows: int | None = None,
+    max_rows: Mapping[str, int] | None = None,
     seed: int = 0,
     training: bool = True,
     kind: str | None = None,
@@ -63,13 +63,14 @@ def load(
     A hub id may name a configuration: nyu-mll/glue:rte. kind: one of columns.KINDS; default: what the names of the
     columns tell, else classification. columns: {"text": …, "pair": …, "label": …}, or the names in the order of the
     kind's roles; default: found among the `fields` of meta.json or all columns. labels: names in the order of their
-    ids; default: `label_names` of meta.json, else what train holds, sorted. max_train_rows: size of a sample of train
+    ids; default: `label_names` of meta.json, else what train holds, sorted. max_rows: split -> size of a sample of it,
     drawn under `seed`. Validation and test may be absent; with training=False (labels given) train too, but not all
     three. Raises one DeltuneError that lists what is wrong, with file and line.
     """
     problems: list[str] = []
-    if max_train_rows is not None and max_train_rows < 1:
-        problems.append(f"max_train_rows must be at least 1, not {max_train_rows}")
+    for split, wanted in (max_rows or {}).items():
+        if wanted < 1:
+            problems.append(f"max_rows of {split} must be at least 1, not {wanted}")
     if kind is not None and kind not in KINDS:
         raise DeltuneError(unknown("kind of task", kind, KINDS))
     folder = Path(source).expanduser()
@@ -101,9 +102,10 @@ def load(
         if labelled is not None:
             found[labelled] = [i if labelled == "tags" else i[0] for i in ids[split]]
         splits[split] = {"id": own, **found}
-    if max_train_rows is not None and "train" in splits and max_train_rows < len(splits["train"]["id"]):
-        chance = sorted(random.Random(seed).sample(range(len(splits["train"]["id"])), max_train_rows))
-        splits["train"] = {key: [values[i] for i in chance] for key, values in splits["train"].items()}
+    for split, wanted in (max_rows or {}).items():
+        if split in splits and wanted < len(splits[split]["id"]):
+            chance = sorted(random.Random(seed).sample(range(len(splits[split]["id"])), wanted))
+            splits[split] = {key: [values[i] for i in chance] for key, values in splits[split].items()}
     content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
     fingerprint = hashlib.sha256(json.dumps([names, content], sort_keys=True).encode()).hexdigest()
 

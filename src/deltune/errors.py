@@ -10,6 +10,10 @@ class DeltuneError(Exception):
     """A mistake of the user, or a thing that cannot be had here; the command line prints it and exits with 2."""
 
 
+class Diverged(DeltuneError):
+    """A loss that is no number."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name`, or None when nothing is close."""
     found = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)

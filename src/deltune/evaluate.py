@@ -64,7 +64,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
 
     Errors: no run, no delta yet, another base model.
     """
-    runs = {name: Run(at) for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
+    runs = {name: Run(at).kept for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
     if not runs:
         raise DeltuneError("no run is named")
     first = next(iter(runs.values()))
@@ -104,7 +104,7 @@ def evaluate(
     splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
     progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
     """
-    place = Run(run)
+    place = Run(run).kept
     known = place.spec
     facts = ready(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
@@ -140,7 +140,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
     Errors: no run, no predictions, a metric that does not fit the kind of task.
     """
-    place = Run(run)
+    place = Run(run).kept
     files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")

@@ -88,6 +88,8 @@ def answers(use: Use, encoded: Encoded) -> Answers:
     def take(rows: list[int], batch: dict[str, torch.Tensor]) -> None:
         loss, count = _loss(use, batch, shifted=not both)
         totals[0], totals[1] = totals[0] + loss.sum().item(), totals[1] + int(count.sum())
+        if use.loss_only:
+            return
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         if not both:
             inputs = _left([encoded[i]["input_ids"][: encoded[i]["prompt"]] for i in rows], use, batch)

@@ -12,7 +12,7 @@ from . import checkpoints
 from .catalogue import rate
 from .data import Data
 from .encoding import Encoded
-from .errors import DeltuneError
+from .errors import Diverged
 from .handle import Tuned
 from .kinds import Columns, Kind, Use
 from .metrics import METRICS
@@ -40,7 +40,7 @@ class Job:
     columns: Mapping[str, Columns]
     encoded: dict[str, Encoded]
     best: dict[str, Any] = field(default_factory=dict)
-    stale: int = 0  # epochs since the best
+    stale: int = 0  # validations since the best
     before: float = 0.0  # seconds of earlier processes
     began: float = field(default_factory=time.monotonic)
 
@@ -66,18 +66,18 @@ class Job:
         """What chooses the best epoch."""
         return self.spec.metric or self.metrics[0]
 
-    def scored(self, split: str, bar: Bar | None = None) -> Scored:
+    def scored(self, split: str, bar: Bar | None = None, loss_only: bool = False) -> Scored:
         advance = bar.advance if bar else None
         use = Use(
             self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.batch_size,
-            self.spec.precision, advance,
+            self.spec.precision, advance, loss_only=loss_only,
         )  # fmt: skip
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
         if not math.isfinite(result.metrics["loss"]):
             raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
         return result
 
-    def judge(self, metrics: dict[str, float], epoch: int) -> bool:
+    def judge(self, metrics: dict[str, float], epoch: float, step: int) -> bool:
         """Keep the delta if these validation metrics are the best so far; returns whether they are."""
         value = metrics[self.metric]
         lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
@@ -86,18 +86,23 @@ class Job:
             self.stale += 1
             return False
         self.tuned.save(self.run.delta)
-        self.best = {"epoch": epoch, "metric": self.metric, "value": value, "rank": rank}
+        self.best = {"epoch": passes(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
         self.stale = 0
         return True
 
 
-def diverged(job: Job, what: str) -> DeltuneError:
+def passes(epoch: float) -> float:
+    """Passes over the rows, to a hundredth; a whole number of them as such."""
+    return round(epoch) if abs(epoch - round(epoch)) < 1e-6 else round(epoch, 2)
+
+
+def diverged(job: Job, what: str) -> Diverged:
     """The error for a loss that is no number; a run without any checkpoint leaves nothing behind."""
     kept = "the run stays as it was after its last good epoch"
     if checkpoints.latest(job.run.checkpoint) is None:
         job.run.clear()
         kept = "nothing is kept"
-    return DeltuneError(
+    return Diverged(
         f"{what}: training diverged at a learning rate of {job.spec.rate:g}; {kept}. "
         f"Try a lower rate, such as --lr {min(job.spec.rate / 10, rate(job.spec.method)):g}, or a warm-up"
     )

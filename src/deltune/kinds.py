@@ -35,7 +35,7 @@ class Limits:
 class Use:
     """A model in use on a split: how many rows at once, in which precision, and who is told of progress.
 
-    deltas: the delta that each row uses, where they differ.
+    deltas: the delta that each row uses, where they differ. loss_only: nothing is generated, only the loss is wanted.
     """
 
     model: PreTrainedModel
@@ -46,6 +46,7 @@ class Use:
     precision: str = "fp32"
     advance: Callable[[int], None] | None = None
     deltas: Sequence[str | None] | None = None
+    loss_only: bool = False
 
     @torch.no_grad()
     def over(self, encoded: Encoded, take: Callable[[list[int], dict[str, torch.Tensor]], None]) -> None:

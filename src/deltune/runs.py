@@ -20,7 +20,7 @@ from .errors import DeltuneError
 from .specs import RunSpec, read
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
-OWN = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint")
+OWN = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -28,12 +28,13 @@ class Run:
     """The folder of one run.
 
     finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs.
+    runs: the folders of the single runs, where the spec is of several.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in OWN[:4])
-        self.environment_file, self.predictions, self.checkpoint = (self.folder / name for name in OWN[4:])
+        self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in OWN[4:])
 
     @property
     def exists(self) -> bool:
@@ -59,6 +60,11 @@ class Run:
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
         return _read_json(self.metrics_file)
+
+    @property
+    def kept(self) -> Run:
+        """The single run whose delta this folder has: itself, or the best of several."""
+        return Run(self.runs / self.metrics["best"]["run"]) if self.spec.several else self
 
     @property
     def environment(self) -> dict[str, Any]:

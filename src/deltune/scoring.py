@@ -25,8 +25,10 @@ class Scored:
 
 
 def scored(kind: Kind, use: Use, encoded: Encoded, columns: Columns, names: Sequence[str]) -> Scored:
-    """The answers to a split, measured by the named metrics."""
+    """The answers to a split, measured by the named metrics; with use.loss_only its loss alone."""
     answers = kind.answers(use, encoded)
+    if use.loss_only:
+        return Scored({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
     references = answers.references or kind.references(columns, use.labels)
     found = measured(kind, names, answers.predictions, references, len(use.labels))
     metrics = ({} if answers.loss is None else {"loss": answers.loss}) | {n: score.value for n, score in found.items()}

@@ -55,12 +55,15 @@ def method_page(fact: Mapping[str, Any]) -> str:
     return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nin the design space:\n  {point}'
 
 
-def score_table(scores: Mapping[str, Mapping[str, float]]) -> RenderableType:
-    """One line a split, one column a metric."""
+def score_table(
+    scores: Mapping[str, Mapping[str, float]], std: Mapping[str, Mapping[str, float]] | None = None
+) -> RenderableType:
+    """One line a split, one column a metric; with its standard deviation where there is one."""
     names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
     table = _table("split", *names, right=len(names))
     for split, metrics in scores.items():
-        table.add_row(split, *(f"{metrics[name]:.4f}" for name in names))
+        spread = {name: f" ± {value:.4f}" for name, value in (std or {}).get(split, {}).items()}
+        table.add_row(split, *(f"{metrics[name]:.4f}{spread.get(name, '')}" for name in names))
     return table
 
 
@@ -68,10 +71,14 @@ def run_table(spec: RunSpec, metrics: Mapping[str, Any], folder: str) -> Rendera
     """The outcome of a run."""
     count, best = metrics["count"], metrics["best"]
     told = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
-    kept = f"epoch {best['epoch']} of {spec.epochs} kept"
+    kept = f"epoch {best['epoch']} of {spec.epochs} kept" if spec.steps is None else f"step {best['step']} kept"
     scores = {split: metrics[split] for split in ("validation", "test") if split in metrics}
-    lines = f"{spec.method} at {spec.rate:g}: {told}, {metrics['seconds']:.0f} s, {kept}\nin {folder}"
-    return Group(lines, score_table(scores)) if scores else lines
+    if spec.several:
+        chosen = "".join(f", {field} {best[field]}" for field in spec.search)
+        kept = f"{metrics.get('aggregate', 'one')} of {sum(run['chosen'] for run in metrics['runs'])} runs{chosen}"
+    at = "" if "lr" in spec.search else f" at {spec.rate:g}"
+    lines = f"{spec.method}{at}: {told}, {metrics['seconds']:.0f} s, {kept}\nin {folder}"
+    return Group(lines, score_table(scores, metrics.get("std", {}))) if scores else lines
 
 
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

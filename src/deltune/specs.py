@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
 from pydantic import model_validator as validator
 
+from . import protocols
 from .algebra import explicit
 from .catalogue import parse, rate
 from .columns import KINDS
@@ -20,8 +22,11 @@ from .kinds import Limits
 from .metrics import METRICS
 from .tasks import TASKS
 
-SILENT = ("report_to",)
+SILENT = ("protocol", "report_to")
 """Fields that cannot change the result, and so do not count in a spec's name."""
+
+UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
+"""Fields that are the same in all runs of a spec."""
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -42,6 +47,7 @@ class RunSpec(BaseModel):
     task: str | None = Field(default=None, description="a known task, or with data the kind of task it is for")
     data_root: str | None = Field(default=None, description="folder with the folders of known tasks")
     method: str = Field(description='expression, such as "prefix(length=16) + layernorm"')
+    protocol: str | None = Field(default=None, description="a paper's values for what is not given (protocols)")
     head: Literal["train", "freeze"] = Field(
         default="train", description="train the task head with the method, or freeze it"
     )
@@ -50,24 +56,35 @@ class RunSpec(BaseModel):
     )
     labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
     max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
+    validation_rows: int | None = Field(default=None, ge=1, description="validate on a sample of that many rows")
     epochs: int = Field(default=3, ge=1, description="passes over the training rows, at most")
+    steps: int | None = Field(default=None, ge=1, description="of the optimiser, in place of epochs")
+    validate_every: int | None = Field(default=None, ge=1, description="steps; default: each epoch")
     lr: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
     )
     batch_size: int = Field(default=32, ge=1, description="rows a step")
     gradient_accumulation: int = Field(default=1, ge=1, description="batches a step")
     max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
-    target_length: int = Field(default=64, ge=1, description="tokens of an answer, at most")
+    target_length: int = Field(default=64, ge=1, description="tokens of a target, at most; what is longer is cut")
+    max_generated: int | None = Field(
+        default=None, ge=1, description="tokens of a generated answer, at most; default: target_length"
+    )
     template: str | None = Field(default=None, description="what a model that answers in words is given")
     beams: int = Field(default=1, ge=1, description="of generation")
-    min_target_length: int = Field(default=0, ge=0, description="tokens of an answer, at least")
+    min_target_length: int = Field(default=0, ge=0, description="tokens of a generated answer, at least")
     no_repeat_ngram: int = Field(
         default=0, ge=0, description="no n tokens in a row occur twice in an answer; 0: they may"
     )
     length_penalty: float = Field(default=1.0, allow_inf_nan=False, description="of beams: above 0 longer ones win")
     seed: int = Field(default=0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
+    seeds: tuple[int, ...] = Field(default=(), description="in place of seed: a run of each, and their aggregate")
+    aggregate: Literal["mean", "median"] = Field(default="mean", description="of the scores of several seeds")
+    search: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="field: values in order of priority, the next only if validation is better"
+    )
     patience: int | None = Field(
-        default=None, ge=1, description="stop after that many epochs without a better validation"
+        default=None, ge=1, description="stop after that many validations (epochs) without a better one"
     )
     schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
         default="linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
@@ -119,7 +136,17 @@ class RunSpec(BaseModel):
             raise ValueError(unknown("metric", str(value), ["loss", *METRICS]))
         return value
 
-    @field_validator("columns", "labels", "report_to", "metrics", mode="before")
+    @field_validator("search")
+    @classmethod
+    def _searched(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        wrong = [unknown("option", name, cls.model_fields) for name in value if name not in cls.model_fields]
+        wrong += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
+        wrong += [f"no values for {name}" for name, values in value.items() if not values]
+        if wrong:
+            raise ValueError(" ".join(wrong))
+        return value
+
+    @field_validator("columns", "labels", "report_to", "metrics", "seeds", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
@@ -135,12 +162,35 @@ class RunSpec(BaseModel):
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
         problems = _source(values) if isinstance(values, dict) else []
         try:
+            values = protocols.filled(values) if isinstance(values, dict) else values
+        except DeltuneError as error:
+            problems.append(str(error))
+        try:
             made = handler(values)
         except ValidationError as error:
             problems = [_problem(e) for e in error.errors()] + problems
         if problems:
             raise all_problems("the spec is wrong", problems)
+        made.tries()
         return made
+
+    @property
+    def several(self) -> bool:
+        """Whether this is more than one run: several seeds, or values to try."""
+        return bool(self.seeds or self.search)
+
+    def tries(self) -> list[RunSpec]:
+        """The single runs of the first seed, one for each combination of values to try, in order of priority."""
+        first = self.seeds[0] if self.seeds else self.seed
+        return [
+            self.single(seed=first, **dict(zip(self.search, values, strict=True)))
+            for values in itertools.product(*self.search.values())
+        ]
+
+    def single(self, **changes: Any) -> RunSpec:
+        """One run of these. Errors: a value that its field does not take."""
+        values = self.model_dump(exclude={"seeds", "search", "aggregate", "protocol"})
+        return type(self)(**{**values, **changes}) if self.several else self
 
     @property
     def rate(self) -> float:
@@ -151,7 +201,7 @@ class RunSpec(BaseModel):
         """How long inputs and outputs may be, and how outputs are searched for; `template`: the task's."""
         generate = {
             "num_beams": self.beams, "min_new_tokens": self.min_target_length, "length_penalty": self.length_penalty,
-            "no_repeat_ngram_size": self.no_repeat_ngram,
+            "no_repeat_ngram_size": self.no_repeat_ngram, "max_new_tokens": self.max_generated or self.target_length,
         }  # fmt: skip
         own = template if self.template is None else self.template
         return Limits(self.max_length, self.target_length, own, generate)
@@ -159,15 +209,18 @@ class RunSpec(BaseModel):
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
-        if self.lr == rate(self.method):
-            del values["lr"]
-        return values
+        idle = [("lr", self.lr == rate(self.method)), ("seed", bool(self.seeds)), ("epochs", self.steps is not None)]
+        idle += [("aggregate", not self.seeds), ("max_generated", self.max_generated == self.target_length)]
+        return {field: value for field, value in values.items() if (field, True) not in idle}
 
     @property
     def name(self) -> str:
         """The first 16 digits of the SHA-256 of the canonical JSON: equal for specs that mean the same run."""
         text = json.dumps(self.canonical(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def differences(self, other: RunSpec) -> list[str]:
         """Fields that differ, with both values; empty for specs of the same name."""

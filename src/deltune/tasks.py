@@ -88,6 +88,10 @@ TASKS: Mapping[str, Task] = {
         "generation", "dart", {"source": "source", "targets": "targets"}, ("bleu", "meteor", "ter", "chrf"),
         template="{source} In words:",
     ),
+    "webnlg": Task(
+        "generation", "webnlg", {"source": "source", "targets": "targets"}, ("bleu", "meteor", "ter", "chrf"),
+        template="{source} In words:",
+    ),
     "samsum": Task(
         "generation", "samsum", {"source": "dialogue", "targets": "summary"}, SUMMARY, "knkarthick/samsum",
         "{source}\nSummary:",
@@ -95,6 +99,10 @@ TASKS: Mapping[str, Task] = {
     "xsum": Task(
         "generation", "xsum", {"source": "document", "targets": "summary"}, SUMMARY, "EdinburghNLP/xsum",
         "{source}\nSummary:",
+    ),
+    "multi_news": Task(
+        "generation", "multi_news", {"source": "document", "targets": "summary"}, SUMMARY,
+        template="{source}\nSummary:",
     ),
     "wmt16_en_ro": Task(
         "generation", "wmt16_en_ro", {"source": "source", "targets": "targets"}, ("bleu", "chrf", "ter"),

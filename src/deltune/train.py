@@ -23,6 +23,7 @@ from .models import fit_padding, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, environment, room
 from .scoring import lines
+from .series import together
 from .specs import RunSpec
 from .trainer import DeltaTrainer, Reports
 
@@ -42,6 +43,7 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
     the first; without a validation split it is the last.
     Errors (DeltuneError): whatever is wrong with spec, data, model, method or folder, before anything is written; a
     loss that is no number; no space left.
+    A spec of several runs (seeds, search) makes a folder of these, and their aggregate (series.together).
     """
     run = Run(output)
     if resume:
@@ -52,7 +54,11 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
     elif not run.exists:
         run.check(spec)
     with room(run.folder), run.locked():
-        return _train(spec, run, resume, progress)
+        if not spec.several:
+            return _train(spec, run, resume, progress)
+        if not resume:
+            run.clear()
+        return together(spec, run, lambda one, folder: train(one, folder, progress=progress))
 
 
 def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, Any]:
@@ -90,9 +96,11 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
 
 def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingArguments:
     steps = math.ceil(math.ceil(rows / spec.batch_size) / spec.gradient_accumulation)
+    moments = "epoch" if spec.validate_every is None else "steps"
     arguments = TrainingArguments(
         output_dir=str(run.folder),
         num_train_epochs=spec.epochs,
+        max_steps=spec.steps or -1,
         per_device_train_batch_size=spec.batch_size,
         gradient_accumulation_steps=spec.gradient_accumulation,
         learning_rate=spec.rate,
@@ -107,8 +115,10 @@ def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingA
         bf16=spec.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),
         seed=spec.seed,
-        eval_strategy="epoch" if validated else "no",
-        save_strategy="epoch",
+        eval_strategy=moments if validated else "no",
+        eval_steps=spec.validate_every,
+        save_strategy=moments,
+        save_steps=spec.validate_every or 500,
         logging_steps=max(1, steps // LINES),
         logging_nan_inf_filter=False,  # a loss that is no number is an error here
         disable_tqdm=True,

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from . import checkpoints
 from .encoding import ByLength, collate
-from .jobs import Job, diverged
+from .jobs import Job, diverged, passes
 from .progress import Bar
 
 
@@ -41,8 +41,8 @@ class DeltaTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Score the validation split, and keep the delta if it is the best so far."""
         job = self.job
-        result = job.scored("validation").metrics
-        better = job.judge(result, round(self.state.epoch or 0))
+        result = job.scored("validation", loss_only=job.metric == "loss").metrics
+        better = job.judge(result, self.state.epoch or 0, self.state.global_step)
         metrics = {f"eval_{name}": value for name, value in result.items()}
         self.log(metrics | {"eval_best": better})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -56,7 +56,7 @@ class DeltaTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if "validation" not in self.job.encoded:
             self.job.tuned.save(self.job.run.delta)
-            self.job.best = {"epoch": round(self.state.epoch or 0)}
+            self.job.best = {"epoch": passes(self.state.epoch), "step": self.state.global_step}
         checkpoints.save(
             self.job.run.checkpoint,
             self.state.global_step,
@@ -108,4 +108,4 @@ class Reports(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         name = self.job.metric
-        self.bar.note(f"{self.loss} · epoch {round(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}")
+        self.bar.note(f"{self.loss} · epoch {passes(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}")

@@ -15,7 +15,7 @@ FLOORS = (
     ("errors", "expressions"),
     ("anatomy", "graph", "trace", "sublayers", "observe"),
     ("sparse", "forms", "heads", "compositions"),
-    ("algebra", "selections", "recipes", "catalogue", "sites", "planning", "counting", "budget"),
+    ("algebra", "selections", "recipes", "catalogue", "protocols", "sites", "planning", "counting", "budget"),
     ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
@@ -25,7 +25,7 @@ FLOORS = (
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
     ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
-    ("jobs", "trainer", "train"),
+    ("jobs", "trainer", "series", "train"),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""

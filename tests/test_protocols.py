@@ -1,0 +1,196 @@
+"""Protocols by name: what the papers say, overridden by what is given; and runs of several seeds and tries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.evaluate import evaluate, predict
+from deltune.protocols import PROTOCOLS, over
+from deltune.runs import Run
+from deltune.series import aggregate
+from deltune.specs import RunSpec, read
+from deltune.store import delta_folder
+from deltune.tasks import TASKS
+from deltune.train import train
+
+
+def spec(**values: Any) -> RunSpec:
+    return RunSpec(**{"model": "minilm", "task": "sick", "data_root": "data", "method": "layernorm", **values})
+
+
+SAID = (  # of a protocol, a task and a method: what the paper's text and tables say
+    ("ln_nlu", "sick", "layernorm", {"epochs": 30, "patience": 10, "metric": "loss", "batch_size": 512,
+                                     "search": {"lr": (1e-2, 1e-3, 2e-4)}, "seeds": (0, 1, 2)}),
+    ("ln_nlu", "sick", "lora(rank=8)", {"search": {"lr": (1e-3, 2e-4)}, "batch_size": 512}),
+    ("ln_nlu", "sst2", "full", {"batch_size": 256}), ("ln_nlu", "sst2", "mam", {"batch_size": 392}),
+    ("ln_nlu", "social_iqa", "mam", {"batch_size": 48}), ("ln_nlu", "social_iqa", "bitfit", {"batch_size": 64}),
+    ("ln_nlu", "sick", "prefix(length=16) + layernorm", {"search": {"lr": (1e-3, 2e-4)}}),
+    ("ln_nlu", "sick", "apet(layernorm, parameters=100)", {"search": {"lr": (1e-2, 1e-3, 2e-4)}}),
+    ("ln_nlu_large", "commonsense_qa", "mam", {"batch_size": 24}),
+    ("ln_nlg", "dart", "lora(rank=8)", {"epochs": 20, "lr": 2e-4, "target_length": 45, "batch_size": 84}),
+    ("ln_nlg", "samsum", "full", {"target_length": 35, "batch_size": 32}),
+    ("uv_xsum", "xsum", "lora(rank=8)", {
+        "steps": 100_000, "batch_size": 64, "lr": 5e-5, "label_smoothing": 0.1, "clip": 0.1, "weight_decay": 0.01,
+        "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial", "max_length": 512,
+        "target_length": 128, "beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3,
+        "validation_rows": 1600, "metric": "rouge2"}),
+    ("uv_enro", "wmt16_en_ro", "mam", {
+        "steps": 50_000, "batch_tokens": 16_384, "lr": 5e-5, "clip": 1.0, "warmup": 0.0, "max_length": 150,
+        "beams": 5, "min_target_length": 1, "max_generated": 200, "metric": "loss"}),
+    ("uv_glue", "sst2", "mam", {"lr": 1e-4, "epochs": 10, "batch_size": 32, "warmup": 0.06, "weight_decay": 0.1,
+                                "clip": 1.0, "max_length": 512, "seeds": (0, 1, 2, 3, 4), "aggregate": "median"}),
+    ("ap", "sst2", "lora(rank=8)", {"lr": 3e-4, "batch_size": 32, "warmup": 0.0, "max_length": 128}),
+    ("ap", "rte", "lora(rank=8)", {"lr": 5e-5, "max_length": 256}),
+    ("ap", "rte", "prompt(length=100)", {"lr": 5e-5}), ("ap", "qqp", "prompt(length=100)", {"lr": 3e-2}),
+    ("ap", "samsum", "lora(rank=8)", {"target_length": 128}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("protocol", "task", "method", "said"), SAID)
+def test_a_protocol_is_what_its_paper_says(protocol: str, task: str, method: str, said: dict[str, Any]) -> None:
+    found = spec(protocol=protocol, task=task, method=method)
+    assert {name: getattr(found, name) for name in said} == said
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_protocol_fits_every_task_it_names(protocol: str) -> None:
+    """Every rule's task exists, and every value is one that its field takes."""
+    for rule in PROTOCOLS[protocol].rules:
+        assert set(rule.tasks) <= set(TASKS)
+        for task in rule.tasks or ("sick",):
+            for method in rule.methods or ("bitfit",):
+                assert spec(protocol=protocol, task=task, method=method).protocol == protocol
+
+
+def test_what_is_given_wins() -> None:
+    found = spec(protocol="ln_nlu", epochs=2, lr=5e-3, seed=7)
+    assert (found.epochs, found.lr, found.seed, found.seeds, found.search) == (2, 5e-3, 7, (), {})
+    assert found.patience == 10 and not found.several
+    assert spec(protocol="uv_xsum", task="xsum", epochs=2).steps is None
+    assert over({"steps": 9, "search": {"lr": [1, 2], "clip": [1]}}, {"epochs": 3, "lr": 1}) == {
+        "epochs": 3, "lr": 1, "search": {"clip": [1]}
+    }  # fmt: skip
+
+
+def test_a_protocol_is_the_values_it_stands_for() -> None:
+    """Its name says nothing that the values do not; a file of it reads back as the same spec."""
+    named = spec(protocol="ap")
+    assert named.name == spec(batch_size=32, lr=3e-4, max_length=256, seeds="0,1,2").name != spec().name
+
+
+def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
+    written = spec(protocol="ln_nlu", seeds=(3, 4))
+    (tmp_path / "spec.yaml").write_text(written.yaml())
+    again = read(tmp_path / "spec.yaml")
+    assert again.name == written.name and [s.name for s in again.tries()] == [s.name for s in written.tries()]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"protocol": "ln_nl"}, "Did you mean 'ln_nl"),
+        ({"search": {"rate": [1]}}, "unknown option 'rate'"),
+        ({"search": {"lr": []}}, "no values for lr"),
+        ({"search": {"lr": [1e-3, -1]}}, "lr: "),
+        ({"search": {"method": ["lora", "lorra"]}}, "Did you mean 'lora'"),
+        ({"search": {"seed": [1, 2]}}, "seed is not searched"),
+        ({"seeds": [0, "one"]}, "seeds"),
+    ],
+)
+def test_what_is_wrong_is_told(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeltuneError, match=said):
+        spec(**values)
+
+
+def test_what_several_runs_come_to() -> None:
+    lines = [{"metrics": {"test": {"accuracy": value, "loss": 1.0}}} for value in (0.5, 0.6, 0.9)]
+    mean, median = aggregate(lines, "mean"), aggregate(lines, "median")
+    assert mean["test"]["accuracy"] == pytest.approx(2 / 3) and median["test"]["accuracy"] == 0.6
+    assert mean["std"]["test"]["accuracy"] == pytest.approx(0.2081665999)
+    assert "std" not in aggregate(lines[:1], "mean")
+
+
+# -- whole
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("several")
+    tiny.model(root / "model")
+    tiny.data(root / "data")
+    return root
+
+
+def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
+    """The second rate is better than the first, the third is not; the second seed has the second rate only."""
+    tries = {"lr": [1e-6, 1e-2, 1e-7, 1e-4]}
+    several = tiny.spec(root, method="full", epochs=8, metric="loss", seeds=(0, 1), search=tries)
+    metrics = train(several, tmp_path / "run")
+    lines = {line["run"]: line for line in metrics["runs"]}
+    assert list(lines) == ["seed0-try1", "seed0-try2", "seed0-try3", "seed1"], "the fourth is not tried"
+    assert [line["chosen"] for line in lines.values()] == [False, True, False, True]
+    alone = train(tiny.spec(root, method="full", lr=1e-2, epochs=8, metric="loss", seed=1), tmp_path / "alone")
+    assert alone["test"] == lines["seed1"]["test"], "a run among others is the run by itself"
+    two = [lines[name]["test"]["accuracy"] for name in ("seed0-try2", "seed1")]
+    assert metrics["test"]["accuracy"] == pytest.approx(sum(two) / 2)
+    assert metrics["best"]["lr"] == 1e-2 and metrics["seconds"] >= sum(line["seconds"] for line in lines.values()) - 1
+    run = Run(tmp_path / "run")
+    best = min((lines["seed0-try2"], lines["seed1"]), key=lambda line: line["validation"]["loss"])
+    assert run.kept.folder.name == metrics["best"]["run"] == best["run"]
+    assert evaluate(run.folder)["test"] == pytest.approx(best["test"], abs=1e-6)
+    assert predict(run.folder, ["the old apple"])[0]["label"] in tiny.WORDS
+    assert delta_folder(run.folder).resolve() == run.kept.delta.resolve()
+    assert len((run.predictions / "test.jsonl").read_text().splitlines()) == 24
+
+
+def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = tiny.spec(root, epochs=1, seeds=(0, 1, 2))
+    whole = train(several, tmp_path / "whole")
+    import deltune.train as module
+
+    once, done = module._train, []
+
+    def stopped(single: RunSpec, *rest: Any) -> dict[str, Any]:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(single.seed)
+        return once(single, *rest)
+
+    monkeypatch.setattr(module, "_train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(several, tmp_path / "run")
+    assert not Run(tmp_path / "run").finished
+    monkeypatch.setattr(module, "_train", lambda single, *rest: done.append(single.seed) or once(single, *rest))
+    again = train(several, tmp_path / "run")
+    assert done == [0, 1, 2], "nothing is run twice"
+    assert again["test"] == whole["test"] and again["std"] == whole["std"]
+    with pytest.raises(DeltuneError, match="seeds: "):
+        train(tiny.spec(root, epochs=1, seeds=(0, 1)), tmp_path / "run")
+
+
+def test_a_try_that_diverges_is_the_worst(root: Path, tmp_path: Path) -> None:
+    """A rate that leaves the numbers: the next is taken, and the log says why."""
+    tries = {"lr": [1e38, 1e-3]}
+    metrics = train(tiny.spec(root, method="full", epochs=1, clip=0, lr=None, search=tries), tmp_path / "run")
+    assert "diverged" in metrics["runs"][0]["error"] and metrics["best"]["lr"] == 1e-3
+    with pytest.raises(DeltuneError, match="diverged"):
+        train(tiny.spec(root, method="full", epochs=1, clip=0, search={"lr": [1e38, 9e37]}), tmp_path / "other")
+
+
+def test_steps_and_validations_between_epochs(root: Path, tmp_path: Path) -> None:
+    metrics = train(tiny.spec(root, steps=10, validate_every=4), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 10]
+    assert metrics["best"]["step"] in (4, 8, 10)
+    assert train(tiny.spec(root, steps=2), tmp_path / "short")["best"]["step"] == 2, "less than an epoch"
+
+
+def test_validation_on_a_sample(root: Path, tmp_path: Path) -> None:
+    train(tiny.spec(root, epochs=1, validation_rows=5), tmp_path / "run")
+    assert Run(tmp_path / "run").environment["data"]["rows"] == {"train": 48, "validation": 5, "test": 24}
