@@ -29,14 +29,20 @@ Row = dict[str, Any]
 class Encoded(Dataset[Row]):
     """Rows of input ids (and masks, token types, labels); `truncated`: how many lost their end."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
     truncated: int
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
+        row: Row = self.rows[index]
+        return row
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        """Several rows at once, as torch's loader asks for them."""
+        taken = getattr(self.rows, "take", None)
+        return [self.rows[i] for i in indices] if taken is None else taken(indices)
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import caching
 from . import data as reading
 from .assignments import assignment, by_name, check_fits, kind_of
 from .attaching import load, tuned
@@ -122,7 +123,8 @@ def evaluate(
         for split in wanted:
             rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
             limits = known.limits(asked.template)
-            encoded = facts.kind.encode(facts.tokenizer, facts.model, rows, limits, False)
+            content = f"{found.fingerprint} {split}"
+            encoded = caching.encoded(facts.kind, facts.tokenizer, facts.model, rows, limits, False, content)
             bar.start(split, len(encoded))
             use = Use(
                 facts.model, facts.tokenizer, found.labels, limits, known.batch_size, known.precision, bar.advance

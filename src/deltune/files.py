@@ -113,7 +113,7 @@ def _csv(path: Path, problems: list[str]) -> Places:
 
 
 def _parquet(path: Path, problems: list[str]) -> Places:
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     yield from enumerate(parquet.ParquetFile(path).read().to_pylist(), 1)
 

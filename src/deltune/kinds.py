@@ -60,7 +60,7 @@ class Use:
         try:
             for start in range(0, len(order), self.batch_size):
                 these = order[start : start + self.batch_size]
-                batch = {n: t.to(device) for n, t in collate(self.tokenizer, [encoded[i] for i in these]).items()}
+                batch = {n: t.to(device) for n, t in collate(self.tokenizer, encoded.__getitems__(these)).items()}
                 rows = [self.deltas[i] for i in these] if self.deltas else None
                 with cast, tuned(model).rows(rows) if rows else contextlib.nullcontext():
                     take(these, batch)

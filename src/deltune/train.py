@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from . import checkpoints
+from . import caching, checkpoints
 from .assignments import assignment
 from .attaching import attach, load
 from .encoding import check_length
@@ -76,7 +76,10 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
     limits = spec.limits(asked.template)
     check_length(model, spec.max_length + (spec.target_length if kind is CAUSAL else 0))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
-    encoded = {split: kind.encode(tokenizer, model, rows, limits, split == "train") for split, rows in columns.items()}
+    encoded = {
+        split: caching.encoded(kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}")
+        for split, rows in columns.items()
+    }
     arguments = _arguments(spec, run, len(encoded["train"]), "validation" in encoded)
     if not resume:
         run.clear()

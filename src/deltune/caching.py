@@ -1,0 +1,166 @@
+"""Tokenised rows kept on the disk in Arrow, by content: data, tokenizer, kind of task, template and lengths."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+
+from .encoding import Encoded, Row
+from .kinds import Columns, Kind, Limits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+VERSION = 1
+"""Raised when an encoder gives other rows for the same input."""
+KEPT = 8 * 2**30  # bytes; beyond it what was used longest ago goes
+VARIABLE = "DELTUNE_CACHE"
+"""Of the environment: the folder, or `off`."""
+
+
+class Stored(Sequence[Row]):
+    """Rows of a memory-mapped table."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        return self.take([index])[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.table.to_batches():
+            yield from batch.to_pylist()
+
+    def take(self, indices: Sequence[int]) -> list[Row]:
+        """Several rows at once."""
+        found: list[Row] = self.table.take(list(indices)).to_pylist()
+        return found
+
+
+def folder() -> Path | None:
+    """Where rows are kept: $DELTUNE_CACHE, else deltune below the user's cache; None where it is `off`."""
+    named = os.environ.get(VARIABLE)
+    if named == "off":
+        return None
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(named or f"{caches}/deltune/rows").expanduser()
+
+
+def encoded(
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    columns: Columns,
+    limits: Limits,
+    training: bool,
+    content: str,
+) -> Encoded:
+    """What kind.encode gives, from the disk where it was kept; `content` says which data the columns are.
+
+    A folder that cannot be written is a warning, a file that cannot be read is made anew.
+    """
+    place = folder()
+    if place is None:
+        return kind.encode(tokenizer, model, columns, limits, training)
+    key = _key(kind, tokenizer, model, limits, training, content)
+    path = place / f"{key}.arrow"
+    found = _read(path)
+    if found is None:
+        made = kind.encode(tokenizer, model, columns, limits, training)
+        try:
+            _write(path, made)
+        except (OSError, pyarrow.ArrowException) as error:
+            warnings.warn(
+                f"tokenised rows cannot be kept in {place} ({error}); {VARIABLE}=off keeps none", stacklevel=2
+            )
+            return made
+        found = _read(path)
+        return made if found is None else found
+    return found
+
+
+def _key(
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    limits: Limits,
+    training: bool,
+    content: str,
+) -> str:
+    """A name for everything that the rows depend on."""
+    asked = {
+        "version": VERSION, "kind": [kind.name, kind.loads], "content": content, "training": training,
+        "limits": {name: value for name, value in asdict(limits).items() if name != "generate"},
+        "taken": sorted(signature(model.forward).parameters), "tokenizer": _identity(tokenizer),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """A tokenizer by what it does: its own file where it is a fast one, else its class, words and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    inside = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    said = hashlib.sha256(json.dumps(inside).encode()).hexdigest()
+    return [
+        type(tokenizer).__name__,
+        said,
+        tokenizer.special_tokens_map,
+        sorted(tokenizer.init_kwargs.items(), key=str),
+    ]
+
+
+def _write(path: Path, made: Encoded) -> None:
+    """The rows as one file, whole or not at all."""
+    rows = [{**row, "length": length} for row, length in zip(made.rows, made.lengths, strict=True)]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.replace_schema_metadata({"truncated": str(made.truncated)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, fresh = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with open(handle, "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=10_000)
+        os.replace(fresh, path)
+    finally:
+        Path(fresh).unlink(missing_ok=True)
+    _bound(path.parent, path)
+
+
+def _read(path: Path) -> Encoded | None:
+    """Rows that were kept; None where there are none that can be read."""
+    if not path.is_file():
+        return None
+    try:
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        truncated = int(table.schema.metadata[b"truncated"])
+        lengths = table["length"].to_pylist()
+        os.utime(path)
+    except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
+        return None
+    made = Encoded(Stored(table.drop_columns(["length"])), truncated)
+    made.__dict__["lengths"] = lengths  # found already
+    return made
+
+
+def _bound(place: Path, newest: Path) -> None:
+    """Remove what was used longest ago, until the rest is within KEPT."""
+    files = sorted((p for p in place.glob("*.arrow") if p != newest), key=lambda p: -p.stat().st_mtime)
+    total = newest.stat().st_size
+    for file in files:
+        total += file.stat().st_size
+        if total > KEPT:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""Tokenised rows on the disk: the same rows, found again by content and by nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from deltune import caching
+from deltune.classifying import CLASSIFICATION
+from deltune.encoding import Encoded
+from deltune.kinds import Limits
+from deltune.models import load_model, load_tokenizer
+from deltune.train import train
+
+LIMITS = Limits(max_length=8)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    place = str(tiny.model(tmp_path_factory.mktemp("caching") / "model"))
+    return load_tokenizer(place), load_model(place, "classification", ["a", "b", "c"])
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(caching.VARIABLE, str(tmp_path / "rows"))
+    return tmp_path / "rows"
+
+
+COLUMNS = {
+    "id": [str(i) for i in range(30)],
+    "text": [row["text"] for row in tiny.sentences(30, 0)],
+    "label": [i % 3 for i in range(30)],
+}
+
+
+def rows(parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: Limits = LIMITS, content: str = "x") -> Encoded:
+    return caching.encoded(kind, *parts, COLUMNS, limits, True, content)
+
+
+def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
+    straight = CLASSIFICATION.encode(*parts, COLUMNS, LIMITS, True)
+    for _ in range(2):
+        found = rows(parts)
+        assert list(found.rows) == list(straight.rows) and found.lengths == straight.lengths
+        assert found.truncated == straight.truncated > 0 and len(found) == 30
+        assert found[7] == straight[7] and found.__getitems__([9, 2]) == [straight[9], straight[2]]
+        assert found.rows[3:5] == straight.rows[3:5]
+    assert len(list(place.glob("*.arrow"))) == 1
+
+
+def test_found_again_by_content(parts: tuple[Any, Any], place: Path, tmp_path: Path) -> None:
+    """What the rows depend on makes another file; what they do not depend on does not."""
+    calls = []
+    kind = replace(CLASSIFICATION, encode=lambda *a: calls.append(1) or CLASSIFICATION.encode(*a))
+    tokenizer, model = parts
+    rows(parts, kind)
+    rows(parts, kind)
+    rows(parts, kind, replace(LIMITS, generate={"num_beams": 3}))
+    rows((load_tokenizer(tokenizer.name_or_path), model), kind)
+    assert len(calls) == 1
+    rows(parts, kind, replace(LIMITS, max_length=9))
+    rows(parts, kind, replace(LIMITS, template="{text}!"))
+    rows(parts, kind, content="y")
+    shutil.copytree(tokenizer.name_or_path, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"apple"', '"ample"'))
+    rows((load_tokenizer(str(tmp_path / "other")), model), kind)
+    assert len(calls) == 5
+
+
+def test_a_torn_file_is_made_anew(parts: tuple[Any, Any], place: Path) -> None:
+    rows(parts)
+    (file,) = place.glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:100])
+    assert list(rows(parts).rows) == list(CLASSIFICATION.encode(*parts, COLUMNS, LIMITS, True).rows)
+    assert file.stat().st_size > 100
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    parts: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(caching.VARIABLE, str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert len(rows(parts)) == 30
+    monkeypatch.setenv(caching.VARIABLE, "off")
+    assert isinstance(rows(parts).rows, list)
+
+
+def test_what_was_used_longest_ago_goes(parts: tuple[Any, Any], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(3):
+        rows(parts, content=str(i))
+        for file in place.glob("*.arrow"):
+            os.utime(file, (file.stat().st_atime - 10, file.stat().st_mtime - 10))
+    size = max(file.stat().st_size for file in place.glob("*.arrow"))
+    rows(parts, content="0")  # used again
+    monkeypatch.setattr(caching, "KEPT", 2 * size + size // 2)
+    rows(parts, content="new")
+    calls: list[int] = []
+    kind = replace(CLASSIFICATION, encode=lambda *a: calls.append(1) or CLASSIFICATION.encode(*a))
+    rows(parts, kind, content="0")
+    rows(parts, kind, content="new")
+    assert len(list(place.glob("*.arrow"))) == 2 and not calls
+
+
+def test_a_run_is_the_same_with_and_without(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny.spec(tmp_path, epochs=2)
+    results = [train(spec, tmp_path / name)["test"] for name in ("first", "again")]
+    monkeypatch.setenv(caching.VARIABLE, "off")
+    assert results == [train(spec, tmp_path / "off")["test"]] * 2
