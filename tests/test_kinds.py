@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import tiny
+from deltune import checkpoints
 from deltune.choosing import CHOICE
 from deltune.encoding import IGNORED, collate
 from deltune.errors import DeltuneError
@@ -100,6 +101,33 @@ def test_a_whole_run(kind: str, model: str, metric: str, places: Path, tmp_path:
     losses = [json.loads(line) for line in run.log_file.read_text().splitlines()]
     steps = [line["loss"] for line in losses if "loss" in line]
     assert sum(steps[-3:]) < sum(steps[:3])
+
+
+@pytest.mark.parametrize(("kind", "model", "metric"), RUNS)
+def test_a_run_goes_on(
+    kind: str, model: str, metric: str, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after a checkpoint in the middle of an epoch and begun again: the same numbers and predictions."""
+    spec = tiny.spec(
+        places, model=str(places / model), data=str(places / kind), method="lora(rank=4, dropout=0.1)", steps=12,
+        validate_every=4, max_length=16, target_length=4, task=kind, metrics=(metric,),
+    )  # fmt: skip
+    whole = train(spec, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+
+        def stopped(*args: Any) -> Any:
+            save(*args)
+            raise KeyboardInterrupt
+
+        save = checkpoints.save
+        patch.setattr(checkpoints, "save", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(spec, tmp_path / "run")
+    again = train(spec, tmp_path / "run")
+    assert {**again, "seconds": 0} == {**whole, "seconds": 0}
+    for split in ("validation", "test"):
+        one, other = (Run(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
+        assert one.read_text() == other.read_text()
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:

@@ -43,7 +43,10 @@ def whole(root: Path) -> Run:
 
 
 def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if name not in TIMES}
+    found = {name: value for name, value in metrics.items() if name not in TIMES}
+    if "runs" in found:
+        found["runs"] = [lasting(one) for one in found["runs"]]
+    return found
 
 
 def log(run: Run) -> list[dict[str, Any]]:
@@ -55,7 +58,8 @@ def same(one: Run, two: Run) -> None:
     """Two runs that cannot be told apart but by the time they took."""
     assert lasting(one.metrics) == lasting(two.metrics)
     assert (one.delta / "delta.safetensors").read_bytes() == (two.delta / "delta.safetensors").read_bytes()
-    assert log(one) == log(two)
+    for file in one.folder.rglob("log.jsonl"):
+        assert log(Run(file.parent)) == log(Run(two.folder / file.parent.relative_to(one.folder)))
     for split in ("validation", "test"):
         assert (one.predictions / f"{split}.jsonl").read_text() == (two.predictions / f"{split}.jsonl").read_text()
 
@@ -215,14 +219,23 @@ def command(spec_file: Path, folder: Path) -> list[str]:
     return [sys.executable, "-m", "deltune", "train", str(spec_file), "--output", str(folder)]
 
 
-def test_killed_and_run_again(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 40, "patience": 30},
+        {"steps": 200, "validate_every": 7},
+        {"epochs": 10, "seeds": (0, 1), "search": {"lr": [1e-2, 1e-3]}},
+    ],
+    ids=["epochs", "steps", "several"],
+)
+def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without."""
-    spec = tiny.spec(root, epochs=40, method="prefix(length=4) + lora(rank=2, dropout=0.1)", patience=30)
+    spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
     (tmp_path / "spec.yaml").write_text(spec.yaml())
     run = Run(tmp_path / "run")
     process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
     try:
-        while checkpoints.latest(run.checkpoint) is None:
+        while not list(run.folder.rglob("checkpoint/*")):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
     finally:
