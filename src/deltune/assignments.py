@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,13 @@ class Assignment:
     template: str
 
 
-def assignment(spec: RunSpec, training: bool = True, labels: tuple[str, ...] | None = None) -> Assignment:
-    """Read what a spec asks for; labels: the run's own, where it has them.
+def assignment(
+    spec: RunSpec,
+    training: bool = True,
+    labels: tuple[str, ...] | None = None,
+    read: Callable[..., Data] = reading.load,
+) -> Assignment:
+    """Read what a spec asks for; labels: the run's own, where it has them; read: data.load, or one that remembers.
 
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """
@@ -47,7 +52,7 @@ def assignment(spec: RunSpec, training: bool = True, labels: tuple[str, ...] | N
     assert where is not None
     asked = {"train": spec.max_train_rows, "validation": spec.validation_rows} if training else {}
     samples = {split: rows for split, rows in asked.items() if rows is not None}
-    found = reading.load(where, columns, labels or spec.labels, samples, spec.seed, training, kind)
+    found = read(where, columns, labels or spec.labels, samples, spec.seed, training, kind)
     chosen = kind_of(found.kind, config)
     metrics = spec.metrics or (task.metrics if task else chosen.metrics)
     if len(found.labels) != 2:

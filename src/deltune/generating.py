@@ -94,6 +94,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
         if not both:
             inputs = _left([encoded[i]["input_ids"][: encoded[i]["prompt"]] for i in rows], use, batch)
         options = {
+            "max_length": None,  # a checkpoint's own would only be warned about
             "max_new_tokens": use.limits.target_length,
             "do_sample": False,
             "num_beams": 1,

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,14 @@ class Place:
     config: Path
     local: bool = True
     cached: bool = False
+
+
+@dataclass
+class Kept:
+    """What was read of a model: its class and its pretrained tensors by name."""
+
+    made: type[Any] | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def first_line(error: BaseException) -> str:
@@ -151,12 +159,14 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    kept: Kept | None = None,
 ) -> PreTrainedModel:
     """The pretrained model MODEL, loaded as `kind`: one of KINDS.
 
     labels: names of the classes in the order of their ids, for what has them (default: the configuration's). A head of
     the checkpoint with as many classes is kept, any other is fresh, initialised under `seed`; the caller's random state
-    does not change. dtype: float32, bfloat16, float16 or a torch.dtype (default: as stored). Only safetensors are read,
+    does not change. kept: filled if it is empty, else taken instead of the files.
+    dtype: float32, bfloat16, float16 or a torch.dtype (default: as stored). Only safetensors are read,
     never pickle. Raises DeltuneError for a model that is missing, incomplete or of another kind.
     """
     import torch
@@ -187,12 +197,20 @@ def load_model(
         with quiet(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             auto = getattr(transformers, KINDS[kind])
-            model, info = auto.from_pretrained(place.name, config=config, dtype=dtype or "auto", **options)
+            if kept is not None and kept.made is not None:
+                held = dict(kept.tensors)
+                model, info = kept.made.from_pretrained(None, config=config, dtype=dtype, state_dict=held, **options)
+            else:
+                model, info = auto.from_pretrained(place.name, config=config, dtype=dtype or "auto", **options)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise DeltuneError(_weights_problem(place, error)) from error
     except (ValueError, TypeError, RuntimeError) as error:
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {first_line(error)}") from error
     _check_loaded(model, info, name, fresh_head=kind in (*LABELLED, "choice"))
+    if kept is not None and kept.made is None:
+        fresh = {*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])}
+        kept.made = type(model)
+        kept.tensors = {key: tensor.clone() for key, tensor in model.state_dict().items() if key not in fresh}
     return model
 
 

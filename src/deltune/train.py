@@ -19,7 +19,8 @@ from .errors import DeltuneError
 from .evaluate import SPLITS
 from .generating import CAUSAL
 from .jobs import Job
-from .models import fit_padding, load_model, load_tokenizer
+from .models import fit_padding
+from .parts import Parts
 from .progress import Bar
 from .runs import Run, environment, room
 from .scoring import lines
@@ -34,11 +35,14 @@ LINES = 20  # of the log, an epoch
 told = logging.getLogger("deltune")
 
 
-def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool = True) -> dict[str, Any]:
+def train(
+    spec: RunSpec, output: str | Path, resume: bool = True, progress: bool = True, parts: Parts | None = None
+) -> dict[str, Any]:
     """Tune spec.method on spec.data, keep the best delta, score it; returns what metrics.json holds.
 
     The folder `output` becomes the RUN. A finished run of the same spec is not repeated, an unfinished one goes on
     where it was, with the same numbers in the end; resume=False starts afresh. progress: a bar, on a terminal.
+    parts: what several runs of one process share.
     The best epoch is that of the best validation spec.metric, of equal ones that of the lower validation loss, then
     the first; without a validation split it is the last.
     Errors (DeltuneError): whatever is wrong with spec, data, model, method or folder, before anything is written; a
@@ -53,21 +57,26 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
             return run.metrics
     elif not run.exists:
         run.check(spec)
+    shared = parts or Parts()
     with room(run.folder), run.locked():
-        if not spec.several:
-            return _train(spec, run, resume, progress)
-        if not resume:
-            run.clear()
-        return together(spec, run, lambda one, folder: train(one, folder, progress=progress))
+        if spec.several:
+            if not resume:
+                run.clear()
+            return together(spec, run, lambda one, folder: train(one, folder, progress=progress, parts=shared))
+        try:
+            return _train(spec, run, resume, progress, shared)
+        except BaseException:
+            shared.drop()
+            raise
 
 
-def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, Any]:
-    asked = assignment(spec)
+def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, parts: Parts) -> dict[str, Any]:
+    asked = assignment(spec, read=parts.data)
     found, kind = asked.data, asked.kind
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
         raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
-    tokenizer = load_tokenizer(spec.model)
-    model = load_model(spec.model, kind.loads, found.labels or None, "float32", spec.seed)
+    tokenizer = parts.tokenizer(spec.model)
+    model = parts.model(spec.model, kind.loads, found.labels or None, spec.seed)
     fit_padding(model, tokenizer)
     set_seed(spec.seed)
     tuned = attach(model, spec.method, head=spec.head)
@@ -180,5 +189,6 @@ def _finish(job: Job, bar: Bar) -> dict[str, Any]:
     truncated = {split: rows.truncated for split, rows in job.encoded.items()}
     metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, "truncated": truncated}
     metrics |= {"signatures": signatures, "omitted": omitted}
+    job.tuned.detach()
     job.run.finish(metrics)
     return metrics

@@ -24,7 +24,7 @@ FLOORS = (
     ("models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating", "caching"),
-    ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
+    ("specs", "assignments", "parts", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "series", "train"),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
