@@ -10,6 +10,10 @@ class DeltuneError(Exception):
     """A mistake of the user, or a thing that cannot be had here; the command line prints it and exits with 2."""
 
 
+class Busy(DeltuneError):
+    """Another process is at work on it."""
+
+
 class Diverged(DeltuneError):
     """A loss that is no number."""
 

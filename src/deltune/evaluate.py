@@ -18,6 +18,7 @@ from .classifying import logits
 from .encoding import Encoded, check_length, encode
 from .errors import DeltuneError, all_problems, unknown
 from .kinds import Kind, Limits, Use
+from .measures import Scores
 from .models import LABELLED, fit_padding, load_config, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, room, write_lines
@@ -142,20 +143,26 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
     Errors: no run, no predictions, a metric that does not fit the kind of task.
     """
+    scored = rescored(run, metrics)
+    return {split: {name: score.value for name, score in scores.items()} for split, scores in scored.items()}
+
+
+def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
+    """As rescore, with the statistics of every example."""
     place = Run(run).kept
     files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
     kind = by_name(place.environment.get("data", {}).get("kind", "classification"))
     labels = {name: i for i, name in enumerate(_labels(place))} if kind.labelled else {}
-    results = {}
+    results: dict[str, Scores] = {}
     for split, file in files.items():
         if file.is_file():
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             said = [[labels.get(row[key], row[key]) if labels else row[key] for row in rows] for key in SAID]
             wanted = tuple(metrics) or tuple(n for n in place.metrics[split] if n != "loss")
             check_fits(kind, wanted)
-            results[split] = {n: s.value for n, s in measured(kind, wanted, said[0], said[1], len(labels)).items()}
+            results[split] = measured(kind, wanted, said[0], said[1], len(labels))
     return results
 
 

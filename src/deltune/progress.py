@@ -35,6 +35,11 @@ class Bar:
         """A new stage of `total` units, `done` of them done already."""
         self.stage = self.progress.add_task(title, total=total, completed=done, note="")
 
+    def total(self, units: int) -> None:
+        """The stage has that many units after all."""
+        if self.stage is not None:
+            self.progress.update(self.stage, total=units)
+
     def advance(self, units: int = 1) -> None:
         """More units of the stage are done."""
         if self.stage is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import DeltuneError
+from .errors import Busy, DeltuneError
 from .specs import RunSpec, read
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
@@ -128,7 +128,7 @@ class Run:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
             except OSError as error:
-                raise DeltuneError(f"another process is at work on {self.folder}; wait for it or stop it") from error
+                raise Busy(f"another process is at work on {self.folder}; wait for it or stop it") from error
             yield
         finally:
             os.close(handle)

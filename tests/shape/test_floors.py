@@ -26,6 +26,7 @@ FLOORS = (
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating", "caching"),
     ("specs", "assignments", "parts", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "series", "train"),
+    ("outcomes", "results", "works", "grids", "pools", "engine"),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""

@@ -1,0 +1,394 @@
+"""Studies that run: once each, whatever dies; the file of results; grids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from deltune import results as module
+from deltune.engine import Drive
+from deltune.errors import DeltuneError
+from deltune.grids import Grid
+from deltune.outcomes import Outcome
+from deltune.parts import Parts
+from deltune.pools import Answer, Local, answer
+from deltune.progress import Bar
+from deltune.results import Results, Row
+from deltune.works import DOES, Work
+
+
+def row(name: str, value: float = 1.0, error: str | None = None) -> Row:
+    return Row(name, "run", {"a": name}, None if error else {"value": value}, error, 0.5)
+
+
+class Here:
+    """A pool of this very process: a worker answers when it is asked."""
+
+    def __init__(self, runs: Path, workers: int = 2, hook: Callable[[Work], None] = lambda work: None) -> None:
+        self.runs, self.hook, self.parts = runs, hook, Parts()
+        self.at: list[Work | None] = [None] * workers
+        self.given: list[str] = []
+
+    def idle(self) -> list[int]:
+        return [i for i, work in enumerate(self.at) if work is None]
+
+    def give(self, worker: int, work: Work) -> None:
+        self.at[worker] = work
+        self.given.append(work.name)
+
+    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+        found = []
+        for i, work in enumerate(self.at):
+            if work is not None:
+                self.at[i] = None
+                self.hook(work)
+                found.append((i, answer(work, self.runs, self.parts)))
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+def double(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    if values["x"] < 0:
+        raise ValueError(f"x is {values['x']}")
+    return {"value": 2 * values["x"]}
+
+
+@pytest.fixture(autouse=True)
+def a_kind_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DOES, "double", double)
+
+
+def of(*numbers: int) -> list[Work]:
+    return [Work("double", {"x": number}) for number in numbers]
+
+
+def drive(works: Sequence[Work], results: Results, pool: Any = None, **options: Any) -> Drive:
+    made = Drive(lambda rows: works, results, pool or Here(results.runs), **options)
+    with Bar(False) as bar:
+        made.run(bar)
+    return made
+
+
+# -- the file
+
+
+def test_what_was_put_is_there_again(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        assert file.get("a") is None
+        file.put(row("a"))
+        file.put(row("b", error="it broke"))
+    with Results(tmp_path / "r.sqlite") as file:
+        assert file.get("a") == row("a") and [r.name for r in file.rows()] == ["a", "b"]
+        file.forget("a")
+        assert file.get("a") is None
+
+
+def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        file.put(row("a"))
+        file.put(row("b"))
+        file._open.execute("UPDATE works SET result = '{\"value\": 9' WHERE name = 'a'")
+        with pytest.warns(UserWarning, match="row a of .* is corrupt"):
+            assert file.get("a") is None
+        with pytest.warns(UserWarning, match="corrupt"):
+            assert [r.name for r in file.rows()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(b"no database at all" * 100), "no results file or is damaged"),
+        (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t (x); PRAGMA user_version = 99"), "schema 99"),
+        (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t (x)"), "another program"),
+    ],
+    ids=["torn", "newer", "foreign"],
+)
+def test_a_file_that_is_none_of_ours(damage: Any, said: str, tmp_path: Path) -> None:
+    damage(tmp_path / "r.sqlite")
+    before = (tmp_path / "r.sqlite").read_bytes()
+    with pytest.raises(DeltuneError, match=said):
+        Results(tmp_path / "r.sqlite")
+    assert (tmp_path / "r.sqlite").read_bytes()[:100] == before[:100], "and it stays as it was"
+
+
+def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of this version, opened by a later one that has a column more: every row is there."""
+    with Results(tmp_path / "r.sqlite") as file:
+        file.put(row("a"))
+    later = (*module.MIGRATIONS, ("CREATE TABLE notes (name TEXT)", "INSERT INTO notes SELECT name FROM works"))
+    monkeypatch.setattr(module, "MIGRATIONS", later)
+    for _ in range(2):
+        with Results(tmp_path / "r.sqlite") as file:
+            assert file.get("a") == row("a")
+            assert file._open.execute("SELECT * FROM notes").fetchall() == [("a",)]
+
+
+def test_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+        assert one.claim("a") and one.claim("a") and not two.claim("a") and two.claim("b")
+        monkeypatch.setattr(module, "PATIENCE", 0.0)
+        assert two.claim("a"), "an owner that is not heard of any more"
+        monkeypatch.setattr(module, "PATIENCE", 60.0)
+        two.release()
+        assert one.claim("b")
+        one._open.execute("UPDATE claims SET owner = ?", (one.owner.replace(f" {os.getpid()} ", " 999999999 "),))
+        assert two.claim("b"), "an owner that is dead"
+
+
+def test_no_space_left(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        file.put(row("a"))
+        (pages,) = file._open.execute("PRAGMA page_count").fetchone()
+        file._open.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(DeltuneError, match="no space left"):
+            file.put(Row("b", "run", {}, {"x": "y" * 100_000}, None, 0.0))
+        file._open.execute("PRAGMA max_page_count = 1000000")
+        assert file.get("a") == row("a") and file.get("b") is None
+
+
+# -- driving
+
+
+def test_everything_is_done_once(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        pool = Here(file.runs)
+        first = drive([*of(1, 2, 3), *of(2)], file, pool)
+        assert first.done == 3 and len(pool.given) == 3 and not first.failed
+        assert [file.get(work.name).result["value"] for work in of(1, 2, 3)] == [2, 4, 6]  # type: ignore[union-attr]
+        again = drive(of(1, 2, 3, 4), file, pool)
+        assert (again.done, again.found) == (1, 3)
+
+
+def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        needs = Work("double", {"x": 5}, tuple(of(-1)))
+        made = drive([*of(-1), needs, *of(2)], file)
+        assert made.failed == [of(-1)[0].name, needs.name] and made.done == 3
+        assert "x is -1" in str(file.get(of(-1)[0].name).error)  # type: ignore[union-attr]
+        assert "it needs" in str(file.get(needs.name).error)  # type: ignore[union-attr]
+        pool = Here(file.runs)
+        assert drive(of(-1, 2), file, pool).failed and not pool.given, "not tried again unasked"
+        drive(of(-1, 2), file, pool, retry=True)
+        assert pool.given == [of(-1)[0].name]
+
+
+def test_a_plan_that_learns(tmp_path: Path) -> None:
+    """Bisection: what is wanted next depends on what came out."""
+
+    def plan(rows: Mapping[str, Row]) -> list[Work]:
+        low, high, works = 0, 64, []
+        while high - low > 1:
+            works += of((low + high) // 2)
+            known = rows.get(works[-1].name)
+            if known is None or known.result is None:
+                return works
+            low, high = (low, (low + high) // 2) if known.result["value"] >= 2 * 37 else ((low + high) // 2, high)
+        return works
+
+    with Results(tmp_path / "r.sqlite") as file:
+        made = Drive(plan, file, Here(file.runs))
+        with Bar(False) as bar:
+            made.run(bar)
+        assert [work.spec["x"] for work in plan(made._rows)] == [32, 48, 40, 36, 38, 37] and made.done == 6
+
+
+def test_a_worker_keeps_to_its_kin(tmp_path: Path) -> None:
+    works = [Work("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
+    with Results(tmp_path / "r.sqlite") as file:
+        order: list[str] = []
+        drive(works, file, Here(file.runs, 1, lambda work: order.append(work.spec["model"])))
+    assert order == sorted(order)
+
+
+# -- processes
+
+
+def study(root: Path, **changes: Any) -> Grid:
+    for name in ("model", "data"):
+        if not (root / name).exists():
+            getattr(tiny, name)(root / name)
+    values: dict[str, Any] = {
+        "name": "tiny", "models": {"bert": {"model": str(root / "model")}},
+        "tasks": {"words": {"data": str(root / "data")}}, "methods": ["layernorm", "lora(rank=2)", "head"],
+        "seeds": (0, 1), "options": {"epochs": 2, "batch_size": 8, "max_length": 16},
+    }  # fmt: skip
+    return Grid(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> dict[str, Any]:
+    """The scores of a study that nothing disturbed, run in this process."""
+    with Results(root / "whole.sqlite") as file:
+        works = [planned.work for planned in study(root).cells()]
+        made = drive(works, file)
+        assert made.done == 6 and not made.failed
+        return {r.name: scores(r) for r in file.rows()}
+
+
+def scores(found: Row) -> Any:
+    assert found.result is not None
+    return found.result["scores"], found.result["examples"], found.result["curve"][-1]
+
+
+def test_what_a_run_answers(root: Path, whole: dict[str, Any]) -> None:
+    with Results(root / "whole.sqlite") as file:
+        for found in file.rows():
+            assert found.result is not None
+            outcome = Outcome({}, found.spec, found.result["scores"], found.result["count"], found.result["examples"])
+            examples = outcome.examples["accuracy"]
+            assert len(examples) == 24 and sum(examples) / 24 == pytest.approx(outcome.scores["accuracy"])
+            assert [line["step"] for line in found.result["curve"] if "eval_loss" in line] == [6, 12]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from test_engine import study, Results, Local, Drive, Bar
+with Results({file!r}) as file, Bar(False) as bar:
+    works = [planned.work for planned in study(Path({root!r})).cells()]
+    Drive(lambda rows: works, file, Local({workers}, file.runs)).run(bar)
+"""
+
+
+def driver(root: Path, file: Path, workers: int = 2) -> subprocess.Popen[str]:
+    """A driver in a process of its own."""
+    path = [str(Path(__file__).parent), *sys.path]
+    code = SCRIPT.format(path=path, file=str(file), root=str(root), workers=workers)
+    text = f"if __name__ == '__main__':\n{''.join(f'    {line}' + chr(10) for line in code.splitlines())}"
+    script = file.with_suffix(".py")
+    script.write_text(text)
+    return subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+
+
+def finished(file: Path) -> int:
+    return len(list(file.with_suffix(".runs").glob("*/metrics.json")))
+
+
+def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    while not true():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+
+
+def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    """kill -9 in the middle: workers end too, the next driver goes on, nothing that was finished is run again."""
+    file = tmp_path / "r.sqlite"
+    process = driver(root, file)
+    until(lambda: finished(file) >= 2, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = {path: path.stat().st_mtime_ns for path in file.with_suffix(".runs").glob("*/metrics.json")}
+    process = driver(root, file)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    with Results(file) as results:
+        assert {r.name: scores(r) for r in results.rows()} == whole
+
+
+def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    """On one file: each run is done by one of them, and both end when all are there."""
+    file = tmp_path / "r.sqlite"
+    both = [driver(root, file, 1) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    with Results(file) as results:
+        assert {r.name: scores(r) for r in results.rows()} == whole
+    starts = [path.read_text().count('"event": "start"') for path in file.with_suffix(".runs").glob("*/log.jsonl")]
+    assert starts == [1] * 6
+
+
+def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    """kill -9 of a worker: another takes its place and its run."""
+    with Results(tmp_path / "r.sqlite") as file:
+        pool = Local(1, file.runs)
+        works = [planned.work for planned in study(root).cells()]
+        killed: list[int] = []
+        give = pool.give
+
+        def give_and_kill(worker: int, work: Work) -> None:
+            give(worker, work)
+            if len(killed) < 2:
+                time.sleep(0.1)
+                killed.append(pool._processes[worker].pid)
+                os.kill(killed[-1], signal.SIGKILL)
+
+        pool.give = give_and_kill  # type: ignore[method-assign]
+        made = drive(works, file, pool)
+        assert len(set(killed)) == 2 and made.done == 6 and not made.failed
+        assert {r.name: scores(r) for r in file.rows()} == whole
+
+
+def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        pool = Local(1, file.runs)
+        give = pool.give
+
+        def give_and_kill(worker: int, work: Work) -> None:
+            give(worker, work)
+            os.kill(pool._processes[worker].pid, signal.SIGKILL)
+
+        pool.give = give_and_kill  # type: ignore[method-assign]
+        made = drive([study(root).cells()[0].work], file, pool)
+        (only,) = file.rows()
+        assert made.failed == [only.name] and "signal 9" in str(only.error)
+
+
+# -- grids
+
+
+def test_a_grid_is_every_combination(root: Path) -> None:
+    axes = {"rate": {"low": {"lr": 1e-4}, "high": {"lr": 1e-2}}}
+    cells = study(root, axes=axes).cells()
+    assert len(cells) == 3 * 2 * 2 and len({planned.work.name for planned in cells}) == 12
+    assert cells[0].cell == {"model": "bert", "task": "words", "rate": "low", "method": "layernorm", "seed": 0}
+    assert {planned.spec.lr for planned in cells} == {1e-4, 1e-2}
+
+
+def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
+    from deltune.grids import read
+
+    made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
+    (tmp_path / "study.yaml").write_text(made.yaml())
+    again = read(tmp_path / "study.yaml")
+    assert [p.work.name for p in again.cells()] == [p.work.name for p in made.cells()]
+
+
+def test_equal_counts(root: Path) -> None:
+    cells = study(root, methods=["lora(rank=?)", "parallel_adapter(rank=?)"], align="lora(rank=4)", seeds=(0,)).cells()
+    assert cells[0].spec.method == "lora(rank=4)" and "?" not in cells[1].spec.method
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": ["lorra", "layernorm"], "tasks": {"x": {"task": "sikc"}}}, "Did you mean 'lora'"),
+        ({"options": {"epoch": 3}}, "Did you mean 'epochs'"),
+        ({"options": {"seed": 3}}, "an axis of its own"),
+        ({"budget": "1%", "align": "lora"}, "not both"),
+        ({"model": ["x"]}, "Did you mean 'models'"),
+        ({"seeds": ()}, "seeds"),
+    ],
+)
+def test_what_is_wrong_with_a_grid(changes: dict[str, Any], said: str, root: Path) -> None:
+    with pytest.raises(DeltuneError, match=said):
+        study(root, **changes).cells()
