@@ -16,11 +16,12 @@ from deltune.choosing import CHOICE
 from deltune.encoding import IGNORED, collate
 from deltune.errors import DeltuneError
 from deltune.evaluate import evaluate, rescore
-from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ, prompts
+from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ
 from deltune.kinds import Limits, Use
 from deltune.runs import Run
 from deltune.tagging import TAGGING
 from deltune.tasks import TASKS, find
+from deltune.templates import prompts
 from deltune.train import train
 
 KINDS = ("tagging", "choice", "generation", "language")

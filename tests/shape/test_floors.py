@@ -23,8 +23,8 @@ FLOORS = (
     ),
     ("models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
-    ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
-    ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
+    ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking", "listing"),
+    ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "inputs", "evaluate", "exporting"),
     ("jobs", "trainer", "train"),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
