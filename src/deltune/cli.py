@@ -197,7 +197,6 @@ def evaluate(
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
-
     with _notes(quiet):
         from . import evaluate as scoring
 

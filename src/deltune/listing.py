@@ -44,21 +44,27 @@ def tags_of(text: str, tokens: Sequence[str], words: Mapping[str, str]) -> list[
     """The tags that a list in words means.
 
     Each mention is looked for in order: the first free place after the one before it, else the first free place. Blanks
-    do not count, since a tokenizer may not keep them. What is not found, or is of no known type, is passed over.
+    do not count, since a tokenizer may not keep them. What is not found, or is of no known type, is passed over: a
+    mention is then what follows its semicolon.
     """
     types = {word: kind for kind, word in words.items()}
     known = "|".join(re.escape(word) for word in sorted(types, key=len, reverse=True))
     tags, cursor = [OUTSIDE] * len(tokens), 0
     for mention, word in re.findall(rf"(.+?)\s*:\s*({known})\s*(?:;|$)", text, re.DOTALL):
-        wanted = "".join(mention.split())
-        for start in [*range(cursor, len(tokens)), *range(cursor)]:
-            stop = _stop(tokens, start, wanted)
-            if stop and set(tags[start:stop]) == {OUTSIDE}:
-                kind = types[word]
-                tags[start:stop] = [f"B-{kind}"] + [f"I-{kind}"] * (stop - start - 1)
-                cursor = stop
-                break
+        parts = "".join(mention.split()).split(";")
+        found = (_place(tokens, tags, cursor, ";".join(parts[i:])) for i in range(len(parts)))
+        start, cursor = next((place for place in found if place), (cursor, cursor))
+        tags[start:cursor] = [f"{'I' if i else 'B'}-{types[word]}" for i in range(cursor - start)]
     return tags
+
+
+def _place(tokens: Sequence[str], tags: Sequence[str], cursor: int, wanted: str) -> tuple[int, int] | None:
+    """The first free tokens that make up `wanted`: after the cursor, else before it."""
+    for start in [*range(cursor, len(tokens)), *range(cursor)]:
+        stop = _stop(tokens, start, wanted)
+        if stop and set(tags[start:stop]) == {OUTSIDE}:
+            return start, stop
+    return None
 
 
 def _stop(tokens: Sequence[str], start: int, wanted: str) -> int:

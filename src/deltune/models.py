@@ -158,7 +158,8 @@ def load_model(
     labels: names of the classes in the order of their ids, for what has them (default: the configuration's); a language
     model, which answers in words, just keeps them. A head of the checkpoint with as many classes is kept, any other is
     fresh, initialised under `seed`; the caller's random state does not change. dtype: float32, bfloat16, float16 or a
-    torch.dtype (default: as stored). Only safetensors are read, never pickle. Raises DeltuneError for a model that is missing, incomplete or of another kind.
+    torch.dtype (default: as stored). Only safetensors are read, never pickle. Raises DeltuneError for a model that is
+    missing, incomplete or of another kind.
     """
     import torch
     import transformers

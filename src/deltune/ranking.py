@@ -30,13 +30,16 @@ Tokens = tuple[int, ...]
 
 def joined(
     tokenizer: Any, befores: Sequence[str], candidates: Sequence[Sequence[str]], side: str = "text"
-) -> Iterator[tuple[Tokens, list[Tokens]]]:
-    """For every row the tokens of what comes before, and of each candidate after it, without an end.
+) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
+    """For every row the tokens of what comes before, of each candidate after it, and of the end.
 
     A blank stands between, unless what comes before is empty or ends with white space. Tokens are those of the joined
     text: a tokenizer may put the blank at the word, or make one token of the last letters before and the first after.
-    So what comes before ends where the tokens of the joined texts begin to differ from its own.
+    So what comes before ends where the tokens of the joined texts begin to differ from its own; special tokens that it
+    has beyond are the end, as the tokenizer writes it, else the end is the token for it.
     """
+    special = set(tokenizer.all_special_ids)
+    usual = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     for first in range(0, len(befores), CHUNK):
         part = list(zip(befores[first : first + CHUNK], candidates[first : first + CHUNK], strict=True))
         texts = [[b, *(b + (" " if b and not b[-1].isspace() else "") + c for c in own)] for b, own in part]
@@ -45,15 +48,9 @@ def joined(
             alone, *wholes = [tuple(next(found)) for _ in row]
             same = [len(set(ids)) == 1 for ids in zip(alone, *wholes, strict=False)]
             start = [*same, False].index(False)
-            yield alone[:start], [_endless(tokenizer, whole[start:]) for whole in wholes]
-
-
-def _end(tokenizer: Any) -> Tokens:
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-
-
-def _endless(tokenizer: Any, tokens: Tokens) -> Tokens:
-    return tokens[:-1] if tokens and tokens[-1:] == _end(tokenizer) else tokens
+            rest = alone[start:] if special.issuperset(alone[start:]) else ()
+            stops = [len(whole) - len(rest) if rest and whole[-len(rest) :] == rest else len(whole) for whole in wholes]
+            yield alone[:start], [w[start:stop] for w, stop in zip(wholes, stops, strict=True)], rest or usual
 
 
 def ended(candidates: Sequence[Tokens], end: Tokens) -> list[Tokens]:
@@ -100,8 +97,6 @@ def encode(
     if training:
         assert right is not None
         candidates = [[own[i]] for own, i in zip(candidates, right, strict=True)]
-    end = _end(tokenizer)
-    most = max(1, limits.target_length - len(end))
     rows: list[Row] = []
     truncated = asked.truncated
     found = (
@@ -109,20 +104,20 @@ def encode(
         if both
         else joined(tokenizer, texts, candidates)
     )
-    for i, (start, owns) in enumerate(found):
+    for i, (start, owns, end) in enumerate(found):
         if not all(owns):
             raise DeltuneError(f"{candidates[i][owns.index(())]!r} has no tokens, so it cannot be an answer")
         if not both:
             truncated += len(start) > limits.max_length
             start = start[-limits.max_length :] or _beginning(tokenizer)
-        cut = [own[:most] for own in owns]
+        cut = [own[: max(1, limits.target_length - len(end))] for own in owns]
         facts = {"text": i, "prompt": len(start)} | ({} if right is None else {"right": right[i]})
-        for whole, told in [(cut[0] + end, {})] if training else paths(tuple(ended(cut, end))):
-            if both:
-                row = {**asked[i], "labels": [*start, *whole]}
+        for whole, told in [(cut[0], {})] if training else paths(tuple(ended(cut, end))):
+            if both:  # with the end: some models begin the decoder's input with the last label
+                row = {**asked[i], "labels": [*start, *whole, *end]}
             else:
-                ids = [*start, *whole]
-                labels = [IGNORED] * len(start) + list(whole)
+                ids = [*start, *whole, *(end if training else ())]
+                labels = [IGNORED] * len(start) + ids[len(start) :]
                 row = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
             rows.append({**row, **facts, "candidates": told})
     return Encoded(rows, truncated, len(texts))
@@ -190,10 +185,10 @@ def _ranked(use: Use, encoded: Encoded, mean: bool) -> tuple[list[int], list[lis
 def _encode_classes(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
     words = list(limits.words.values())
     first = "" if model.config.is_encoder_decoder else prompts(columns, limits.template)[0]
-    _, owns = next(joined(tokenizer, [first], [words], "text_target" if not first else "text"))
+    _, owns, end = next(joined(tokenizer, [first], [words], "text_target" if not first else "text"))
     wrong = [
         f"{one!r} and {other!r}"
-        for (one, a), (other, b) in combinations(zip(words, ended(owns, _end(tokenizer)), strict=True), 2)
+        for (one, a), (other, b) in combinations(zip(words, ended(owns, end), strict=True), 2)
         if a[: len(b)] == b[: len(a)]
     ]
     if wrong:
