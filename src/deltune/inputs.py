@@ -43,15 +43,15 @@ def columns_of(kind: str, run: Run, inputs: Sequence[Input], numbers: Sequence[i
 
 def _by_role(value: Input, wanted: Sequence[str]) -> dict[str, Any]:
     """An input by its roles; those that it lacks or has too much are as they are. A text for a list is split."""
-    alone = wanted[0] if len(wanted) == 1 and INPUTS[wanted[0]] == "texts" else None
+    alone = len(wanted) == 1 and INPUTS[wanted[0]] == "texts"
     if isinstance(value, Mapping):
         row = dict(value)
-    elif isinstance(value, str):
+    elif alone or isinstance(value, str) or not isinstance(value, Sequence):
         row = {wanted[0]: value}
     else:
-        row = {alone: list(value)} if alone else dict(zip([*wanted, *map(str, range(len(value)))], value, strict=False))
-    if alone and isinstance(row.get(alone), str):
-        row[alone] = row[alone].split()
+        row = dict(zip([*wanted, *map(str, range(len(value)))], value, strict=False))
+    if alone and isinstance(row.get(wanted[0]), str):
+        row[wanted[0]] = row[wanted[0]].split()
     return row
 
 

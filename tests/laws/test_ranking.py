@@ -46,6 +46,11 @@ def end(model: PreTrainedModel) -> int:
     return 4 if found is None else found
 
 
+def start(model: PreTrainedModel) -> int:
+    """What the decoder begins with; one family takes the last label for it, which is the end here."""
+    return end(model) if model.config.model_type == "mbart" else model.config.decoder_start_token_id
+
+
 def numbers(text: str) -> list[int]:
     return [int(word[1:]) for word in text.split()]
 
@@ -56,10 +61,9 @@ def alone(model: PreTrainedModel, prompt: str, candidate: Sequence[int]) -> floa
     for token in candidate:
         inputs: dict[str, Any] = {"input_ids": torch.tensor([numbers(prompt) + said])}
         if model.config.is_encoder_decoder:
-            trained = model.prepare_decoder_input_ids_from_labels(torch.tensor([[*candidate, end(model)]]))
             inputs = {
                 "input_ids": torch.tensor([numbers(prompt)]),
-                "decoder_input_ids": torch.tensor([[trained[0, 0], *said]]),
+                "decoder_input_ids": torch.tensor([[start(model), *said]]),
             }
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with torch.no_grad():
