@@ -16,15 +16,17 @@ from deltune import checkpoints
 from deltune.choosing import CHOICE
 from deltune.encoding import IGNORED, collate
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate, rescore
-from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ, prompts
+from deltune.evaluate import evaluate, predicted, rescore
+from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ
+from deltune.inputs import of_file
 from deltune.kinds import Limits, Use
 from deltune.runs import Run
 from deltune.tagging import TAGGING
 from deltune.tasks import TASKS, find
+from deltune.templates import prompts
 from deltune.train import train
 
-KINDS = ("tagging", "choice", "generation", "language")
+KINDS = ("classification", "tagging", "choice", "generation", "language")
 LIMITS = Limits(max_length=16, target_length=8)
 
 
@@ -40,6 +42,7 @@ def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
         chance.shuffle(choices)
         found.append(
             {
+                "classification": row,
                 "tagging": {"tokens": words, "tags": [f"B-{names[w]}" if w in names else "O" for w in words]},
                 "choice": {"question": row["text"], "choices": choices, "answer": choices.index(named)},
                 "generation": {"source": row["text"], "targets": [named]},
@@ -57,6 +60,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.model(root / family, family)
     tokenizer = AutoTokenizer.from_pretrained(root / "bert")
     torch.manual_seed(1)
+    tokenizer.add_tokens([":", ";", "none", *tiny.WORDS])
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "eos_token_id": 3, "bos_token_id": 2}
     lm = AutoConfig.for_model("gpt2", **{**tiny.FAMILIES["gpt2"], **sizes})
     AutoModelForCausalLM.from_config(lm).save_pretrained(root / "gpt2")
@@ -74,28 +78,47 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-RUNS = (
-    ("tagging", "bert", "entity_f1"), ("choice", "bert", "accuracy"), ("generation", "gpt2", "exact"),
-    ("generation", "t5", "exact"), ("language", "gpt2", "perplexity"),
+WORDS: dict[str, Any] = {"answer": "words", "head": "freeze"}
+RUNS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("tagging", "bert", "entity_f1", {}), ("choice", "bert", "accuracy", {}), ("generation", "gpt2", "exact", {}),
+    ("generation", "t5", "exact", {}), ("language", "gpt2", "perplexity", {}),
+    ("classification", "t5", "accuracy", WORDS),
+    ("classification", "gpt2", "accuracy", {**WORDS, "words": "fruit=fig,tool=the saw,beast=the otter"}),
+    ("choice", "t5", "accuracy", WORDS),
+    ("choice", "gpt2", "accuracy", {**WORDS, "template": "{question} {choices} :"}),
+    ("tagging", "t5", "entity_f1", {**WORDS, "target_length": 8}),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "model", "metric"), RUNS)
-def test_a_whole_run(kind: str, model: str, metric: str, places: Path, tmp_path: Path) -> None:
-    """Trained, scored, and scored again from the delta on the disk: the same numbers, a line of prediction a row."""
+def _close(value: Any) -> Any:
+    """Numbers to four digits, anything else as it is."""
+    several = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(several[0], float) else value
+
+
+@pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)
+def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], places: Path, tmp_path: Path) -> None:
+    """Trained, scored, and scored again from the delta on the disk: the same numbers, a line of prediction a row; and
+    the same predictions of the same inputs."""
     spec = tiny.spec(
         places, model=str(places / model), data=str(places / kind), method="lora(rank=4) + layernorm", epochs=2,
-        lr=1e-2, max_length=16, target_length=4, task=kind, metrics=(metric,),
+        lr=1e-2, max_length=32, task=kind, metrics=(metric,), **{"target_length": 4, **more},
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
     run = Run(tmp_path / "run")
     assert metrics["best"]["metric"] == metric and metrics["omitted"] == {}
+    assert not more or metrics["count"]["head"] == 0, "in words there is no head"
     again = evaluate(run.folder, output=tmp_path / "again")
     for split in ("validation", "test"):
         assert again[split] == pytest.approx(metrics[split], rel=1e-5)
         lines = [json.loads(line) for line in (run.predictions / f"{split}.jsonl").read_text().splitlines()]
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
+    given = predicted(run.folder, of_file(places / kind / "test.jsonl", run.folder))
+    for own, line in zip(given, lines, strict=True):
+        assert set(own) == {"id", "input", "prediction", "scores"}
+        assert own["input"] == line["input"] and own["scores"] == _close(line["scores"])
+        assert own["prediction"] == _close(line["prediction"])
     scored = {split: {n: v for n, v in metrics[split].items() if n != "loss"} for split in ("validation", "test")}
     assert {s: pytest.approx(v, rel=1e-9) for s, v in scored.items()} == rescore(run.folder)
     losses = [json.loads(line) for line in run.log_file.read_text().splitlines()]
@@ -103,14 +126,14 @@ def test_a_whole_run(kind: str, model: str, metric: str, places: Path, tmp_path:
     assert sum(steps[-3:]) < sum(steps[:3])
 
 
-@pytest.mark.parametrize(("kind", "model", "metric"), RUNS)
+@pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)
 def test_a_run_goes_on(
-    kind: str, model: str, metric: str, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, model: str, metric: str, more: Any, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after a checkpoint in the middle of an epoch and begun again: the same numbers and predictions."""
     spec = tiny.spec(
         places, model=str(places / model), data=str(places / kind), method="lora(rank=4, dropout=0.1)", steps=12,
-        validate_every=4, max_length=16, target_length=4, task=kind, metrics=(metric,),
+        validate_every=4, max_length=32, task=kind, metrics=(metric,), **{"target_length": 4, **more},
     )  # fmt: skip
     whole = train(spec, tmp_path / "whole")
     with monkeypatch.context() as patch:

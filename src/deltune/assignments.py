@@ -1,36 +1,55 @@
-"""What a spec asks for: the kind of task, its data, its metrics and what a model is told."""
+"""What a spec asks for: the kind of task and the way of answering, its data, its metrics and what a model is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import data as reading
 from .choosing import CHOICE
 from .classifying import CLASSIFICATION
 from .data import Data
-from .errors import DeltuneError, unknown
+from .errors import DeltuneError, all_problems, unknown
 from .generating import CAUSAL, LANGUAGE, SEQ2SEQ
-from .kinds import Kind
+from .kinds import Kind, Limits
+from .listing import LISTS
 from .metrics import METRICS
-from .models import load_config
+from .models import SPEAKING, load_config
+from .ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
 from .specs import RunSpec
 from .tagging import TAGGING
-from .tasks import find
+from .tasks import TASKS, find
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+class Ways(NamedTuple):
+    """Ways of answering: by a head, in words of an encoder-decoder, in words of a decoder, after the prompt."""
+
+    head: Kind | None
+    both: Kind | None
+    after: Kind | None
+
+
+TABLE: Mapping[str, Ways] = {
+    "classification": Ways(CLASSIFICATION, CLASSES, CLASSES_AFTER),
+    "tagging": Ways(TAGGING, LISTS, None),
+    "choice": Ways(CHOICE, CHOICES, CHOICES_AFTER),
+    "generation": Ways(None, SEQ2SEQ, CAUSAL),
+    "language": Ways(None, LANGUAGE, LANGUAGE),
+}
+"""Every kind of task."""
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """A spec's data as read, with the kind of task on this kind of model, its metrics and its template."""
+    """A spec's data as read, with the kind of task on this kind of model, and its metrics."""
 
     data: Data
     kind: Kind
     metrics: tuple[str, ...]
-    template: str
 
 
 def assignment(
@@ -52,8 +71,11 @@ def assignment(
     assert where is not None
     asked = {"train": spec.max_train_rows, "validation": spec.validation_rows} if training else {}
     samples = {split: rows for split, rows in asked.items() if rows is not None}
-    found = read(where, columns, labels or spec.labels, samples, spec.seed, training, kind)
-    chosen = kind_of(found.kind, config)
+    known = spec.labels if spec.relabel else labels or spec.labels
+    found = read(where, columns, known, samples, spec.seed, training, kind)
+    if spec.relabel:
+        found = reading.relabelled(found, spec.relabel)
+    chosen = kind_of(found.kind, config, spec.answer)
     metrics = spec.metrics or (task.metrics if task else chosen.metrics)
     if len(found.labels) != 2:
         if "f1" in spec.metrics or spec.metric == "f1":
@@ -62,17 +84,58 @@ def assignment(
     if spec.metric not in (None, "loss", *metrics):
         metrics = (*metrics, str(spec.metric))
     check_fits(chosen, metrics)
-    return Assignment(found, chosen, metrics, task.template if task else "")
+    return Assignment(found, chosen, metrics)
 
 
-def kind_of(name: str, config: PreTrainedConfig) -> Kind:
-    """The kind of task on a model of this configuration: generation differs by whether there is an encoder."""
-    return SEQ2SEQ if name == SEQ2SEQ.name and config.is_encoder_decoder else by_name(name)
+def kind_of(name: str, config: PreTrainedConfig, answer: str = "head") -> Kind:
+    """The kind of task on a model of this configuration, answered by a head or in words.
+
+    Error: tagging in words by anything but an encoder-decoder.
+    """
+    kinds = TABLE[name]
+    both = bool(config.is_encoder_decoder)
+    found = kinds.head if answer == "head" and kinds.head else kinds.both if both else kinds.after
+    if found is None:
+        able = "an encoder-decoder" if kinds.both else "a decoder"
+        raise DeltuneError(
+            f"{name} in words is for {able}, which a model of type {config.model_type!r} is not; give another model"
+            + (" or answer=head" if kinds.head else "")
+        )
+    return found
 
 
 def by_name(name: str) -> Kind:
     """The kind of task where its model does not matter."""
-    return {kind.name: kind for kind in (CLASSIFICATION, TAGGING, CHOICE, CAUSAL, LANGUAGE)}[name]
+    return next(kind for kind in TABLE[name] if kind is not None)
+
+
+def limits_of(spec: RunSpec, kind: Kind, labels: Sequence[str]) -> Limits:
+    """Lengths, template and words of a run: the spec's own, else those of its task.
+
+    Errors: words or a template where nothing is said in words; words that are missing, of no label, or shared.
+    """
+    task = TASKS[str(spec.task)] if spec.data is None else None
+    wrong = []
+    if spec.template is not None and kind.loads not in SPEAKING:
+        wrong.append("template is for a model that answers in words (answer: words)")
+    names = [name for name in dict.fromkeys(map(kind.spoken, labels)) if name] if kind.spoken else []
+    if spec.words is None:
+        told = {name: task.words.get(name, name) if task else name for name in names}
+    elif not names:
+        told = {}
+        wrong.append("words are for labels that are answered in words (answer: words)")
+    else:
+        told = {name: word.strip() for name, word in spec.words.items()}
+        wrong += [unknown("label", name, names, where="words") for name in told if name not in names]
+        wrong += [f"label {name!r} has no word" for name in names if not told.get(name)]
+    sharing: dict[str, list[str]] = {}
+    for name, word in told.items():
+        sharing.setdefault(word, []).append(name)
+    wrong += [f"labels {', '.join(own)} have the same word {w!r}" for w, own in sharing.items() if w and len(own) > 1]
+    if wrong:
+        raise all_problems("what is said in words is wrong", wrong)
+    words = {label: told.get(kind.spoken(label), "") for label in labels} if kind.spoken else {}
+    return spec.limits(task.template if task else "", words)
 
 
 def check_fits(kind: Kind, metrics: Sequence[str]) -> None:

@@ -128,7 +128,7 @@ def _write(path: Path, made: Encoded) -> None:
     """The rows as one file, whole or not at all."""
     rows = [{**row, "length": length} for row, length in zip(made.rows, made.lengths, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
-    table = table.replace_schema_metadata({"truncated": str(made.truncated)})
+    table = table.replace_schema_metadata({"truncated": str(made.truncated), "texts": str(made.texts)})
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, fresh = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
@@ -146,12 +146,12 @@ def _read(path: Path) -> Encoded | None:
         return None
     try:
         table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-        truncated = int(table.schema.metadata[b"truncated"])
+        truncated, texts = (int(table.schema.metadata[name]) for name in (b"truncated", b"texts"))
         lengths = table["length"].to_pylist()
         os.utime(path)
     except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
         return None
-    made = Encoded(Stored(table.drop_columns(["length"])), truncated)
+    made = Encoded(Stored(table.drop_columns(["length"])), truncated, texts)
     made.__dict__["lengths"] = lengths  # found already
     return made
 

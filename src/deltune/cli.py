@@ -112,6 +112,8 @@ def train(
     method: Annotated[str | None, typer.Option(help='Such as "prefix(length=16) + layernorm".')] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
     head: Annotated[str | None, typer.Option(help="train (default) or freeze the task head.")] = None,
+    answer: Annotated[str | None, typer.Option(help="By a head (default), or in words of a language model.")] = None,
+    words: Annotated[str | None, typer.Option(help="Of labels: label=word,… [the task's, or the labels].")] = None,
     columns: Annotated[
         str | None, typer.Option(help="Columns of text, (pair,) label: a,b,c or text=a,label=b [from meta.json].")
     ] = None,
@@ -168,8 +170,8 @@ def train(
     given = {
         "model": model, "data": data, "task": task, "data_root": None if data_root is None else str(data_root),
         "target_length": target_length, "beams": beams, "template": template, "metrics": metrics, "method": method,
-        "head": head, "columns": columns, "labels": labels,
-        "max_train_rows": max_train_rows, "epochs": epochs, "lr": lr, "batch_size": batch_size,
+        "head": head, "answer": answer, "words": words, "columns": columns, "labels": labels, "epochs": epochs,
+        "lr": lr, "max_train_rows": max_train_rows, "batch_size": batch_size,
         "gradient_accumulation": gradient_accumulation, "max_length": max_length, "seed": seed, "patience": patience,
         "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,
         "metric": metric, "report_to": report_to, "protocol": protocol, "validation_rows": validation_rows,
@@ -225,7 +227,6 @@ def evaluate(
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
-
     with _notes(quiet):
         from . import evaluate as scoring
 
@@ -248,7 +249,7 @@ def predict(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the labels of texts."""
+    """Predict texts: labels, tags, choices, answers or log-likelihoods, as the run was trained for."""
     from . import show
 
     if bool(text) == bool(file) or (pair and not text):
@@ -257,9 +258,10 @@ def predict(
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with _notes(quiet):
         from . import inputs
+        from .evaluate import predicted
 
         rows = inputs.of_options(text or [], pair or []) if file is None else inputs.of_file(file, run)
-        found = inputs.predicted(run, rows)
+        found = predicted(run, rows)
     if output is not None:
         inputs.write(output, found)
         print(f"{len(found)} predictions in {output}", file=sys.stderr)

@@ -63,6 +63,11 @@ KINDS: Mapping[str, tuple[Column, ...]] = {
 }
 """The kinds of tasks and their columns, in the order of a listing."""
 
+INPUTS: Mapping[str, Holds] = {
+    column.role: column.holds for own in KINDS.values() for column in own if column.holds in ("text", "texts")
+}
+"""What is told to a model, and what it holds; every other role is what a model should answer."""
+
 FOUND_BY_NAME = ("tagging", "choice", "generation")
 """Kinds that the usual names of their columns tell; classification looks at the contents too."""
 
@@ -178,7 +183,7 @@ def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[st
         value = row.get(name)
         if name not in row:
             found.append(f"column {name!r} is missing")
-        elif not _holds(column.holds, value):
+        elif not holds(column.holds, value):
             found.append(f"column {name!r} is not {HELD[column.holds]} but {brief(value)}")
         elif any(not t.isascii() and re.search("[\ud800-\udfff]", t) for t in _texts(value)):
             found.append(f"column {name!r} holds half a character (a lone surrogate)")
@@ -191,7 +196,8 @@ def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[st
     return found
 
 
-def _holds(what: Holds, value: Any) -> bool:
+def holds(what: Holds, value: Any) -> bool:
+    """Whether a value is what a column should hold; a label is anything."""
     if what == "text":
         return isinstance(value, str)
     if what == "texts":
@@ -201,7 +207,7 @@ def _holds(what: Holds, value: Any) -> bool:
     if what == "index":
         return isinstance(value, int) or (isinstance(value, str) and value.isdigit())
     if what == "answers":
-        return isinstance(value, str) or _holds("texts", value)
+        return isinstance(value, str) or holds("texts", value)
     return True
 
 

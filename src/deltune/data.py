@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,29 @@ def load(
 
     found_splits = {split: Dataset.from_dict(s) for split, s in splits.items()}
     return Data(found_splits, names, used, source, fingerprint, kind)
+
+
+def relabelled(data: Data, names: Mapping[str, str]) -> Data:
+    """The data with other names for its labels, several of which may become one; its ids follow these, sorted.
+
+    Errors: data without labels of whole rows, a label without a new name, a name of no label, one label only.
+    """
+    problems = [unknown("label", name, data.labels) for name in names if name not in data.labels]
+    problems += [f"label {name!r} has no new name" for name in data.labels if name not in names]
+    labels = tuple(sorted(set(names.values())))
+    if data.kind != "classification":
+        problems = [f"{data.kind} has no labels to be named anew"]
+    elif len(labels) < 2 and not problems:
+        problems.append(f"all labels become {labels[0]!r}; two are needed")
+    if problems:
+        raise failure(f"relabel {data.source}", problems)
+    ids = [labels.index(names[name]) for name in data.labels]
+    splits = {
+        split: rows.remove_columns("label").add_column("label", [ids[old] for old in rows["label"]])
+        for split, rows in data.splits.items()
+    }
+    said = json.dumps([data.fingerprint, sorted(names.items())])
+    return replace(data, splits=splits, labels=labels, fingerprint=hashlib.sha256(said.encode()).hexdigest())
 
 
 def _plain(column: Column, value: Any) -> Any:

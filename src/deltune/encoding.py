@@ -27,10 +27,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Encoded(Dataset[Row]):
-    """Rows of input ids (and masks, token types, labels); `truncated`: how many lost their end."""
+    """Rows of input ids (and masks, token types, labels); `truncated`: how many lost their end.
+
+    texts: what the rows are of, where that is not one each (`text` of a row: which).
+    """
 
     rows: Sequence[Row]
     truncated: int
+    texts: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,7 +78,7 @@ def encode(
     return Encoded(rows, truncated)
 
 
-FACTS = ("prompt", "text", "tokens")
+FACTS = ("prompt", "text", "tokens", "candidates", "numbers", "right")
 """What rows know besides and no model reads."""
 IGNORED = -100
 """A label that the loss passes over."""
@@ -136,6 +140,21 @@ class ByLength(Sampler[int]):
         chance.shuffle(batches)
         yield from (i for batch in batches for i in batch)
         yield from order[whole:]
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Error if a token sees those after it: what such a model predicts, it has seen. Found out by trying."""
+    last = model.config.get_text_config().vocab_size - 1
+    ids = torch.tensor([[last, last], [last, last - 1]], device=next(model.parameters()).device)
+    training = model.training
+    first = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
+    model.train(training)
+    if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4):
+        raise DeltuneError(
+            f"{type(model).__name__} is an encoder: its tokens see those after them, so it cannot answer in words. "
+            "Give a decoder or an encoder-decoder, or leave the answer to a head"
+        )
 
 
 class _EnoughError(Exception):

@@ -12,11 +12,12 @@ import torch
 
 from . import caching
 from . import data as reading
-from .assignments import assignment, by_name, check_fits, kind_of
+from .assignments import assignment, by_name, check_fits, kind_of, limits_of
 from .attaching import load, tuned
-from .classifying import logits
-from .encoding import Encoded, check_length, encode
+from .classifying import CLASSIFICATION, logits
+from .encoding import Encoded, check_length
 from .errors import DeltuneError, all_problems, unknown
+from .inputs import Input, columns_of
 from .kinds import Kind, Limits, Use
 from .measures import Scores
 from .models import LABELLED, fit_padding, load_config, load_model, load_tokenizer
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 SPLITS = ("validation", "test")
 SAID = ("prediction", "reference")
-Text = str | Sequence[str]
-"""A text, or a text and its pair."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,10 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     first = next(iter(runs.values()))
     spec = first.spec
     labels = {name: _labels(place) for name, place in runs.items()}
-    kind = kind_of(first.environment.get("data", {}).get("kind", "classification"), load_config(spec.model))
+    name = first.environment.get("data", {}).get("kind", "classification")
+    kind = kind_of(name, load_config(spec.model), spec.answer)
     tokenizer = load_tokenizer(spec.model)
-    own = labels[next(iter(runs))] if kind.loads in LABELLED else None
+    own = labels[next(iter(runs))] if kind.name in LABELLED else None
     model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
     fit_padding(model, tokenizer)
     for name, place in runs.items():
@@ -100,8 +100,11 @@ def evaluate(
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
     progress: bool = False,
+    other: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of a run's delta on its own data, or on other data with the same labels, split by split.
+
+    other: a known task in place of the run's, as fields of a spec: {"task": …, "data_root": …, "relabel": …}.
 
     splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
     progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
@@ -112,18 +115,22 @@ def evaluate(
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         columns = known.columns or place.environment.get("data", {}).get("columns")
         known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns})
-    asked = assignment(known, training=False, labels=facts.labels if facts.kind.loads in LABELLED else None)
+    if other is not None:
+        known = RunSpec(**{**known.model_dump(exclude={"data", "columns", "labels", "metric"}), **other})
+    asked = assignment(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
     found = asked.data
     usual = {stem: split for split, stems in reading.SPLITS.items() for stem in stems}
     wanted = [s for s in SPLITS if s in found.splits] if splits is None else [usual.get(s, s) for s in splits]
     wrong = [unknown("split", s, found.splits) for s in wanted if s not in found.splits]
     if wrong or not wanted:
         raise DeltuneError(" ".join(wrong) or f"data {found.source} has neither a validation nor a test split")
+    if found.labels != facts.labels and facts.kind.name in LABELLED:
+        raise DeltuneError(f"the run's labels are {', '.join(facts.labels)}, here are {', '.join(found.labels)}")
+    limits = limits_of(place.spec if other is None else known, facts.kind, found.labels)
     results = {}
     with Bar(progress) as bar, room(output or place.folder):
         for split in wanted:
             rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
-            limits = known.limits(asked.template)
             content = f"{found.fingerprint} {split}"
             encoded = caching.encoded(facts.kind, facts.tokenizer, facts.model, rows, limits, False, content)
             bar.start(split, len(encoded))
@@ -167,57 +174,80 @@ def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
 
 
 def predict(
-    run: str | Path | Mapping[str, str | Path] | Ready, texts: Sequence[Text], rows: Sequence[str] | None = None
+    run: str | Path | Mapping[str, str | Path] | Ready, texts: Sequence[Input], rows: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """For each text (or text and pair) its label, and the probability of every label, as {"label", "scores"}.
+    """What a run answers to each input, with its scores, as in its prediction files: {"prediction", "scores"}, of a
+    classification {"label", "scores"}.
 
-    rows: for each text the name of the run whose delta it uses, where `run` names several: they are computed in the
-    same batches. Longer texts than a run's max_length are cut, as in training. Errors: no texts, a pair where a run has
-    none, a name that is no run's.
+    texts: a text; of pairs (text, pair); of tagging a text, split at blanks, or its tokens; of choice {"question",
+    "choices"}; or any by role. Of running text the prediction is its log-likelihood, the score its perplexity.
+    rows: of classification by heads, for each text the name of the run whose delta it uses, where `run` names several:
+    they are computed in the same batches. Longer texts than a run's max_length are cut, as in training. Errors: no
+    texts, inputs of another kind, a name that is no run's.
     """
     facts = run if isinstance(run, Ready) else ready(run)
-    if facts.kind.name != "classification":
-        raise DeltuneError(f"this run is for {facts.kind.name}; predict is for classification yet, evaluate for all")
     if not texts:
         raise DeltuneError("no texts to predict")
-    names = [next(iter(facts.runs))] * len(texts) if rows is None else list(rows)
+    if rows is not None:
+        return _mixed(facts, texts, list(rows))
+    encoded, limits = _encoded(facts, next(iter(facts.runs)), dict(enumerate(texts)))
+    found = facts.kind.answers(_use(facts, limits), encoded)
+    key = "label" if facts.kind.labelled else "prediction"
+    said = [facts.labels[p] for p in found.predictions] if facts.kind.labelled else found.predictions
+    return [{key: answer, "scores": scores} for answer, scores in zip(said, found.scores, strict=True)]
+
+
+def predicted(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Inputs, each an id and an input, with what a run answers: id, input, prediction, scores."""
+    facts = ready(run)
+    columns = columns_of(facts.kind.name, facts.run, [row["input"] for row in inputs])
+    return [
+        {
+            "id": row["id"], "input": facts.kind.shown(columns, i),
+            "prediction": answer[next(iter(answer))], "scores": answer["scores"],
+        }
+        for i, (row, answer) in enumerate(zip(inputs, predict(facts, [row["input"] for row in inputs]), strict=True))
+    ]  # fmt: skip
+
+
+def _mixed(facts: Ready, texts: Sequence[Input], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Each text by the delta of its own run, with that run's labels."""
+    if facts.kind is not CLASSIFICATION:
+        raise DeltuneError(
+            f"rows= is for classification by heads, and {facts.run.folder} is not for that; predict with one run a call"
+        )
     if len(names) != len(texts):
         raise DeltuneError(f"rows names the run of {len(names)} texts, and there are {len(texts)}")
     wrong = [unknown("run", name, facts.runs) for name in dict.fromkeys(names) if name not in facts.runs]
     if wrong:
         raise all_problems("these rows cannot be predicted", wrong)
     encoded: list[Any] = [None] * len(texts)
-    pairs = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
     for name in dict.fromkeys(names):
         own = [i for i, other in enumerate(names) if other == name]
-        for i, row in zip(own, _encoded(facts, name, {i: pairs[i] for i in own}).rows, strict=True):
+        for i, row in zip(own, _encoded(facts, name, {i: texts[i] for i in own})[0].rows, strict=True):
             encoded[i] = row
-    deltas = None if rows is None else names
-    use = Use(
-        facts.model, facts.tokenizer, (), Limits(), facts.spec.batch_size, facts.spec.precision, None, deltas
-    )  # fmt: skip
-    answers = logits(use, Encoded(encoded, 0)).softmax(-1)
     found = []
-    for name, row in zip(names, answers, strict=True):
+    for name, row in zip(names, logits(_use(facts, Limits(), names), Encoded(encoded, 0)).softmax(-1), strict=True):
         labels = facts.labels_of[name]
         scores = dict(zip(labels, row.tolist(), strict=False))  # beyond them stands what wider heads have
         found.append({"label": labels[int(row.argmax())], "scores": scores})
     return found
 
 
-def _encoded(facts: Ready, name: str, pairs: Mapping[int, Sequence[str]]) -> Encoded:
-    """The rows of one run's texts, cut as the run cuts them. Error: a text and its pair where it wants one, or not."""
+def _use(facts: Ready, limits: Limits, deltas: Sequence[str] | None = None) -> Use:
+    spec = facts.spec
+    return Use(facts.model, facts.tokenizer, facts.labels, limits, spec.batch_size, spec.precision, None, deltas)
+
+
+def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[Encoded, Limits]:
+    """One run's inputs, by their place in all, as rows that are cut as the run cuts them; and its limits."""
     place = facts.runs[name]
-    wanted = 2 if "pair" in place.environment.get("data", {}).get("columns", {}) else 1
-    wrong = [i + 1 for i, pair in pairs.items() if len(pair) != wanted]
-    if wrong:
-        asks = "a text and its pair" if wanted == 2 else "one text, no pair,"
-        raise DeltuneError(f"this run wants {asks} in every row; row {', '.join(map(str, wrong[:10]))} is not so")
-    columns = dict(zip(("text", "pair"), zip(*pairs.values(), strict=True), strict=False))
+    columns = columns_of(facts.kind.name, place, list(texts.values()), [i + 1 for i in texts])
+    limits = limits_of(place.spec, facts.kind, facts.labels_of[name])
     handle = tuned(facts.model)
     before = handle.active
     try:
-        check_length(handle.use(name).model, place.spec.max_length)
+        check_length(handle.use(name).model, facts.kind.positions(limits))
     finally:
         handle.use(before)
-    return encode(facts.tokenizer, facts.model, columns, place.spec.max_length)
+    return facts.kind.encode(facts.tokenizer, facts.model, columns, limits, False), limits

@@ -5,52 +5,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from inspect import signature
-from string import Formatter
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from .encoding import IGNORED, Encoded
-from .errors import DeltuneError, unknown
+from .encoding import IGNORED, Encoded, Row
 from .kinds import Answers, Columns, Kind, Limits, Use
+from .templates import prompts
 
 
-def prompts(columns: Columns, template: str) -> list[str]:
-    """The template filled with every row's roles. Error: a role that the rows do not have."""
-    template = template or "{source}"
-    asked = [name for _, name, _, _ in Formatter().parse(template) if name]
-    if wrong := [unknown("role", name, columns, where="template") for name in asked if name not in columns]:
-        raise DeltuneError(" ".join(wrong))
-    return [template.format(**{name: columns[name][i] for name in asked}) for i in range(len(columns["source"]))]
+def sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> Encoded:
+    """What an encoder reads: a row a text, without labels."""
+    taken = signature(model.forward).parameters
+    found = tokenizer(list(texts), truncation=True, max_length=max_length)
+    rows = [{name: values[i] for name, values in found.items() if name in taken} for i in range(len(texts))]
+    return Encoded(rows, sum(len(row["input_ids"]) >= max_length for row in rows))
 
 
 def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
     """For an encoder-decoder: the source as input, the target as labels; in training a row for every reference."""
-    texts = prompts(columns, limits.template)
-    taken = signature(model.forward).parameters
-    found = tokenizer(texts, truncation=True, max_length=limits.max_length)
-    rows, truncated = [], 0
-    for i in range(len(texts)):
-        row = {name: values[i] for name, values in found.items() if name in taken}
-        truncated += len(row["input_ids"]) >= limits.max_length
+    asked = sources(tokenizer, model, prompts(columns, limits.template), limits.max_length)
+    if "targets" not in columns:
+        return asked
+    rows: list[Row] = []
+    for i, row in enumerate(asked.rows):
         for target in _targets(columns, i, training):
             labels = tokenizer(text_target=target, truncation=True, max_length=limits.target_length)["input_ids"]
             rows.append({**row, "labels": labels})
-    return Encoded(rows, truncated)
+    return replace(asked, rows=rows)
 
 
 def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
     """For a decoder: prompt, target and end in one sequence, the loss on the target alone. A long prompt loses its
     beginning. `prompt`: how many tokens come before the target."""
-    rows, truncated = [], 0
+    rows: list[Row] = []
+    truncated = 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for i, text in enumerate(prompts(columns, limits.template)):
         ids = tokenizer(text)["input_ids"]
         ids = ids[:-1] if end and ids[-1:] == end else ids
         truncated += len(ids) > limits.max_length
         ids = ids[-limits.max_length :]
+        if "targets" not in columns:
+            rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "prompt": len(ids)})
+            continue
         for target in _targets(columns, i, training):
             own = tokenizer(target, add_special_tokens=False)["input_ids"][: limits.target_length - len(end)] + end
             whole = ids + own
@@ -61,8 +62,6 @@ def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limit
 
 def _targets(columns: Columns, i: int, training: bool) -> list[str]:
     """Every reference while training, else the first, for the loss."""
-    if "targets" not in columns:
-        return [""]
     targets = list(columns["targets"][i])
     return targets if training else targets[:1]
 
@@ -76,18 +75,19 @@ def encode_running(tokenizer: Any, model: Any, columns: Columns, limits: Limits,
             part = ids[start : start + limits.max_length]
             if len(part) > 1:  # of one token alone nothing is predicted
                 rows.append({"input_ids": part, "attention_mask": [1] * len(part), "labels": list(part), "text": i})
-    return Encoded(rows, 0)
+    return Encoded(rows, 0, len(columns["text"]))
 
 
 def answers(use: Use, encoded: Encoded) -> Answers:
-    """Generated texts, and the loss of the first reference a token."""
+    """Generated texts, and the loss of the first reference a token, where there are references."""
     predictions: list[Any] = [None] * len(encoded)
     totals = [0.0, 0]
-    both = use.model.config.is_encoder_decoder
+    both, told = use.model.config.is_encoder_decoder, "labels" in encoded.rows[0]
 
     def take(rows: list[int], batch: dict[str, torch.Tensor]) -> None:
-        loss, count = _loss(use, batch, shifted=not both)
-        totals[0], totals[1] = totals[0] + loss.sum().item(), totals[1] + int(count.sum())
+        if told:
+            loss, count = _loss(use, batch, shifted=not both)
+            totals[0], totals[1] = totals[0] + loss.sum().item(), totals[1] + int(count.sum())
         if use.loss_only:
             return
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -106,7 +106,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             predictions[row] = text.strip()
 
     use.over(encoded, take)
-    return Answers(predictions, [None] * len(encoded), totals[0] / max(totals[1], 1))
+    return Answers(predictions, [None] * len(encoded), totals[0] / max(totals[1], 1) if told else None)
 
 
 def _left(prompts: Sequence[list[int]], use: Use, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,8 +132,7 @@ def _loss(use: Use, batch: dict[str, torch.Tensor], shifted: bool) -> tuple[torc
 
 def likelihoods(use: Use, encoded: Encoded) -> Answers:
     """The log-likelihood (nats) of every text, against its number of predicted tokens."""
-    count = 1 + max(row["text"] for row in encoded.rows)
-    sums, tokens = [0.0] * count, [0] * count
+    sums, tokens = [0.0] * encoded.texts, [0] * encoded.texts
 
     def take(rows: list[int], batch: dict[str, torch.Tensor]) -> None:
         losses, counts = _loss(use, batch, shifted=True)
@@ -157,7 +156,9 @@ def shown(columns: Columns, i: int) -> Any:
 MEASURED, COMPARED = ("bleu", "rougeL", "exact"), ("texts", "answers")
 
 SEQ2SEQ = Kind("generation", "seq2seq-lm", MEASURED, COMPARED, encode_pairs, answers, references, shown)
-CAUSAL = Kind("generation", "causal-lm", MEASURED, COMPARED, encode_sequences, answers, references, shown)
+CAUSAL = Kind(
+    "generation", "causal-lm", MEASURED, COMPARED, encode_sequences, answers, references, shown, continues=True
+)
 LANGUAGE = Kind(
     "language", "causal-lm", ("perplexity",), ("log-likelihoods",), encode_running, likelihoods,
     lambda columns, labels: [], lambda columns, i: columns["text"][i],

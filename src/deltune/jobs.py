@@ -14,7 +14,7 @@ from .data import Data
 from .encoding import Encoded
 from .errors import Diverged
 from .handle import Tuned
-from .kinds import Columns, Kind, Use
+from .kinds import Columns, Kind, Limits, Use
 from .metrics import METRICS
 from .progress import Bar
 from .runs import Run
@@ -36,7 +36,7 @@ class Job:
     data: Data
     kind: Kind
     metrics: tuple[str, ...]
-    template: str
+    limits: Limits
     columns: Mapping[str, Columns]
     encoded: dict[str, Encoded]
     best: dict[str, Any] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class Job:
     def scored(self, split: str, bar: Bar | None = None, loss_only: bool = False) -> Scored:
         advance = bar.advance if bar else None
         use = Use(
-            self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.batch_size,
-            self.spec.precision, advance, loss_only=loss_only,
+            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.batch_size, self.spec.precision,
+            advance, loss_only=loss_only,
         )  # fmt: skip
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
         if not math.isfinite(result.metrics["loss"]):

@@ -22,12 +22,14 @@ Columns = Mapping[str, Sequence[Any]]
 class Limits:
     """How long inputs and outputs may be, in tokens, and how outputs are searched for.
 
-    template: what a model that answers in words is given, with the roles in braces. generate: options of `generate`.
+    template: what a model that answers in words is given, with the roles in braces. words: the word of each label, in
+    the order of their ids. generate: options of `generate`.
     """
 
     max_length: int = 128
     target_length: int = 64
     template: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,7 +94,8 @@ class Kind:
     compares: the kinds of metrics (measures.Kind) that fit.
     encode(tokenizer, model, columns, limits, training): rows with `labels` where the columns have them.
     references(columns, labels): what predictions are compared with. shown(columns, i): the input of row i for a file.
-    labelled: predictions and references are ids of labels.
+    labelled: predictions and references are ids of labels. continues: the answer follows in the input's own sequence.
+    spoken: what of a label is put in words, "" for nothing; None: the answer is by a head, or has no labels.
     """
 
     name: str
@@ -104,3 +107,9 @@ class Kind:
     references: Callable[[Columns, Sequence[str]], list[Any]]
     shown: Callable[[Columns, int], Any]
     labelled: bool = False
+    continues: bool = False
+    spoken: Callable[[str], str] | None = None
+
+    def positions(self, limits: Limits) -> int:
+        """How many positions of the input's sequence a row may take."""
+        return limits.max_length + (limits.target_length if self.continues else 0)

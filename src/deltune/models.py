@@ -33,6 +33,7 @@ KINDS = {  # what a model is loaded as -> the class of transformers that does it
 }
 
 LABELLED = ("classification", "tagging")
+SPEAKING = ("causal-lm", "seq2seq-lm")
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,11 @@ def load_model(
 ) -> PreTrainedModel:
     """The pretrained model MODEL, loaded as `kind`: one of KINDS.
 
-    labels: names of the classes in the order of their ids, for what has them (default: the configuration's). A head of
-    the checkpoint with as many classes is kept, any other is fresh, initialised under `seed`; the caller's random state
-    does not change. kept: filled if it is empty, else taken instead of the files.
-    dtype: float32, bfloat16, float16 or a torch.dtype (default: as stored). Only safetensors are read,
-    never pickle. Raises DeltuneError for a model that is missing, incomplete or of another kind.
+    labels: names of the classes in the order of their ids, for what has them (default: the configuration's); a language
+    model, which answers in words, just keeps them. A head of the checkpoint with as many classes is kept, any other is
+    fresh, initialised under `seed`; the caller's random state does not change. kept: filled if it is empty, else taken
+    instead of the files. dtype: float32, bfloat16, float16 or a torch.dtype (default: as stored). Only safetensors are
+    read, never pickle. Raises DeltuneError for a model that is missing, incomplete or of another kind.
     """
     import torch
     import transformers
@@ -177,7 +178,7 @@ def load_model(
         raise DeltuneError(unknown("kind of model", kind, KINDS))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise DeltuneError(unknown("dtype", dtype, DTYPES))
-    if labels is not None and kind not in LABELLED:
+    if labels is not None and kind not in (*LABELLED, *SPEAKING):
         raise DeltuneError(f"labels were given for {name!r} as {kind}; only a classifier or tagger has labels.")
     check_transformers()
     place = locate(name)
@@ -206,7 +207,7 @@ def load_model(
         raise DeltuneError(_weights_problem(place, error)) from error
     except (ValueError, TypeError, RuntimeError) as error:
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {first_line(error)}") from error
-    _check_loaded(model, info, name, fresh_head=kind in (*LABELLED, "choice"))
+    _check_loaded(model, info, name, fresh_head=kind in (*LABELLED, "choice"), speaking=kind in SPEAKING)
     if kept is not None and kept.made is None:
         fresh = {*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])}
         kept.made = type(model)
@@ -293,8 +294,9 @@ def _weights_problem(place: Place, error: BaseException) -> str:
     return f"{place.name} has no weights: no model.safetensors among {', '.join(names)}."
 
 
-def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, fresh_head: bool) -> None:
-    """Error for layers or embeddings that are not in the weights (they would be random); a warning for other tensors.
+def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, fresh_head: bool, speaking: bool) -> None:
+    """Error for layers or embeddings that are not in the weights (they would be random), and for what maps to a
+    language model's vocabulary; a warning for other tensors.
 
     A pooler may honestly be missing (checkpoints of masked language models have none), so it is only warned about; the
     head of a classifier is expected to be fresh.
@@ -305,7 +307,7 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, fresh
     body = {id(t) for t in chain(model.base_model.parameters(), model.base_model.buffers())}
     modules = dict(model.named_modules(remove_duplicate=False))
     sizes = {key: f"{key} {tuple(have)} for {tuple(want)}" for key, have, want in info["mismatched_keys"]}
-    core, other = [], []
+    core, other, mute = [], [], []
     for key in sorted({*info["missing_keys"], *sizes} & tensors.keys()):
         path = key.split(".")[:-1]
         owners = [modules[".".join(path[: i + 1])] for i in range(len(path))]
@@ -313,11 +315,16 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, fresh
         layer = any(isinstance(m, nn.ModuleList | nn.Embedding) for m in owners)
         if inside and (layer or key in sizes):
             core.append(sizes.get(key, key))
+        elif speaking and not inside and isinstance(tensors[key], nn.Parameter):
+            mute.append(key)
         elif inside or not fresh_head:
             other.append(key)
     if core:
         some = ", ".join(core[:3]) + (", …" if len(core) > 3 else "")
         problem = f"{len(core)} tensors are missing or of another shape ({some})"
         raise DeltuneError(f"{name!r}: config.json and weights are not of the same model: {problem}.")
+    if mute:
+        problem = f"{mute[0]}{f' and {len(mute) - 1} more' if len(mute) > 1 else ''} is not in its weights"
+        raise DeltuneError(f"{name!r} cannot speak: {problem}. Give a checkpoint with its language-model head.")
     if other:
         warnings.warn(f"not in the weights of {name!r}, so freshly initialised: {', '.join(other)}", stacklevel=3)

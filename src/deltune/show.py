@@ -82,12 +82,27 @@ def run_table(spec: RunSpec, metrics: Mapping[str, Any], folder: str) -> Rendera
 
 
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """One line a text: the label, its probability, the text."""
-    table = _table("label", "probability", "text")
+    """One line an input: what is predicted, its score where it has one, the input."""
+    table = _table("prediction", "score", "input")
     for row in rows:
-        text = row["input"] if isinstance(row["input"], str) else " | ".join(row["input"])
-        table.add_row(row["prediction"], f"{row['scores'][row['prediction']]:.3f}", text)
+        table.add_row(_plain(row["prediction"]), _score(row["prediction"], row["scores"]), _plain(row["input"]))
     return table
+
+
+def _plain(value: Any) -> str:
+    """Parts of an input or an answer in one line."""
+    if isinstance(value, Mapping):
+        return " | ".join(map(_plain, value.values()))
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value) if isinstance(value, str | int) else " | ".join(map(str, value))
+
+
+def _score(prediction: Any, scores: Any) -> str:
+    """That of the prediction, by its name or its number; or the one there is."""
+    if isinstance(scores, Mapping) or (isinstance(scores, Sequence) and isinstance(prediction, int)):
+        scores = scores[prediction]
+    return f"{scores:.3f}" if isinstance(scores, float) else ""
 
 
 def _table(*columns: str, right: int = 0) -> Table:

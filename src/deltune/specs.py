@@ -51,10 +51,17 @@ class RunSpec(BaseModel):
     head: Literal["train", "freeze"] = Field(
         default="train", description="train the task head with the method, or freeze it"
     )
+    answer: Literal["head", "words"] = Field(
+        default="head", description="by a head over the labels, or in words of a language model"
+    )
+    words: dict[str, str] | None = Field(
+        default=None, description="the word of each label; default the task's, else the label's own name"
+    )
     columns: dict[str, str] | tuple[str, ...] | None = Field(
         default=None, description="the columns of text, (pair,) label; or of another kind of task"
     )
     labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
+    relabel: dict[str, str] | None = Field(default=None, description="label: its new name; several may become one")
     max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
     validation_rows: int | None = Field(default=None, ge=1, description="validate on a sample of that many rows")
     epochs: int = Field(default=3, ge=1, description="passes over the training rows, at most")
@@ -146,7 +153,7 @@ class RunSpec(BaseModel):
             raise ValueError(" ".join(wrong))
         return value
 
-    @field_validator("columns", "labels", "report_to", "metrics", "seeds", mode="before")
+    @field_validator("columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
@@ -197,14 +204,17 @@ class RunSpec(BaseModel):
         """The learning rate: lr, or what the method says (catalogue.rate)."""
         return rate(self.method) if self.lr is None else self.lr
 
-    def limits(self, template: str) -> Limits:
-        """How long inputs and outputs may be, and how outputs are searched for; `template`: the task's."""
+    def limits(self, template: str, words: Mapping[str, str]) -> Limits:
+        """How long inputs and outputs may be, and how outputs are searched for.
+
+        template: the task's. words: of all labels, in order.
+        """
         generate = {
             "num_beams": self.beams, "min_new_tokens": self.min_target_length, "length_penalty": self.length_penalty,
             "no_repeat_ngram_size": self.no_repeat_ngram, "max_new_tokens": self.max_generated or self.target_length,
         }  # fmt: skip
         own = template if self.template is None else self.template
-        return Limits(self.max_length, self.target_length, own, generate)
+        return Limits(self.max_length, self.target_length, own, words, generate)
 
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""

@@ -12,12 +12,11 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from . import caching, checkpoints
-from .assignments import assignment
+from .assignments import assignment, limits_of
 from .attaching import attach, load
-from .encoding import check_length
+from .encoding import check_causal, check_length
 from .errors import DeltuneError
 from .evaluate import SPLITS
-from .generating import CAUSAL
 from .jobs import Job
 from .models import fit_padding
 from .parts import Parts
@@ -75,15 +74,17 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, parts: Parts) 
     found, kind = asked.data, asked.kind
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
         raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
+    limits = limits_of(spec, kind, found.labels)
     tokenizer = parts.tokenizer(spec.model)
     model = parts.model(spec.model, kind.loads, found.labels or None, spec.seed)
     fit_padding(model, tokenizer)
+    if kind.loads == "causal-lm":
+        check_causal(model)
     set_seed(spec.seed)
     tuned = attach(model, spec.method, head=spec.head)
     if not any(True for _ in tuned.trained()):
         raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
-    limits = spec.limits(asked.template)
-    check_length(model, spec.max_length + (spec.target_length if kind is CAUSAL else 0))
+    check_length(model, kind.positions(limits))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {
         split: caching.encoded(kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}")
@@ -100,7 +101,7 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, parts: Parts) 
         "rows": {split: len(rows["id"]) for split, rows in columns.items()},
     }
     run.begin(spec, environment(str(arguments.device), source))
-    job = Job(spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded)
+    job = Job(spec, run, tuned, tokenizer, found, kind, asked.metrics, limits, columns, encoded)
     with Bar(progress) as bar:
         _fit(job, arguments, bar)
         return _finish(job, bar)

@@ -10,10 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .evaluate import rescored
+from .assignments import kind_of
+from .evaluate import evaluate, rescored
+from .models import load_config
 from .parts import Parts
 from .runs import Run
 from .specs import RunSpec
+from .terms import changes
+from .timing import turns
 from .train import train
 
 CURVE = ("loss", "eval_")
@@ -89,7 +93,47 @@ def _run(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
     }
 
 
-DOES: dict[str, Callable[[Mapping[str, Any], Path, Parts], dict[str, Any]]] = {"run": _run}
+def _transfer(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    """A run's delta on another task, as it is."""
+    folder = run_folder(runs, RunSpec(**values["run"]))
+    results = evaluate(folder, splits=("test",), other=values["other"])
+    return {"scores": results["test"], "count": Run(folder).metrics["count"], "seconds": 0.0}
+
+
+def _terms(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    """How far a run moved each gain and bias."""
+    spec = RunSpec(**values["run"])
+    run = Run(run_folder(runs, spec)).kept
+    kind = kind_of(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
+    return {"changes": changes(spec.model, kind.loads, run.delta), "seconds": 0.0}
+
+
+def _time(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    """Methods side by side, by the clock."""
+    return {"turns": turns(**values), "seconds": 0.0}
+
+
+def of_transfer(spec: RunSpec, other: Mapping[str, Any]) -> Work:
+    """A run's delta on another task; `other`: fields of a spec (evaluate)."""
+    return Work("transfer", {"run": spec.canonical(), "other": dict(other)}, (of_run(spec),))
+
+
+def of_terms(spec: RunSpec) -> Work:
+    """How far a run moved each gain and bias."""
+    return Work("terms", {"run": spec.canonical()}, (of_run(spec),))
+
+
+def of_time(model: str, methods: Mapping[str, str], **options: Any) -> Work:
+    """Methods side by side, by the clock (timing.turns)."""
+    return Work("time", {"model": model, "methods": dict(methods), **options})
+
+
+DOES: dict[str, Callable[[Mapping[str, Any], Path, Parts], dict[str, Any]]] = {
+    "run": _run,
+    "transfer": _transfer,
+    "terms": _terms,
+    "time": _time,
+}
 """Kind of work -> what does it: (its values, the folder of runs, what the worker's runs share) -> its result."""
 
 

@@ -23,10 +23,11 @@ FLOORS = (
     ),
     ("models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
-    ("encoding", "kinds", "classifying", "tagging", "choosing", "generating", "caching"),
-    ("specs", "assignments", "parts", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
+    ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
+     "listing", "caching"),
+    ("specs", "assignments", "parts", "runs", "checkpoints", "progress", "scoring", "inputs", "evaluate", "exporting"),
     ("jobs", "trainer", "series", "train"),
-    ("outcomes", "results", "works", "grids", "pools", "engine"),
+    ("outcomes", "results", "timing", "terms", "works", "grids", "pools", "engine"),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""

@@ -1,0 +1,282 @@
+"""Answers in words: where prompt and word meet, mistakes, real checkpoints against plain transformers, and predict."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.evaluate import evaluate, predict, ready
+from deltune.kinds import Limits, Use
+from deltune.listing import entities, listed, tags_of, type_of
+from deltune.models import fit_padding
+from deltune.ranking import CHOICES, CLASSES, CLASSES_AFTER, joined
+from deltune.runs import Run
+from deltune.train import train
+from test_kinds import places
+
+__all__ = ["places"]
+PAIRS = (("It was", "great"), ("It was ", "great"), ("It was\n", "great"), ("", "great"), ("She said:", "a b c"))
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A tokenizer as GPT-2's: the blank belongs to the word after it."""
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"])
+    own.train_from_iterator(["It was great", "that was bad", "a great b c"] * 20, made)
+    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
+
+
+@pytest.mark.parametrize("name", ["byte level", "stories260k-llama", "babyllama-char-llama"])
+def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.FixtureRequest) -> None:
+    """Prompt and word together are the tokens of their text; the prompt's own are the same for every word."""
+    if name == "byte level":
+        tokenizer: Any = byte_level()
+        assert tokenizer.convert_ids_to_tokens(next(joined(tokenizer, ["It was "], [["great"]]))[1][0]) == ["Ġgreat"]
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
+    for prompt, word in PAIRS:
+        start, owns, end = next(joined(tokenizer, [prompt], [[word, "bad"]]))
+        text = prompt + ("" if not prompt or prompt[-1].isspace() else " ") + word
+        assert [*start, *owns[0]] == tokenizer(text)["input_ids"] and end == (tokenizer.eos_token_id,)
+        assert tokenizer.decode(owns[0]).strip() == word
+
+
+def test_the_end_is_the_tokenizers_own(shared: Path) -> None:
+    """Of an encoder-decoder the target stands between the tokens that the tokenizer puts around it."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "g2p-en-us-bart")
+    start, owns, end = next(joined(tokenizer, [""], [["abc", "ab"]], "text_target"))
+    ids = tokenizer.convert_tokens_to_ids
+    assert (start, end) == ((ids("<s>"),), (ids("</s>"),)) and owns == [tuple(ids([*"abc"])), tuple(ids([*"ab"]))]
+
+
+def read(shared: Path, folder: str, rows: int) -> list[dict[str, Any]]:
+    with gzip.open(shared / "data" / folder / "test.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line, _ in zip(file, range(rows), strict=False)]
+
+
+def test_words_of_a_real_decoder(shared: Path) -> None:
+    """The word with the greater log-likelihood by transformers alone, whatever the batch."""
+    folder = shared / "models" / "stories260k-llama"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    fit_padding(model, tokenizer)
+    words = {"negative": "terrible", "positive": "great"}
+    texts = [row["sentence"] for row in read(shared, "sst2", 24)]
+    limits = Limits(max_length=256, template="{text} It was", words=words)
+    encoded = CLASSES_AFTER.encode(tokenizer, model, {"text": texts}, limits, False)
+    found = CLASSES_AFTER.answers(Use(model, tokenizer, list(words), limits, 7), encoded)
+    for text, best, scores in zip(texts, found.predictions, found.scores, strict=True):
+        plain = []
+        for word in words.values():
+            ids = torch.tensor([tokenizer(f"{text} It was {word}")["input_ids"]])
+            count = ids.shape[1] - len(tokenizer(f"{text} It was")["input_ids"])
+            with torch.no_grad():
+                logs = model(ids).logits[0, :-1].log_softmax(-1)
+            plain.append(logs.gather(1, ids[0, 1:, None])[-count:].sum())
+        shares = torch.stack(plain).softmax(0)
+        assert best == int(shares.argmax()) and list(scores.values()) == pytest.approx(shares.tolist(), abs=1e-4)
+
+
+def test_choices_of_a_real_encoder_decoder(shared: Path) -> None:
+    """How is a word pronounced? Transformers' own mean loss says the same, and it is nearly always right."""
+    folder = shared / "models" / "g2p-en-us-bart"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    rows = read(shared, "g2p_us_to_gb", 48)
+    choices = [[rows[(i + j) % len(rows)]["us"] for j in range(4)] for i in range(len(rows))]
+    columns = {"question": [row["source"] for row in rows], "choices": choices, "answer": [0] * len(rows)}
+    limits = Limits(max_length=32, target_length=32)
+    encoded = CHOICES.encode(tokenizer, model, columns, limits, False)
+    found = CHOICES.answers(Use(model, tokenizer, (), limits, 9), encoded)
+    assert sum(best == 0 for best in found.predictions) >= 46 and found.loss is not None and found.loss < 0.2
+    for i in range(4):
+        plain = []
+        for choice in choices[i]:
+            labels = torch.tensor([tokenizer(text_target=choice)["input_ids"]])
+            given = tokenizer(rows[i]["source"], return_tensors="pt")
+            with torch.no_grad():
+                said = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"], labels=labels)
+            logs = said.logits[0].log_softmax(-1).gather(1, labels[0, :, None])[:, 0]
+            plain.append(logs[1:-1].mean())  # without <s> and </s>
+        assert found.scores[i] == pytest.approx(torch.stack(plain).softmax(0).tolist(), abs=1e-4)
+
+
+def test_real_entities_survive_their_words(shared: Path) -> None:
+    """tags → text → tags is exact on all of CoNLL04's test rows; where mentions repeat, the first is taken."""
+    names = json.loads((shared / "data" / "conll04" / "meta.json").read_text())["label_names"]
+    types = {type_of(name): type_of(name) for name in names if type_of(name)}
+    count = 0
+    for row in read(shared, "conll04", 1000):
+        tags = [names[tag] if isinstance(tag, int) else tag for tag in row["tags"]]
+        assert tags_of(listed(row["tokens"], tags, types), row["tokens"], types) == tags
+        count += len(entities(tags))
+    assert count == 1079
+
+
+def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
+    """Template and words of the task are the run's on any data."""
+    model = str(shared / "models" / "stories260k-llama")
+    spec = tiny.RunSpec(
+        model=model, task="sst2", data_root=str(shared / "data"), answer="words", head="freeze", method="layernorm",
+        epochs=1, max_train_rows=16, max_length=64, target_length=8,
+    )  # fmt: skip
+    metrics = train(spec, tmp_path / "run", progress=False)
+    assert metrics["count"]["head"] == 0 and metrics["count"]["method"] == 11 * 64
+    rows = read(shared, "sst2", 20)
+    lines = Run(tmp_path / "run").predictions / "test.jsonl"
+    said = [json.loads(line) for line in lines.read_text().splitlines()][:20]
+    assert set(said[0]["scores"]) == {"negative", "positive"} and said[0]["prediction"] in said[0]["scores"]
+    tiny.lines(tmp_path / "other" / "test.jsonl", [{"sentence": r["sentence"], "label": r["label"]} for r in rows])
+    evaluate(tmp_path / "run", str(tmp_path / "other"), ["test"], tmp_path / "out")
+    again = [json.loads(line) for line in (tmp_path / "out" / "test.jsonl").read_text().splitlines()]
+    assert [row["prediction"] for row in again] == [row["prediction"] for row in said]
+    assert again[0]["scores"] == pytest.approx(said[0]["scores"], rel=1e-4)
+
+
+# -- mistakes, before anything is written
+
+MISTAKES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "missing": ("classification", "t5", {"words": "fruit=fig,tool=saw"}, "label 'beast' has no word"),
+    "unknown": ("classification", "t5", {"words": "fruit=fig,tool=saw,best=a,beast=b"}, "Did you mean 'beast'"),
+    "shared": ("classification", "t5", {"words": "fruit=fig,tool=fig,beast=a"}, "fruit, tool have the same word 'fig'"),
+    "all": ("classification", "gpt2", {"words": "fruit=fig,tol=fig"}, "4 problems"),
+    "tokens": ("classification", "gpt2", {"words": "fruit=xx,tool=yy,beast=fig"}, "same tokens.*: 'xx' and 'yy'"),
+    "role": ("classification", "t5", {"template": "{txt} is"}, "unknown role 'txt' in template. Did you mean 'text'"),
+    "label": ("classification", "t5", {"template": "{label}"}, "unknown role 'label'"),
+    "brace": ("choice", "gpt2", {"template": "{question"}, "a brace that is meant is doubled"),
+    "decoder": ("tagging", "gpt2", {}, "tagging in words is for an encoder-decoder.*or answer=head"),
+    "mute": ("classification", "bert", {}, "cannot speak: .*language-model head"),
+    "encoder": ("classification", "masked", {}, "is an encoder: its tokens see those after them"),
+    "head": ("classification", "bert", {"answer": "head", "words": "a=b", "template": "x"}, "2 problems"),
+    "no list": ("classification", "t5", {"words": "great"}, "words"),
+    "long": ("classification", "gpt2", {"target_length": 60}, "64 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_mistakes(case: str, places: Path, tmp_path: Path) -> None:
+    kind, model, more, message = MISTAKES[case]
+    if model == "masked":
+        AutoTokenizer.from_pretrained(places / "bert").save_pretrained(places / model)
+        config = AutoConfig.from_pretrained(places / "bert")
+        AutoModelForMaskedLM.from_config(config).save_pretrained(places / model)
+    values = {"answer": "words", "max_length": 32, "target_length": 8, "epochs": 1, **more}
+    with pytest.raises(DeltuneError, match=message):
+        spec = tiny.spec(places, model=str(places / model), data=str(places / kind), task=kind, **values)
+        train(spec, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tags_that_are_no_entities(places: Path) -> None:
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(places / "t5"),
+        AutoModelForSeq2SeqLM.from_pretrained(places / "t5"),
+    )
+    from deltune.listing import LISTS
+
+    with pytest.raises(DeltuneError, match="here are NOUN, VERB"):
+        LISTS.encode(tokenizer, model, {"tokens": [["a"]]}, Limits(words={"NOUN": "", "VERB": "", "O": ""}), False)
+
+
+def test_words_of_one_token_need_one_pass(places: Path) -> None:
+    """A row a text for words of one token, whatever their number; prompts of several rows are encoded once."""
+    for folder, auto, kind in (
+        ("gpt2", AutoModelForCausalLM, CLASSES_AFTER),
+        ("t5", AutoModelForSeq2SeqLM, CLASSES),
+    ):
+        tokenizer, model = AutoTokenizer.from_pretrained(places / folder), auto.from_pretrained(places / folder)
+        texts = ["the old", "a very small", "the"]
+        for words, rows in ((("fig", "saw", "mole"), 3), (("the fig", "the saw", "a mole"), 6)):
+            limits = Limits(words=dict(zip("abc", words, strict=True)))
+            encoded = kind.encode(tokenizer, model, {"text": texts}, limits, False)
+            assert len(encoded) == rows and encoded.texts == 3
+            if folder == "t5":
+                seen: list[int] = []
+                hook = model.get_encoder().register_forward_pre_hook(
+                    lambda module, args, given, seen=seen: seen.append(len(given["input_ids"])), with_kwargs=True
+                )
+                kind.answers(Use(model, tokenizer, "abc", limits), encoded)
+                hook.remove()
+                assert seen == [3]
+
+
+# -- predict
+
+
+def trained(places: Path, folder: Path, kind: str, model: str, **more: Any) -> Path:
+    spec = tiny.spec(
+        places, model=str(places / model), data=str(places / kind), task=kind, method="layernorm", epochs=1,
+        max_train_rows=8, **{"max_length": 32, "target_length": 4, **more},
+    )  # fmt: skip
+    train(spec, folder, progress=False)
+    return folder
+
+
+INPUTS: dict[str, tuple[str, list[Any], str, Any]] = {
+    "tagging": (
+        "bert", ["the old fig", ["the", "old", "fig"], {"tokens": ["the", "old", "fig"]}], "tokens", {"text": "x"}
+    ),
+    "choice": ("bert", [{"question": "a", "choices": ["fig", "saw"]}], "question (text), choices (a list of", "a"),
+    "generation": ("t5", ["the old fig", {"source": "the old fig"}], "source (text)", ["a", "b"]),
+    "language": ("gpt2", ["the old fig", {"text": "the old fig"}], "one text", 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
+    """The ways of writing an input mean the same; what is none is refused with its number."""
+    model, inputs, message, wrong = INPUTS[kind]
+    run = ready(trained(places, tmp_path / "run", kind, model))
+    found = predict(run, inputs)
+    assert len(found) == len(inputs) and all(answer == found[0] for answer in found)
+    key = "label" if run.kind.labelled else "prediction"
+    assert set(found[0]) == {key, "scores"}
+    if kind == "tagging":
+        assert len(found[0]["prediction"]) == len(found[0]["scores"]) == 3
+    if kind == "language":
+        assert found[0]["scores"] > 1 > 0 > found[0]["prediction"]
+        assert [answer["scores"] for answer in predict(run, ["", "the old fig", ""])][1] == found[0]["scores"]
+    with pytest.raises(DeltuneError) as told:
+        predict(run, [*inputs, wrong])
+    assert message in str(told.value) and f"row {len(inputs) + 1} is not so" in str(told.value)
+    with pytest.raises(DeltuneError, match="classification by heads"):
+        predict(run, inputs, rows=["default"] * len(inputs))
+
+
+def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from deltune.cli import app
+
+    def said(*arguments: str) -> str:
+        app([*arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    tags, choice = trained(places, tmp_path / "tags", "tagging", "bert"), tmp_path / "choice"
+    trained(places, choice, "choice", "gpt2", answer="words", head="freeze")
+    found = json.loads(said("predict", str(tags), "--text", "the old fig", "--json"))
+    assert found[0]["input"] == ["the", "old", "fig"] and set(found[0]) == {"id", "input", "prediction", "scores"}
+    assert "the | old | fig" in said("predict", str(tags), "--text", "the old fig")
+    file = tiny.lines(tmp_path / "in.jsonl", [{"id": 7, "question": "the old", "choices": ["fig", "a saw"]}])
+    found = json.loads(said("predict", str(choice), "--file", str(file), "--json"))
+    assert found[0]["id"] == "7" and found[0]["prediction"] in (0, 1) and sum(found[0]["scores"]) == pytest.approx(1)
+    assert "the old | fig | a saw" in said("predict", str(choice), "--file", str(file))
+    tiny.lines(tmp_path / "in.jsonl", [{"question": "the old", "choices": "fig"}])
+    with pytest.raises(DeltuneError, match="line 1: column 'choices' must be a list of texts"):
+        said("predict", str(choice), "--file", str(file))
+    with pytest.raises(DeltuneError, match="row 1 is not so"):
+        said("predict", str(choice), "--text", "the old")

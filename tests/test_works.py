@@ -1,0 +1,94 @@
+"""Kinds of work: what each answers, on tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from deltune import data as reading
+from deltune.errors import DeltuneError
+from deltune.evaluate import evaluate
+from deltune.models import load_model
+from deltune.parts import Parts
+from deltune.timing import turns
+from deltune.works import do, of_run, of_terms, of_time, of_transfer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("works")
+    tiny.model(root / "model")
+    tiny.data(root / "data")
+    for name, change in (("sst2", 1), ("rotten_tomatoes", 2)):  # two known tasks: fruit is positive, the rest is not
+        for seed, split in enumerate(("train", "validation", "test"), change):
+            rows = [
+                {("sentence" if name == "sst2" else "text"): row["text"], "label": int(row["label"] == "fruit")}
+                for row in tiny.sentences(48 if split == "train" else 24, seed)
+            ]
+            tiny.lines(root / name / f"{split}.jsonl", rows)
+        (root / name / "meta.json").write_text('{"label_names": ["negative", "positive"]}')
+    return root
+
+
+def test_labels_get_one_set_of_names(root: Path) -> None:
+    found = reading.load(str(root / "data"))
+    one = reading.relabelled(found, {"fruit": "1", "beast": "0", "tool": "0"})
+    assert one.labels == ("0", "1") and one.fingerprint != found.fingerprint
+    for split, rows in found.splits.items():
+        assert [found.labels[i] == "fruit" for i in rows["label"]] == [i == 1 for i in one.splits[split]["label"]]
+    with pytest.raises(DeltuneError, match=r"(?s)unknown label 'fruits'.*'fruit' has no new name"):
+        reading.relabelled(found, {"fruits": "1", "beast": "0", "tool": "0"})
+    with pytest.raises(DeltuneError, match="two are needed"):
+        reading.relabelled(found, dict.fromkeys(found.labels, "1"))
+
+
+def test_transfer(root: Path, tmp_path: Path) -> None:
+    """Zero-shot on a task with other names for its columns, under one set of labels."""
+    unify = {"negative": "0", "positive": "1"}
+    spec = tiny.spec(
+        root, data=None, task="sst2", data_root=str(root), relabel=unify, method="full", lr=5e-3, epochs=6,
+    )  # fmt: skip
+    parts = Parts()
+    do(of_run(spec), tmp_path, parts)
+    target = {"task": "rotten_tomatoes", "data_root": str(root), "relabel": unify}
+    found = do(of_transfer(spec, target), tmp_path, parts)
+    own = evaluate(tmp_path / spec.name)["test"]
+    assert found["scores"].keys() == own.keys() and 0 <= found["scores"]["accuracy"] <= 1
+    assert of_transfer(spec, target).needs == (of_run(spec),)
+    same = do(of_transfer(spec, {**target, "task": "sst2"}), tmp_path, parts)
+    assert same["scores"] == pytest.approx(own)
+    with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
+        evaluate(tmp_path / spec.name, other={**target, "relabel": {"negative": "no", "positive": "yes"}})
+
+
+def test_terms(root: Path, tmp_path: Path) -> None:
+    """The mean absolute change of every gain and bias, computed straight from the tensors."""
+    spec = tiny.spec(root, method="layernorm(layers='upper half')", epochs=2)
+    do(of_run(spec), tmp_path, Parts())
+    found = do(of_terms(spec), tmp_path, Parts())["changes"]
+    places = {(row["layer"], row["module"], row["term"]) for row in found}
+    assert places == {(1, module, term) for module in ("attention", "ffn") for term in ("gain", "bias")}
+    from deltune import load
+
+    before, after = (load_model(str(root / "model"), "classification", ("a", "b", "c")) for _ in range(2))
+    load(after, tmp_path / spec.name)
+    norm = "encoder.layer.1.attention.output.LayerNorm.weight"
+    moved: Any = before.base_model.get_parameter(norm) - after.base_model.get_parameter(norm)
+    (said,) = [r["value"] for r in found if (r["module"], r["term"]) == ("attention", "gain")]
+    assert said == pytest.approx(moved.abs().mean().item()) and said > 0
+
+
+def test_time(root: Path, tmp_path: Path) -> None:
+    """Every method has its turns in every round; the bare model has no step."""
+    methods = {"full": "full", "ours": "lora(rank=2)"}
+    work = of_time(str(root / "model"), methods, rows=2, tokens=8, repeats=3)
+    found = do(work, tmp_path, Parts())["turns"]
+    assert set(found) == {"full", "ours", "bare"} and "step" not in found["bare"]
+    assert all(len(seconds) == 3 for one in found.values() for seconds in one["turns"].values())
+    assert found["ours"]["kept"] < found["full"]["kept"] and found["ours"]["percent"] > 0
+    torch.manual_seed(0)
+    assert turns(str(root / "model"), {}, rows=2, tokens=8, repeats=1).keys() == {"bare"}
