@@ -161,7 +161,7 @@ class Results:
             yield
         except (sqlite3.Error, OSError) as error:
             said = str(error)
-            if "full" in said or "No space" in said:
+            if "is full" in said or "No space" in said:
                 todo = f"no space left for {self.path}; finished runs are whole in {self.runs}"
                 raise DeltuneError(f"{todo}. Make room and run the same command again") from error
             if "not a database" in said or "malformed" in said:
