@@ -192,5 +192,12 @@ def test_steps_and_validations_between_epochs(root: Path, tmp_path: Path) -> Non
 
 
 def test_validation_on_a_sample(root: Path, tmp_path: Path) -> None:
-    train(tiny.spec(root, epochs=1, validation_rows=5), tmp_path / "run")
-    assert Run(tmp_path / "run").environment["data"]["rows"] == {"train": 48, "validation": 5, "test": 24}
+    said = []
+    for seed in (0, 1):
+        train(
+            tiny.spec(root, epochs=1, max_train_rows=9, validation_rows=5, test_rows=7, seed=seed), tmp_path / f"{seed}"
+        )
+        run = Run(tmp_path / f"{seed}")
+        assert run.environment["data"]["rows"] == {"train": 9, "validation": 5, "test": 7}
+        said.append([json.loads(line)["id"] for line in (run.predictions / "test.jsonl").read_text().splitlines()])
+    assert said[0] == said[1], "whatever the seed, so that runs compare"

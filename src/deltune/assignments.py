@@ -69,7 +69,8 @@ def assignment(
         task, where = find(spec.task, spec.data_root)
         kind, columns = task.kind, spec.columns or dict(task.columns)
     assert where is not None
-    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows} if training else {}
+    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
+    asked = asked if training else {}
     samples = {split: rows for split, rows in asked.items() if rows is not None}
     known = spec.labels if spec.relabel else labels or spec.labels
     found = read(where, columns, known, samples, spec.seed, training, kind)

@@ -64,7 +64,7 @@ def load(
     columns tell, else classification. columns: {"text": …, "pair": …, "label": …}, or the names in the order of the
     kind's roles; default: found among the `fields` of meta.json or all columns. labels: names in the order of their
     ids; default: `label_names` of meta.json, else what train holds, sorted. max_rows: split -> size of a sample of it,
-    drawn under `seed`. Validation and test may be absent; with training=False (labels given) train too, but not all
+    of train drawn under `seed`, of the others always the same. Validation and test may be absent; with training=False (labels given) train too, but not all
     three. Raises one DeltuneError that lists what is wrong, with file and line.
     """
     problems: list[str] = []
@@ -104,7 +104,8 @@ def load(
         splits[split] = {"id": own, **found}
     for split, wanted in (max_rows or {}).items():
         if split in splits and wanted < len(splits[split]["id"]):
-            chance = sorted(random.Random(seed).sample(range(len(splits[split]["id"])), wanted))
+            drawn = random.Random(seed if split == "train" else 0).sample(range(len(splits[split]["id"])), wanted)
+            chance = sorted(drawn)
             splits[split] = {key: [values[i] for i in chance] for key, values in splits[split].items()}
     content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
     fingerprint = hashlib.sha256(json.dumps([names, content], sort_keys=True).encode()).hexdigest()

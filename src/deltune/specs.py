@@ -64,6 +64,7 @@ class RunSpec(BaseModel):
     relabel: dict[str, str] | None = Field(default=None, description="label: its new name; several may become one")
     max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
     validation_rows: int | None = Field(default=None, ge=1, description="validate on a sample of that many rows")
+    test_rows: int | None = Field(default=None, ge=1, description="score on a sample of that many test rows")
     epochs: int = Field(default=3, ge=1, description="passes over the training rows, at most")
     steps: int | None = Field(default=None, ge=1, description="of the optimiser, in place of epochs")
     validate_every: int | None = Field(default=None, ge=1, description="steps; default: each epoch")
