@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,25 @@ def test_a_whole_run(kind: str, model: str, metric: str, places: Path, tmp_path:
     losses = [json.loads(line) for line in run.log_file.read_text().splitlines()]
     steps = [line["loss"] for line in losses if "loss" in line]
     assert sum(steps[-3:]) < sum(steps[:3])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("kind", "model", "metric"), [("classification", "bert", "accuracy"), *RUNS])
+def test_the_loss_of_a_step_is_that_of_its_rows(
+    kind: str, model: str, metric: str, smoothing: float, places: Path, tmp_path: Path
+) -> None:
+    """10 rows at once, or 2 and 2, which differ in tokens; a last step of 3 rows, cut into 1, 1, 1, 0 and 0."""
+    still = tiny.still(Path(shutil.copytree(places / model, tmp_path / model)))
+    data = tiny.data(tmp_path / "data") if kind == "classification" else places / kind
+    spec = tiny.spec(
+        places, model=str(still), data=str(data), method="lora(rank=2) + layernorm", epochs=1, lr=1e-2, max_length=16,
+        target_length=4, task=kind, metrics=(metric,), max_train_rows=23, batch_size=10, label_smoothing=smoothing,
+    )  # fmt: skip
+    train(spec, tmp_path / "whole", progress=False)
+    cut = train(spec.model_copy(update={"device_batch_size": 2}), tmp_path / "cut", progress=False)
+    assert len(tiny.losses(tmp_path / "cut")) == 3
+    assert tiny.losses(tmp_path / "cut") == pytest.approx(tiny.losses(tmp_path / "whole"), rel=1e-5)
+    assert cut["test"]["loss"] == pytest.approx(Run(tmp_path / "whole").metrics["test"]["loss"], rel=1e-4)
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:

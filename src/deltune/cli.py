@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from .errors import DeltuneError, unknown
+from .notes import notes
 
 app = typer.Typer(
     help="Tune a pretrained transformer by small deltas.",
@@ -122,8 +119,11 @@ def train(
         float | None,
         typer.Option(help="Learning rate [full 5e-5; layernorm, prefix 1e-2; prompt 3e-2; others 1e-3; a sum: least]."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a batch [32].")] = None,
-    gradient_accumulation: Annotated[int | None, typer.Option(help="Batches a step [1].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step, over all devices [32].")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens a step, instead of --batch-size.")] = None,
+    device_batch_size: Annotated[
+        int | None, typer.Option(help="Rows at a time on one device, accumulated up to --batch-size [all].")
+    ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens a row; longer texts are cut [128].")] = None,
     target_length: Annotated[int | None, typer.Option(help="Tokens of an answer, at most [64].")] = None,
     beams: Annotated[int | None, typer.Option(help="Of generation [1].")] = None,
@@ -154,7 +154,8 @@ def train(
         "target_length": target_length, "beams": beams, "template": template, "metrics": metrics, "method": method,
         "head": head, "columns": columns, "labels": labels,
         "max_train_rows": max_train_rows, "epochs": epochs, "lr": lr, "batch_size": batch_size,
-        "gradient_accumulation": gradient_accumulation, "max_length": max_length, "seed": seed, "patience": patience,
+        "batch_tokens": batch_tokens, "device_batch_size": device_batch_size, "max_length": max_length, "seed": seed,
+        "patience": patience,
         "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,
         "metric": metric, "report_to": report_to,
     }  # fmt: skip
@@ -166,7 +167,7 @@ def train(
     spec = specs.RunSpec(**{**values, **{name: value for name, value in given.items() if value is not None}})
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
-    with _notes(quiet):
+    with notes(quiet):
         from . import train as training
 
         try:
@@ -196,7 +197,7 @@ def evaluate(
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
 
-    with _notes(quiet):
+    with notes(quiet):
         from . import evaluate as scoring
 
         if rescore:
@@ -225,7 +226,7 @@ def predict(
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
-    with _notes(quiet):
+    with notes(quiet):
         from . import inputs
 
         rows = inputs.of_options(text or [], pair or []) if file is None else inputs.of_file(file, run)
@@ -247,7 +248,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
-    with _notes(quiet):
+    with notes(quiet):
         from . import exporting
 
         target = exporting.merge(run, to)
@@ -263,7 +264,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's delta as another library's files, where that library can express it."""
-    with _notes(quiet):
+    with notes(quiet):
         from . import exporting
 
         target = exporting.export(run, to, format)
@@ -282,7 +283,7 @@ def take_in(
     as_json: Json = False,
 ) -> None:
     """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
-    with _notes(quiet):
+    with notes(quiet):
         from . import exporting
 
         handle = exporting.take_in(folder, model, output, kind)
@@ -296,41 +297,10 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
 ) -> None:
     """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
-    with _notes(False):
+    with notes(False):
         from .quickstart import SENTENCE, quickstart
 
         quickstart(text or SENTENCE, output)
-
-
-@contextlib.contextmanager
-def _notes(quiet: bool) -> Iterator[None]:
-    """Our notes and warnings go to standard error, one line each; the libraries' chatter goes nowhere."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logger = logging.getLogger("deltune")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if category is UserWarning and str(Path(__file__).parent) in filename:
-            logger.warning("%s", message)
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = show
-            yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def main() -> None:

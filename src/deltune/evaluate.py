@@ -125,7 +125,7 @@ def evaluate(
             encoded = facts.kind.encode(facts.tokenizer, facts.model, rows, limits, False)
             bar.start(split, len(encoded))
             use = Use(
-                facts.model, facts.tokenizer, found.labels, limits, known.batch_size, known.precision, bar.advance
+                facts.model, facts.tokenizer, found.labels, limits, known.rows(), known.precision, bar.advance
             )  # fmt: skip
             result = scored(facts.kind, use, encoded, rows, asked.metrics)
             results[split] = result.metrics
@@ -185,7 +185,7 @@ def predict(
             encoded[i] = row
     deltas = None if rows is None else names
     use = Use(
-        facts.model, facts.tokenizer, (), Limits(), facts.spec.batch_size, facts.spec.precision, None, deltas
+        facts.model, facts.tokenizer, (), Limits(), facts.spec.rows(), facts.spec.precision, None, deltas
     )  # fmt: skip
     answers = logits(use, Encoded(encoded, 0)).softmax(-1)
     found = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import checkpoints
 from .catalogue import rate
 from .data import Data
-from .encoding import Encoded
+from .encoding import Batches, Encoded
 from .errors import DeltuneError
 from .handle import Tuned
 from .kinds import Columns, Kind, Use
@@ -39,6 +39,7 @@ class Job:
     template: str
     columns: Mapping[str, Columns]
     encoded: dict[str, Encoded]
+    batches: Batches
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # epochs since the best
     before: float = 0.0  # seconds of earlier processes
@@ -69,7 +70,7 @@ class Job:
     def scored(self, split: str, bar: Bar | None = None) -> Scored:
         advance = bar.advance if bar else None
         use = Use(
-            self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.batch_size,
+            self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.rows(),
             self.spec.precision, advance,
         )  # fmt: skip
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)

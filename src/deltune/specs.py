@@ -20,8 +20,10 @@ from .kinds import Limits
 from .metrics import METRICS
 from .tasks import TASKS
 
-SILENT = ("report_to",)
-"""Fields that cannot change the result, and so do not count in a spec's name."""
+SILENT = ("report_to", "device_batch_size")
+"""Fields that cannot change the result, and so do not count in a spec's name: a step's rows and its loss are the same
+however they are cut. What is left are rounding and the draws of dropout, as with another device or number of processes,
+which no spec names either."""
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -54,8 +56,15 @@ class RunSpec(BaseModel):
     lr: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
     )
-    batch_size: int = Field(default=32, ge=1, description="rows a step")
-    gradient_accumulation: int = Field(default=1, ge=1, description="batches a step")
+    batch_size: int = Field(default=32, ge=1, description="rows a step, over all devices")
+    batch_tokens: int | None = Field(
+        default=None, ge=1, description="tokens a step, padding included, instead of batch_size: rows of similar length"
+    )
+    device_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows at a time on one device; the gradient is accumulated up to batch_size; default: all",
+    )
     max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
     target_length: int = Field(default=64, ge=1, description="tokens of an answer, at most")
     template: str | None = Field(default=None, description="what a model that answers in words is given")
@@ -133,7 +142,7 @@ class RunSpec(BaseModel):
     @validator(mode="wrap")
     @classmethod
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
-        problems = _source(values) if isinstance(values, dict) else []
+        problems = [*_source(values), *_sizes(values)] if isinstance(values, dict) else []
         try:
             made = handler(values)
         except ValidationError as error:
@@ -155,6 +164,21 @@ class RunSpec(BaseModel):
         }  # fmt: skip
         own = template if self.template is None else self.template
         return Limits(self.max_length, self.target_length, own, generate)
+
+    def rows(self, processes: int = 1) -> int:
+        """Rows at a time on one device. Error: those of all processes do not add up to batch_size."""
+        unit = processes * (self.device_batch_size or 1)
+        if self.batch_tokens is None and self.batch_size % unit:
+            below, (share, rest) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
+            sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+            fitting = ", ".join(str(rows) for rows in range(1, share + 1) if share % rows == 0)
+            raise DeltuneError(
+                f"batch_size={self.batch_size} is no multiple of {processes} process{'es' if processes > 1 else ''}"
+                + (f" of {self.device_batch_size} rows at a time" if self.device_batch_size else "")
+                + f": give a batch_size of {sizes}"
+                + ("" if rest else f"; or a device_batch_size of {fitting}")
+            )
+        return self.device_batch_size or max(1, self.batch_size // processes)
 
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""
@@ -191,6 +215,15 @@ def _source(values: Mapping[str, Any]) -> list[str]:
     if data is not None and task is not None and task not in KINDS:
         return [f"task: {unknown('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
     return []
+
+
+def _sizes(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with two sizes of a batch: tokens exclude rows. A default that is written out is not given."""
+    fields = ("batch_size", "device_batch_size")
+    given = [f for f in fields if values.get(f, RunSpec.model_fields[f].default) != RunSpec.model_fields[f].default]
+    if values.get("batch_tokens") is None or not given:
+        return []
+    return [f"batch_tokens: give it or {' and '.join(given)}, not both"]
 
 
 def _value(spec: RunSpec, field: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers.trainer_callback import PrinterCallback
 from . import checkpoints
 from .assignments import assignment
 from .attaching import attach, load
-from .encoding import check_length
+from .encoding import Batches, Encoded, check_length
 from .errors import DeltuneError
 from .evaluate import SPLITS
 from .generating import CAUSAL
@@ -71,7 +70,8 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
     check_length(model, spec.max_length + (spec.target_length if kind is CAUSAL else 0))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {split: kind.encode(tokenizer, model, rows, limits, split == "train") for split, rows in columns.items()}
-    arguments = _arguments(spec, run, len(encoded["train"]), "validation" in encoded)
+    batches = _batches(spec, encoded["train"])
+    arguments = _arguments(spec, run, batches, "validation" in encoded)
     if not resume:
         run.clear()
     source = {
@@ -82,19 +82,25 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
         "rows": {split: len(rows["id"]) for split, rows in columns.items()},
     }
     run.begin(spec, environment(str(arguments.device), source))
-    job = Job(spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded)
+    job = Job(spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded, batches)
     with Bar(progress) as bar:
         _fit(job, arguments, bar)
         return _finish(job, bar)
 
 
-def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingArguments:
-    steps = math.ceil(math.ceil(rows / spec.batch_size) / spec.gradient_accumulation)
+def _batches(spec: RunSpec, rows: Encoded) -> Batches:
+    """The training rows, step by step, each step cut for the devices."""
+    if spec.batch_tokens is not None:
+        return Batches(rows.sizes, 0, spec.seed, tokens=spec.batch_tokens)
+    return Batches(rows.lengths, spec.batch_size, spec.seed, spec.batch_size // spec.rows())
+
+
+def _arguments(spec: RunSpec, run: Run, batches: Batches, validated: bool) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(run.folder),
         num_train_epochs=spec.epochs,
-        per_device_train_batch_size=spec.batch_size,
-        gradient_accumulation_steps=spec.gradient_accumulation,
+        per_device_train_batch_size=spec.rows(),
+        gradient_accumulation_steps=batches.chunks,
         learning_rate=spec.rate,
         lr_scheduler_type=SCHEDULES.get(spec.schedule, spec.schedule),
         warmup_steps=spec.warmup,
@@ -109,11 +115,12 @@ def _arguments(spec: RunSpec, run: Run, rows: int, validated: bool) -> TrainingA
         seed=spec.seed,
         eval_strategy="epoch" if validated else "no",
         save_strategy="epoch",
-        logging_steps=max(1, steps // LINES),
+        logging_steps=max(1, batches.per_epoch // LINES),
         logging_nan_inf_filter=False,  # a loss that is no number is an error here
         disable_tqdm=True,
         report_to=list(spec.report_to) or "none",
         remove_unused_columns=False,
+        accelerator_config={"even_batches": False},  # steps are cut evenly already, no row is repeated
         dataloader_pin_memory=torch.accelerator.is_available(),
     )
     if arguments.n_gpu > 1:

@@ -1,4 +1,4 @@
-"""transformers' Trainer, taught that the delta alone is checkpointed and how a run reports."""
+"""transformers' Trainer, taught that the delta alone is checkpointed, what a step's loss is and how a run reports."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from . import checkpoints
-from .encoding import ByLength, collate
+from .encoding import IGNORED, Row, collate
 from .jobs import Job, diverged
 from .progress import Bar
 
@@ -24,12 +25,51 @@ class DeltaTrainer(Trainer):
             args=arguments,
             train_dataset=job.encoded["train"],
             eval_dataset=job.encoded.get("validation"),
-            data_collator=lambda rows: collate(job.tokenizer, rows),
+            data_collator=self._batch,
         )
+        # whether a model divides by the number of items that it is given can only be told by trying (BERT's
+        # classifiers take it and do not), so none is given one: compute_loss weighs the means
+        self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, True
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> ByLength:
-        rows = self.job.encoded["train"]
-        return ByLength(rows.lengths, self.args.train_batch_size, self.args.seed)
+    def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        """One batch; of no rows, where a step has fewer than there are devices: any row, that counts as nothing."""
+        if rows:
+            return collate(self.job.tokenizer, rows)
+        batch = collate(self.job.tokenizer, [self.job.encoded["train"][0]])
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+
+    def get_train_dataloader(self) -> DataLoader[Row]:
+        """The steps' batches, dealt to the processes by accelerate."""
+        rows, pinned = self.job.encoded["train"], self.args.dataloader_pin_memory
+        loader = DataLoader(rows, batch_sampler=self.job.batches, collate_fn=self._batch, pin_memory=pinned)
+        prepared: DataLoader[Row] = self.accelerator.prepare(loader)
+        return prepared
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """The batches of a step on this device, and how many items all devices' batches have."""
+        batches = [next(epoch_iterator) for _ in range(num_batches)]
+        own = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
+        return batches, self.accelerator.reduce(own)
+
+    def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What the loss of a batch is the mean of: rows, or the tokens that are predicted."""
+        labels = batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]
+        return (labels != IGNORED).sum()
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """A batch's part in the step's loss, which is the mean over the items of all its batches on all devices.
+
+        Devices' gradients are averaged, so each part counts as often as there are devices.
+        """
+        outputs, items = model(**inputs), self._items(inputs)
+        if not items:  # its own mean is 0 / 0; the pass is for the other devices, which wait for its gradient
+            return outputs.logits.sum() * 0
+        loss = outputs.loss
+        if self.label_smoother is not None:
+            loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self._loss_shifts_labels)
+        return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step. Error: its loss is no number."""
@@ -88,6 +128,9 @@ class Reports(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.start("train", state.max_steps, state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.job.batches.set_epoch(int(state.epoch))  # the Trainer does not reach it where a loader skips batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.job.tuned.advance(state.global_step / state.max_steps)

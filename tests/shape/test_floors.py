@@ -26,7 +26,7 @@ FLOORS = (
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
     ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "train"),
-    ("show", "quickstart", "cli", "__main__"),
+    ("notes", "show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""
 
