@@ -138,12 +138,17 @@ def train(
     warmup: Annotated[float | None, typer.Option(help="Share of all steps if below 1, else steps [0].")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [0].")] = None,
     clip: Annotated[float | None, typer.Option(help="Greatest norm of the gradient; 0: no limit [1].")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 (default) or bf16.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32 (default), bf16, or auto: bf16 where the device has it.")
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Chooses the best epoch: loss or a metric [the task's first].")
     ] = None,
     metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
     report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
+    devices: Annotated[
+        str, typer.Option(help="auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps.")
+    ] = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -171,7 +176,7 @@ def train(
         from . import train as training
 
         try:
-            outcome = training.train(spec, folder, resume=not fresh, progress=not quiet)
+            outcome = training.train(spec, folder, resume=not fresh, progress=not quiet, devices=devices)
         except KeyboardInterrupt:
             print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from . import data as reading
+from . import machine
 from .assignments import assignment, by_name, check_fits, kind_of
 from .attaching import load, tuned
 from .classifying import logits
@@ -55,6 +54,10 @@ class Ready:
         return self.run.spec
 
     @property
+    def precision(self) -> str:
+        return machine.precision(self.spec.precision, self.model.device)
+
+    @property
     def labels(self) -> tuple[str, ...]:
         return next(iter(self.labels_of.values()))
 
@@ -78,9 +81,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     for name, place in runs.items():
         load(model, place.folder, name=name)
     tuned(model).use(next(iter(runs)))
-    device = torch.accelerator.current_accelerator()
-    if device is not None and torch.accelerator.is_available():
-        model.to(device)  # type: ignore[arg-type]
+    model.to(machine.device())  # type: ignore[arg-type]
     return Ready(model, tokenizer, kind, runs, labels)
 
 
@@ -125,7 +126,7 @@ def evaluate(
             encoded = facts.kind.encode(facts.tokenizer, facts.model, rows, limits, False)
             bar.start(split, len(encoded))
             use = Use(
-                facts.model, facts.tokenizer, found.labels, limits, known.rows(), known.precision, bar.advance
+                facts.model, facts.tokenizer, found.labels, limits, known.rows(), facts.precision, bar.advance
             )  # fmt: skip
             result = scored(facts.kind, use, encoded, rows, asked.metrics)
             results[split] = result.metrics
@@ -185,7 +186,7 @@ def predict(
             encoded[i] = row
     deltas = None if rows is None else names
     use = Use(
-        facts.model, facts.tokenizer, (), Limits(), facts.spec.rows(), facts.spec.precision, None, deltas
+        facts.model, facts.tokenizer, (), Limits(), facts.spec.rows(), facts.precision, None, deltas
     )  # fmt: skip
     answers = logits(use, Encoded(encoded, 0)).softmax(-1)
     found = []

@@ -40,6 +40,7 @@ class Job:
     columns: Mapping[str, Columns]
     encoded: dict[str, Encoded]
     batches: Batches
+    precision: str
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # epochs since the best
     before: float = 0.0  # seconds of earlier processes
@@ -71,7 +72,7 @@ class Job:
         advance = bar.advance if bar else None
         use = Use(
             self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.rows(),
-            self.spec.precision, advance,
+            self.precision, advance,
         )  # fmt: skip
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
         if not math.isfinite(result.metrics["loss"]):

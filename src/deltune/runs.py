@@ -159,8 +159,8 @@ class Run:
         _remove(self.checkpoint)
 
 
-def environment(device: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Versions, machine and data of a run."""
+def environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Versions, machine and what else is to be known of a run: its device and its data."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -170,9 +170,8 @@ def environment(device: str, data: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "platform": platform.platform(),
-        "device": device,
         "cpus": os.cpu_count(),
-        "data": data,
+        **facts,
     }
 
 

@@ -88,7 +88,9 @@ class RunSpec(BaseModel):
     clip: float = Field(
         default=1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit"
     )
-    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 by autocast")
+    precision: Literal["fp32", "bf16", "auto"] = Field(
+        default="fp32", description="fp32, bf16 by autocast, or auto: bf16 on an accelerator that has it, else fp32"
+    )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of every label spread over all")
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of AdamW")
     adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")

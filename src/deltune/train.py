@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from . import checkpoints
+from . import checkpoints, machine
 from .assignments import assignment
 from .attaching import attach, load
 from .encoding import Batches, Encoded, check_length
@@ -32,11 +33,14 @@ LINES = 20  # of the log, an epoch
 told = logging.getLogger("deltune")
 
 
-def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool = True) -> dict[str, Any]:
+def train(
+    spec: RunSpec, output: str | Path, resume: bool = True, progress: bool = True, devices: str = "auto"
+) -> dict[str, Any]:
     """Tune spec.method on spec.data, keep the best delta, score it; returns what metrics.json holds.
 
     The folder `output` becomes the RUN. A finished run of the same spec is not repeated, an unfinished one goes on
     where it was, with the same numbers in the end; resume=False starts afresh. progress: a bar, on a terminal.
+    devices: auto (the accelerator where there is one), cpu, cuda, cuda:1 or mps.
     The best epoch is that of the best validation spec.metric, of equal ones that of the lower validation loss, then
     the first; without a validation split it is the last.
     Errors (DeltuneError): whatever is wrong with spec, data, model, method or folder, before anything is written; a
@@ -51,10 +55,11 @@ def train(spec: RunSpec, output: str | Path, resume: bool = True, progress: bool
     elif not run.exists:
         run.check(spec)
     with room(run.folder), run.locked():
-        return _train(spec, run, resume, progress)
+        return _train(spec, run, resume, progress, machine.device(devices))
 
 
-def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, Any]:
+def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.device) -> dict[str, Any]:
+    precision = machine.precision(spec.precision, device)
     asked = assignment(spec)
     found, kind = asked.data, asked.kind
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
@@ -71,7 +76,7 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {split: kind.encode(tokenizer, model, rows, limits, split == "train") for split, rows in columns.items()}
     batches = _batches(spec, encoded["train"])
-    arguments = _arguments(spec, run, batches, "validation" in encoded)
+    arguments = _arguments(spec, run, batches, "validation" in encoded, device, precision)
     if not resume:
         run.clear()
     source = {
@@ -81,8 +86,10 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool) -> dict[str, A
         "columns": found.columns,
         "rows": {split: len(rows["id"]) for split, rows in columns.items()},
     }
-    run.begin(spec, environment(str(arguments.device), source))
-    job = Job(spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded, batches)
+    run.begin(spec, environment({"device": str(arguments.device), "precision": precision, "data": source}))
+    job = Job(
+        spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded, batches, precision
+    )
     with Bar(progress) as bar:
         _fit(job, arguments, bar)
         return _finish(job, bar)
@@ -95,7 +102,9 @@ def _batches(spec: RunSpec, rows: Encoded) -> Batches:
     return Batches(rows.lengths, spec.batch_size, spec.seed, spec.batch_size // spec.rows())
 
 
-def _arguments(spec: RunSpec, run: Run, batches: Batches, validated: bool) -> TrainingArguments:
+def _arguments(
+    spec: RunSpec, run: Run, batches: Batches, validated: bool, device: torch.device, precision: str
+) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(run.folder),
         num_train_epochs=spec.epochs,
@@ -110,8 +119,8 @@ def _arguments(spec: RunSpec, run: Run, batches: Batches, validated: bool) -> Tr
         adam_beta2=spec.adam_betas[1],
         adam_epsilon=spec.adam_epsilon,
         label_smoothing_factor=spec.label_smoothing,
-        bf16=spec.precision == "bf16",
-        use_cpu=not torch.accelerator.is_available(),
+        bf16=precision == "bf16",
+        use_cpu=device.type == "cpu",
         seed=spec.seed,
         eval_strategy="epoch" if validated else "no",
         save_strategy="epoch",
@@ -121,8 +130,11 @@ def _arguments(spec: RunSpec, run: Run, batches: Batches, validated: bool) -> Tr
         report_to=list(spec.report_to) or "none",
         remove_unused_columns=False,
         accelerator_config={"even_batches": False},  # steps are cut evenly already, no row is repeated
-        dataloader_pin_memory=torch.accelerator.is_available(),
+        dataloader_pin_memory=device.type != "cpu",
     )
+    if device.index is not None:  # the Trainer takes the first one
+        torch.accelerator.set_device_index(device.index)
+        arguments.__dict__["_setup_devices"] = PartialState().device = device
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # DataParallel would copy the model, and hooks stay with the first
     return arguments

@@ -21,7 +21,7 @@ FLOORS = (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
         "wiring", "store", "handle", "interchange", "attaching",
     ),
-    ("models", "files", "columns", "labels", "data"),
+    ("machine", "models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
     ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
