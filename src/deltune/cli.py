@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from . import launching
 from .errors import DeltuneError, unknown
 from .notes import notes
 
@@ -147,8 +148,12 @@ def train(
     metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
     report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
     devices: Annotated[
-        str, typer.Option(help="auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps.")
+        str, typer.Option(help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, or how many.")
     ] = "auto",
+    launch: Annotated[int | None, typer.Option(help="In that many processes of this machine, a device each.")] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="none: each process has the model [none]; fsdp: each has a share of it.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -166,21 +171,30 @@ def train(
     }  # fmt: skip
     from . import show, specs
 
+    if devices.isdigit():
+        devices, launch = "auto", launch or int(devices)
+    if (code := launching.launched(launch)) is not None:
+        raise typer.Exit(code)
     values = {} if file is None else specs.read_values(file)
     folder = output or values.pop("output", None)
     values.pop("output", None)
     spec = specs.RunSpec(**{**values, **{name: value for name, value in given.items() if value is not None}})
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
+    quiet = quiet or not launching.speaks()
     with notes(quiet):
         from . import train as training
 
         try:
-            outcome = training.train(spec, folder, resume=not fresh, progress=not quiet, devices=devices)
+            outcome = training.train(
+                spec, folder, resume=not fresh, progress=not quiet, devices=devices, sharded=launching.sharded(sharding)
+            )
         except KeyboardInterrupt:
-            print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
+            if launching.speaks():
+                print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
+    if launching.speaks():
+        out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
 
 
 @app.command()
@@ -311,10 +325,12 @@ def quickstart(
 def main() -> None:
     """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow each other down where cores are shared
+    launching.follow()
     try:
         app(prog_name="deltune")
     except DeltuneError as error:
-        print(f"deltune: {error}", file=sys.stderr)
+        if launching.speaks():
+            print(f"deltune: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoints
+from . import checkpoints, processes, sharding
 from .catalogue import rate
 from .data import Data
 from .encoding import Batches, Encoded
@@ -69,15 +69,27 @@ class Job:
         return self.spec.metric or self.metrics[0]
 
     def scored(self, split: str, bar: Bar | None = None) -> Scored:
+        """The model's answers to a split, and their metrics.
+
+        Each of several processes answers every row: where a model is shared out all must run together, through as
+        many passes, and the passes of generation are not known before. So none waits for another either.
+        """
         advance = bar.advance if bar else None
         use = Use(
-            self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template), self.spec.rows(),
-            self.precision, advance,
+            self.model, self.tokenizer, self.data.labels, self.spec.limits(self.template),
+            self.spec.rows(processes.count()), self.precision, advance,
         )  # fmt: skip
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
+        metrics = processes.of_main(lambda: result.metrics)  # rounding must not let processes decide differently
+        result = replace(result, metrics=metrics)
         if not math.isfinite(result.metrics["loss"]):
             raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
         return result
+
+    def keep(self) -> None:
+        """Save the delta as it is."""
+        with sharding.whole(self.tuned):
+            processes.of_main(lambda: self.tuned.save(self.run.delta))
 
     def judge(self, metrics: dict[str, float], epoch: int) -> bool:
         """Keep the delta if these validation metrics are the best so far; returns whether they are."""
@@ -87,7 +99,7 @@ class Job:
         if self.best and rank <= self.best["rank"]:
             self.stale += 1
             return False
-        self.tuned.save(self.run.delta)
+        self.keep()
         self.best = {"epoch": epoch, "metric": self.metric, "value": value, "rank": rank}
         self.stale = 0
         return True

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from . import checkpoints, machine
+from . import checkpoints, machine, processes, sharding
 from .assignments import assignment
 from .attaching import attach, load
+from .data import Data
 from .encoding import Batches, Encoded, check_length
-from .errors import DeltuneError
+from .errors import DeltuneError, unknown
 from .evaluate import SPLITS
 from .generating import CAUSAL
 from .jobs import Job
+from .kinds import Kind
 from .models import fit_padding, load_model, load_tokenizer
 from .progress import Bar
 from .runs import Run, environment, room
@@ -26,6 +29,10 @@ from .scoring import lines
 from .specs import RunSpec
 from .trainer import DeltaTrainer, Reports
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARDED = ("none", "fsdp")
 SCHEDULES = {"constant": "constant_with_warmup"}
 """Names of the Trainer that differ from ours."""
 LINES = 20  # of the log, an epoch
@@ -34,39 +41,69 @@ told = logging.getLogger("deltune")
 
 
 def train(
-    spec: RunSpec, output: str | Path, resume: bool = True, progress: bool = True, devices: str = "auto"
+    spec: RunSpec,
+    output: str | Path,
+    resume: bool = True,
+    progress: bool = True,
+    devices: str = "auto",
+    sharded: str = "none",
 ) -> dict[str, Any]:
     """Tune spec.method on spec.data, keep the best delta, score it; returns what metrics.json holds.
 
     The folder `output` becomes the RUN. A finished run of the same spec is not repeated, an unfinished one goes on
     where it was, with the same numbers in the end; resume=False starts afresh. progress: a bar, on a terminal.
-    devices: auto (the accelerator where there is one), cpu, cuda, cuda:1 or mps.
+    devices: auto (the accelerator where there is one), cpu, cuda, cuda:1 or mps. In several processes (torchrun,
+    accelerate launch, `deltune train --launch N`) each comes here; the first of them writes. sharded: none, each has
+    the model (DDP); fsdp, each has a share of it.
     The best epoch is that of the best validation spec.metric, of equal ones that of the lower validation loss, then
     the first; without a validation split it is the last.
     Errors (DeltuneError): whatever is wrong with spec, data, model, method or folder, before anything is written; a
     loss that is no number; no space left.
     """
-    run = Run(output)
-    if resume:
-        run.check(spec)
-        if run.finished:
-            told.info("%s is finished; nothing to do", run.folder)
-            return run.metrics
-    elif not run.exists:
-        run.check(spec)
-    with room(run.folder), run.locked():
-        return _train(spec, run, resume, progress, machine.device(devices))
+    device = machine.device(devices)
+    processes.join(device)
+    run = Run(output, writer=processes.main())
+    found = processes.of_main(lambda: _finished(spec, run, resume))
+    if found is not None:
+        told.info("%s is finished; nothing to do", run.folder)
+        return found
+    with contextlib.ExitStack() as held:
+        held.enter_context(room(run.folder))
+        processes.of_main(lambda: held.enter_context(run.locked()))
+        return _train(spec, run, resume, progress, device, sharded)
 
 
-def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.device) -> dict[str, Any]:
+def _finished(spec: RunSpec, run: Run, resume: bool) -> dict[str, Any] | None:
+    """The metrics of a run that needs no training. Error: the folder holds something else."""
+    if resume or not run.exists:
+        run.check(spec)
+    return run.metrics if resume and run.finished else None
+
+
+def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.device, sharded: str) -> dict[str, Any]:
+    job, source = processes.together(lambda: _job(spec, run, device, sharded))
+    arguments = _arguments(job, device)
+    if not resume:
+        run.clear()
+    facts = {"device": str(arguments.device), "precision": job.precision, "processes": processes.count()}
+    processes.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
+    with Bar(progress and processes.main()) as bar:
+        _fit(job, arguments, bar)
+        return _finish(job, bar)
+
+
+def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str) -> tuple[Job, dict[str, Any]]:
+    """All that the run works with, and what is to be known of its data."""
     precision = machine.precision(spec.precision, device)
+    rows = spec.rows(processes.count())
+    if sharded not in SHARDED:
+        raise DeltuneError(unknown("sharding", sharded, SHARDED))
     asked = assignment(spec)
     found, kind = asked.data, asked.kind
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
         raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
     tokenizer = load_tokenizer(spec.model)
-    model = load_model(spec.model, kind.loads, found.labels or None, "float32", spec.seed)
-    fit_padding(model, tokenizer)
+    model = _base(spec, kind, found, tokenizer)
     set_seed(spec.seed)
     tuned = attach(model, spec.method, head=spec.head)
     if not any(True for _ in tuned.trained()):
@@ -75,10 +112,6 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.
     check_length(model, spec.max_length + (spec.target_length if kind is CAUSAL else 0))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {split: kind.encode(tokenizer, model, rows, limits, split == "train") for split, rows in columns.items()}
-    batches = _batches(spec, encoded["train"])
-    arguments = _arguments(spec, run, batches, "validation" in encoded, device, precision)
-    if not resume:
-        run.clear()
     source = {
         "source": found.source,
         "fingerprint": found.fingerprint,
@@ -86,30 +119,34 @@ def _train(spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.
         "columns": found.columns,
         "rows": {split: len(rows["id"]) for split, rows in columns.items()},
     }
-    run.begin(spec, environment({"device": str(arguments.device), "precision": precision, "data": source}))
-    job = Job(
-        spec, run, tuned, tokenizer, found, kind, asked.metrics, asked.template, columns, encoded, batches, precision
-    )
-    with Bar(progress) as bar:
-        _fit(job, arguments, bar)
-        return _finish(job, bar)
+    if sharded == "fsdp":
+        sharding.shard(tuned, device)
+    batches = _batches(spec, encoded["train"], rows)
+    parts = (found, kind, asked.metrics, asked.template, columns, encoded, batches, precision)
+    return Job(spec, run, tuned, tokenizer, *parts), source
 
 
-def _batches(spec: RunSpec, rows: Encoded) -> Batches:
-    """The training rows, step by step, each step cut for the devices."""
+def _base(spec: RunSpec, kind: Kind, data: Data, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model that a spec names, as it is before any tuning."""
+    model = load_model(spec.model, kind.loads, data.labels or None, "float32", spec.seed)
+    fit_padding(model, tokenizer)
+    return model
+
+
+def _batches(spec: RunSpec, train: Encoded, rows: int) -> Batches:
+    """The training rows, step by step, each step cut for the devices into batches of so many rows."""
     if spec.batch_tokens is not None:
-        return Batches(rows.sizes, 0, spec.seed, tokens=spec.batch_tokens)
-    return Batches(rows.lengths, spec.batch_size, spec.seed, spec.batch_size // spec.rows())
+        return Batches(train.sizes, 0, spec.seed, processes.count(), spec.batch_tokens)
+    return Batches(train.lengths, spec.batch_size, spec.seed, spec.batch_size // rows)
 
 
-def _arguments(
-    spec: RunSpec, run: Run, batches: Batches, validated: bool, device: torch.device, precision: str
-) -> TrainingArguments:
+def _arguments(job: Job, device: torch.device) -> TrainingArguments:
+    spec, batches = job.spec, job.batches
     arguments = TrainingArguments(
-        output_dir=str(run.folder),
+        output_dir=str(job.run.folder),
         num_train_epochs=spec.epochs,
-        per_device_train_batch_size=spec.rows(),
-        gradient_accumulation_steps=batches.chunks,
+        per_device_train_batch_size=spec.rows(processes.count()),
+        gradient_accumulation_steps=batches.chunks // processes.count(),
         learning_rate=spec.rate,
         lr_scheduler_type=SCHEDULES.get(spec.schedule, spec.schedule),
         warmup_steps=spec.warmup,
@@ -119,10 +156,10 @@ def _arguments(
         adam_beta2=spec.adam_betas[1],
         adam_epsilon=spec.adam_epsilon,
         label_smoothing_factor=spec.label_smoothing,
-        bf16=precision == "bf16",
+        bf16=job.precision == "bf16",
         use_cpu=device.type == "cpu",
         seed=spec.seed,
-        eval_strategy="epoch" if validated else "no",
+        eval_strategy="epoch" if "validation" in job.encoded else "no",
         save_strategy="epoch",
         logging_steps=max(1, batches.per_epoch // LINES),
         logging_nan_inf_filter=False,  # a loss that is no number is an error here
@@ -142,7 +179,7 @@ def _arguments(
 
 def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
     """Train from the newest checkpoint, or from the start, to the last epoch or the end of patience."""
-    checkpoint = checkpoints.latest(job.run.checkpoint)
+    checkpoint = processes.of_main(lambda: checkpoints.latest(job.run.checkpoint))
     if checkpoint is None:
         job.run.rewind(-1)
         if job.spec.columns is None and job.spec.data is not None:
@@ -163,6 +200,7 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
     trainer = DeltaTrainer(job, arguments)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reports(job, bar))
+    processes.part_ways(job.spec.seed)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
 
@@ -171,8 +209,11 @@ def _finish(job: Job, bar: Bar) -> dict[str, Any]:
     """Score the kept delta as it is on the disk, and write predictions and metrics."""
     seconds = job.seconds
     count = job.tuned.count().as_dict()
-    model = job.tuned.detach()
+    sharded, device = sharding.sharded(job.model), job.model.device
+    model = _base(job.spec, job.kind, job.data, job.tokenizer) if sharded else job.tuned.detach()
     job.tuned = load(model, job.run.delta)
+    if sharded:
+        sharding.shard(job.tuned, device)
     results: dict[str, Any] = {}
     signatures: dict[str, str] = {}
     omitted: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from . import checkpoints
+from . import checkpoints, processes, sharding
 from .encoding import IGNORED, Row, collate
 from .jobs import Job, diverged
 from .progress import Bar
@@ -30,6 +31,19 @@ class DeltaTrainer(Trainer):
         # whether a model divides by the number of items that it is given can only be told by trying (BERT's
         # classifiers take it and do not), so none is given one: compute_loss weighs the means
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, True
+        if sharding.sharded(job.model):  # placed and averaged already: no DDP around it
+            self.is_distributed_loading_by_transformers = True
+        elif processes.several():
+            self.accelerator.ddp_handler.find_unused_parameters = self._some_unused()
+
+    def _some_unused(self) -> bool:
+        """Whether something that is trained has no part in the loss, which DDP would wait for; found out by trying."""
+        with torch.random.fork_rng():
+            model = self.job.model.train()
+            model(**self._prepare_inputs(self._batch([self.job.encoded["train"][0]]))).loss.backward()
+        unused = any(parameter.grad is None for _, parameter in self.job.tuned.trained())
+        model.zero_grad()
+        return unused
 
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """One batch; of no rows, where a step has fewer than there are devices: any row, that counts as nothing."""
@@ -49,7 +63,7 @@ class DeltaTrainer(Trainer):
         """The batches of a step on this device, and how many items all devices' batches have."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         own = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
-        return batches, self.accelerator.reduce(own)
+        return batches, processes.total(own)
 
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the loss of a batch is the mean of: rows, or the tokens that are predicted."""
@@ -74,8 +88,9 @@ class DeltaTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step. Error: its loss is no number."""
         loss = super().training_step(*args, **kwargs)
-        if not torch.isfinite(loss):
-            raise diverged(self.job, f"the training loss is {loss.item()} at step {self.state.global_step + 1}")
+        all_parts = processes.total(loss)
+        if not torch.isfinite(all_parts):
+            raise diverged(self.job, f"the training loss is {all_parts.item()} at step {self.state.global_step + 1}")
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -95,7 +110,7 @@ class DeltaTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if "validation" not in self.job.encoded:
-            self.job.tuned.save(self.job.run.delta)
+            self.job.keep()
             self.job.best = {"epoch": round(self.state.epoch or 0)}
         checkpoints.save(
             self.job.run.checkpoint,
@@ -108,7 +123,8 @@ class DeltaTrainer(Trainer):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.trained()))
+        with sharding.whole(self.job.tuned, write=True):
+            checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.trained()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -133,7 +149,9 @@ class Reports(TrainerCallback):
         self.job.batches.set_epoch(int(state.epoch))  # the Trainer does not reach it where a loader skips batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.job.tuned.advance(state.global_step / state.max_steps)
+        gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
+        with sharding.whole(self.job.tuned, write=True) if gated else contextlib.nullcontext():
+            self.job.tuned.advance(state.global_step / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.advance()

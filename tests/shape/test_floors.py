@@ -24,9 +24,12 @@ FLOORS = (
     ("machine", "models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating"),
-    ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
+    (
+        "specs", "assignments", "processes", "sharding", "runs", "checkpoints", "progress", "scoring", "evaluate",
+        "exporting", "inputs",
+    ),
     ("jobs", "trainer", "train"),
-    ("notes", "show", "quickstart", "cli", "__main__"),
+    ("launching", "notes", "show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""
 
