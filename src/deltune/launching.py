@@ -18,8 +18,8 @@ GRACE = 5.0  # seconds in which the others may end by themselves
 LIFELINE = "DELTUNE_LIFELINE"
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
-    """Run `deltune` with the same arguments `count` times, each told which it is, as torchrun does.
+def launch(count: int, command: Sequence[str]) -> int:
+    """Run a command `count` times, each told which it is, as torchrun does.
 
     Returns the exit code: 0, or of the first that failed, after which the others are ended. They end with this
     process, however it ends.
@@ -30,7 +30,6 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     threads = str(max(1, (os.cpu_count() or 1) // count))
     told = {"OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     told |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    command = [sys.executable, "-m", "deltune", *arguments]
     with _lifeline() as line:
         told[LIFELINE] = str(line)
         started = [
@@ -54,7 +53,7 @@ def launched(count: int | None) -> int | None:
     there = int(os.environ.get("WORLD_SIZE", "1"))
     if there > 1 and count not in (None, there):
         raise DeltuneError(f"--launch {count} inside {there} processes: leave it out, or start deltune alone")
-    return None if count is None or there > 1 else launch(count, sys.argv[1:])
+    return None if count is None or there > 1 else launch(count, [sys.executable, "-m", "deltune", *sys.argv[1:]])
 
 
 def speaks() -> bool:
