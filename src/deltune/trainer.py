@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,11 @@ class DeltaTrainer(Trainer):
         self.control.should_training_stop |= job.stopped
         return metrics
 
-    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
         """Batches before a step's last; the Trainer's own would ask how it loaded the model. A layer's gradient is
         reduced after every batch: kept whole up to the step it would take the room that sharding saves."""
-        return contextlib.nullcontext()
+        yield
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted: the Trainer would walk over all modules at every step."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from deltune import runs
+from deltune import checkpoints, runs
 from deltune.launching import launch
 from deltune.runs import Run
 from deltune.train import train
@@ -62,9 +66,9 @@ MORE: dict[str, dict[str, Any]] = {
     "bitfit": {"method": "bitfit", "lr": 1e-2, "batch_size": 32, "batch_tokens": 70},
     "frozen head": {"method": "adapter(rank=4)", "head": "freeze", "lr": 1e-2},
     "reparameterised": {"method": "prefix(length=3, reparameterise=8)", "label_smoothing": 0.1},
-    "masked": {"method": "apet(lora(rank=4), n=60)", "lr": 1e-2},
+    "masked": {"method": "apet(lora(rank=4), parameters=60)", "lr": 1e-2},
     "prompt": {"method": "prompt(length=4)", "lr": 1e-2},
-    "decoder": {"model": "gpt2", "method": "lora(rank=4) + layernorm", "lr": 1e-2, "precision": "bf16"},
+    "decoder": {"model": "gpt2", "method": "lora(rank=4) + layernorm", "lr": 1e-2},
 }
 
 
@@ -95,3 +99,85 @@ def test_two_processes_are_one(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_more_methods(name: str, root: Path, tmp_path: Path) -> None:
     together(root, tmp_path, {name: MORE[name]})
+
+
+def command(spec: Path, output: Path, *options: str, by: tuple[str, ...] = (sys.executable, "-m")) -> list[str]:
+    return [*by, "deltune", "train", str(spec), "--output", str(output), *options]
+
+
+def done(line: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SHARDED)
+def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
+    """SIGKILL of the launcher after the first checkpoint; run again, dropout draws go on in each process."""
+    method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40).yaml())
+    line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
+    run = Run(tmp_path / "run")
+    process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while checkpoints.latest(run.checkpoint) is None:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not run.finished
+    with contextlib.ExitStack() as held:  # the others are gone when the folder is free
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(Exception):
+                held.enter_context(run.locked())
+                break
+            time.sleep(0.1)
+    again = done(line)
+    assert again.returncode == 0 and "resuming" in again.stderr, again.stderr
+    assert (
+        done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--devices", "2", "--sharding", how)).returncode == 0
+    )
+    whole = Run(tmp_path / "whole")
+    compare(whole, run)
+    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in log(own)] for own in (whole, run)]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["--method", "full", "--lr", "1e38", "--clip", "0"], "training diverged at a learning rate of 1e+38"),
+        (["--batch-size", "7"], "batch_size=7 is no multiple of 2 processes: give a batch_size of 6 or 8"),
+        (["--max-length", "999"], "max_length=999 is more than"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_told_once(changes: list[str], told: str, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root).yaml())
+    found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", *changes))
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.count(told) == 1 and "Traceback" not in found.stderr, found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+LAUNCHERS = {
+    "torchrun": ("none", ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]),
+    "accelerate": ("none", ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]),
+    "accelerate, fsdp": ("fsdp", ["-m", "accelerate.commands.accelerate_cli", "launch", "--use_fsdp"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_other_launchers(name: str, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root, epochs=1).yaml())
+    how, by = LAUNCHERS[name]
+    plain = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
+    by = by if name == "torchrun" else [*by, *plain]
+    found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == Run(tmp_path / "run").metrics, "said once"
+    facts = Run(tmp_path / "run").environment
+    assert (facts["processes"], facts["sharded"]) == (2, how)
+    train(tiny.spec(root, epochs=1), tmp_path / "one", progress=False)
+    compare(Run(tmp_path / "one"), Run(tmp_path / "run"))
