@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from deltune import machine
+from deltune import machine, processes
 from deltune.errors import DeltuneError
 from deltune.runs import Run
 from deltune.train import train
@@ -52,3 +52,13 @@ def test_what_was_taken_is_written(tmp_path: Path) -> None:
     facts = Run(tmp_path / "run").environment
     assert (facts["device"], facts["precision"]) == ("cpu", "fp32")
     assert spec.name != tiny.spec(tmp_path, epochs=1).name, "what it comes to is not known before"
+
+
+def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes.join(torch.device("cuda:1"))  # alone, whatever it is
+    monkeypatch.setenv("WORLD_SIZE", "99")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    with pytest.raises(DeltuneError, match="cuda:1 is one device, and here are 99 processes: give cuda"):
+        processes.join(torch.device("cuda:1"))
+    with pytest.raises(DeltuneError, match="99 processes need as many devices"):
+        processes.join(torch.device("cuda"))

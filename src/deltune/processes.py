@@ -17,9 +17,19 @@ Found = TypeVar("Found")
 
 
 def join(device: torch.device) -> None:
-    """Meet the other processes, where a launcher (--launch, accelerate, torchrun) started several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        PartialState(cpu=device.type == "cpu")
+    """Meet the other processes, where a launcher (--launch, accelerate, torchrun) started several.
+
+    Errors: one device named for all of them, fewer devices than processes.
+    """
+    there = int(os.environ.get("WORLD_SIZE", "1"))
+    if there == 1:
+        return
+    if ":" in str(device):
+        raise DeltuneError(f"devices={device} is one device, and here are {there} processes: give {device.type}")
+    here, able = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if device.type != "cpu" and here > able:
+        raise DeltuneError(f"{here} processes need as many devices, and here are {able} of {device.type}; or give cpu")
+    PartialState(cpu=device.type == "cpu")
 
 
 def several() -> bool:
@@ -40,33 +50,33 @@ def main() -> bool:
 
 
 def of_main(work: Callable[[], Found]) -> Found:
-    """What the main process finds, for all; its DeltuneError is raised in all."""
+    """What the main process finds, for all; what goes wrong there is an error in all."""
     if not several():
         return work()
     found: list[Any] = [None, None]
+    error: Exception | None = None
     if main():
         try:
             found[0] = work()
-        except DeltuneError as error:
-            found[1] = str(error)
+        except Exception as caught:
+            error, found[1] = caught, _said(caught)
     distributed.broadcast_object_list(found)
-    if found[1] is not None:
-        raise DeltuneError(found[1])
+    _raise(error, found[1])
     result: Found = found[0]
     return result
 
 
 def together(work: Callable[[], Found]) -> Found:
-    """What each process finds by itself; the first DeltuneError of any is raised in all, so that none waits."""
-    result, error = None, None
+    """What each process finds by itself; what goes wrong in one is an error in all, so that none waits for it."""
+    result: list[Any] = [None]
+    error: Exception | None = None
     try:
-        result = work()
-    except DeltuneError as caught:
+        result[0] = work()
+    except Exception as caught:
         error = caught
-    told = next((other for other in gathered(None if error is None else str(error)) if other is not None), None)
-    if told is not None:
-        raise DeltuneError(told) from error
-    return result  # type: ignore[return-value]
+    _raise(error, next((told for told in gathered(_said(error)) if told is not None), None))
+    found: Found = result[0]
+    return found
 
 
 def gathered(value: Found) -> list[Found]:
@@ -91,3 +101,15 @@ def part_ways(seed: int) -> None:
     """From here on each process draws its own numbers (of dropout); the main one those of a single process."""
     if not main():
         set_seed(seed + index())
+
+
+def _said(error: Exception | None) -> str | None:
+    return None if error is None else str(error)
+
+
+def _raise(own: Exception | None, told: str | None) -> None:
+    """This process's own error, or the one that another told of."""
+    if own is not None:
+        raise own
+    if told is not None:
+        raise DeltuneError(told)

@@ -49,6 +49,7 @@ def compare(whole: Run, other: Run) -> None:
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
     for split in ("validation", "test"):
         assert other.metrics[split] == pytest.approx(whole.metrics[split], rel=1e-4)
+    assert other.metrics["count"] == whole.metrics["count"]
     one, two = (load_file(run.delta / "delta.safetensors") for run in (whole, other))
     assert set(one) == set(two)
     for name, tensor in one.items():
