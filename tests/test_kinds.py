@@ -43,7 +43,7 @@ def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
                 "tagging": {"tokens": words, "tags": [f"B-{names[w]}" if w in names else "O" for w in words]},
                 "choice": {"question": row["text"], "choices": choices, "answer": choices.index(named)},
                 "generation": {"source": row["text"], "targets": [named]},
-                "language": {"text": f"the old {named} is near my table and very small"},
+                "language": {"text": f"the old {named} is near my table" + " and very small" * (i % 3)},
             }[kind]
         )
     return found

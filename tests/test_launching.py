@@ -72,7 +72,9 @@ def test_they_end_with_their_launcher(how: signal.Signals, tmp_path: Path) -> No
 
 
 def test_what_is_launched_is_not_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launched(None) is None
+    assert launched(None) is None and launched(1) is None
+    with pytest.raises(DeltuneError, match="give 1 or more"):
+        launched(0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launched(None) is None and launched(2) is None
     with pytest.raises(DeltuneError, match="--launch 3 inside 2 processes"):

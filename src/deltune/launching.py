@@ -48,12 +48,18 @@ def launch(count: int, command: Sequence[str]) -> int:
 def launched(count: int | None) -> int | None:
     """The exit code of this command in `count` processes, where it is to be launched and is not yet.
 
-    Error: it is launched already, in another number.
+    Errors: no process at all; it is launched already, in another number.
     """
     there = int(os.environ.get("WORLD_SIZE", "1"))
+    if count is not None and count < 1:
+        raise DeltuneError(f"--launch {count}: give 1 or more")
     if there > 1 and count not in (None, there):
         raise DeltuneError(f"--launch {count} inside {there} processes: leave it out, or start deltune alone")
-    return None if count is None or there > 1 else launch(count, [sys.executable, "-m", "deltune", *sys.argv[1:]])
+    return (
+        None
+        if count is None or count == 1 or there > 1
+        else launch(count, [sys.executable, "-m", "deltune", *sys.argv[1:]])
+    )
 
 
 def speaks() -> bool:

@@ -22,6 +22,8 @@ class DeltaTrainer(Trainer):
 
     def __init__(self, job: Job, arguments: TrainingArguments) -> None:
         self.job = job
+        # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
+        self.shifted = job.kind.loads == "causal-lm"
         super().__init__(
             model=job.model,
             args=arguments,
@@ -68,7 +70,7 @@ class DeltaTrainer(Trainer):
 
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the loss of a batch is the mean of: rows, or the tokens that are predicted."""
-        labels = batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]
+        labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
         return (labels != IGNORED).sum()
 
     def compute_loss(
@@ -83,7 +85,7 @@ class DeltaTrainer(Trainer):
             return outputs.logits.sum() * 0
         loss = outputs.loss
         if self.label_smoother is not None:
-            loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self._loss_shifts_labels)
+            loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self.shifted)
         return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -153,7 +155,7 @@ class Reports(TrainerCallback):
         self.bar.start("train", state.max_steps, state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.job.batches.set_epoch(int(state.epoch))  # the Trainer does not reach it where a loader skips batches
+        self.job.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not reach it where a loader skips batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
