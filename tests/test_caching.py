@@ -52,6 +52,7 @@ def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
         assert found.truncated == straight.truncated > 0 and len(found) == 30
         assert found[7] == straight[7] and found.__getitems__([9, 2]) == [straight[9], straight[2]]
         assert found.rows[3:5] == straight.rows[3:5]
+        assert found.__getitems__([]) == []
     assert len(list(place.glob("*.arrow"))) == 1
 
 

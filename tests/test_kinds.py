@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
                 "tagging": {"tokens": words, "tags": [f"B-{names[w]}" if w in names else "O" for w in words]},
                 "choice": {"question": row["text"], "choices": choices, "answer": choices.index(named)},
                 "generation": {"source": row["text"], "targets": [named]},
-                "language": {"text": f"the old {named} is near my table and very small"},
+                "language": {"text": f"the old {named} is near my table" + " and very small" * (i % 3)},
             }[kind]
         )
     return found
@@ -151,6 +152,26 @@ def test_a_run_goes_on(
     for split in ("validation", "test"):
         one, other = (Run(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
         assert one.read_text() == other.read_text()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("kind", "model", "metric", "more"), [("classification", "bert", "accuracy", {}), *RUNS])
+def test_the_loss_of_a_step_is_that_of_its_rows(
+    kind: str, model: str, metric: str, more: Any, smoothing: float, places: Path, tmp_path: Path
+) -> None:
+    """10 rows at once, or 2 and 2, which differ in tokens; a last step of 3 rows, cut into 1, 1, 1, 0 and 0."""
+    still = tiny.still(Path(shutil.copytree(places / model, tmp_path / model)))
+    data = tiny.data(tmp_path / "data") if model == "bert" and kind == "classification" else places / kind
+    spec = tiny.spec(
+        places, model=str(still), data=str(data), method="lora(rank=2) + layernorm", epochs=1, lr=1e-2, max_length=32,
+        task=kind, metrics=(metric,), max_train_rows=23, batch_size=10, label_smoothing=smoothing,
+        **{"target_length": 4, **more},
+    )  # fmt: skip
+    train(spec, tmp_path / "whole", progress=False)
+    cut = train(spec.model_copy(update={"device_batch_size": 2}), tmp_path / "cut", progress=False)
+    assert len(tiny.losses(tmp_path / "cut")) == 3
+    assert tiny.losses(tmp_path / "cut") == pytest.approx(tiny.losses(tmp_path / "whole"), rel=1e-5)
+    assert cut["test"]["loss"] == pytest.approx(Run(tmp_path / "whole").metrics["test"]["loss"], rel=1e-4)
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:

@@ -49,10 +49,20 @@ SAME = [
     ({}, {"lr": 1e-2}),
     ({}, {"lr": "1e-2"}),
     ({}, {"report_to": ("tensorboard",)}),
+    ({}, {"device_batch_size": 4}),
+    ({"batch_tokens": 900}, {"batch_tokens": 900, "batch_size": 32}),
     ({"labels": "a, b"}, {"labels": ["a", "b"]}),
     ({"columns": "text=t, label=l"}, {"columns": {"text": "t", "label": "l"}}),
 ]
-OTHER = [{"seed": 1}, {"lr": 1e-3}, {"epochs": 4}, {"method": "bitfit"}, {"head": "freeze"}, {"max_train_rows": 10}]
+OTHER = [
+    {"seed": 1},
+    {"lr": 1e-3},
+    {"epochs": 4},
+    {"method": "bitfit"},
+    {"head": "freeze"},
+    {"max_train_rows": 10},
+    {"batch_tokens": 1000},
+]
 
 
 @pytest.mark.parametrize(("one", "two"), SAME)
@@ -111,6 +121,25 @@ def test_all_problems_come_at_once() -> None:
 def test_every_field_is_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(DeltuneError, match=next(iter(wrong))):
         spec(**wrong)
+
+
+def test_rows_at_a_time() -> None:
+    """All processes' rows, so many times, are a step's."""
+    assert spec().rows() == 32 and spec().rows(4) == 8
+    assert spec(device_batch_size=4).rows() == spec(device_batch_size=4).rows(4) == 4
+    assert spec(batch_tokens=100).rows(3) == 10, "of an evaluation"
+    with pytest.raises(
+        DeltuneError, match=r"batch_size=32 is no multiple of 3 processes: give a batch_size of 30 or 33$"
+    ):
+        spec().rows(3)
+    with pytest.raises(DeltuneError, match=r"2 processes of 5 rows at a time: .* 30 or 40; or .* of 1, 2, 4, 8, 16$"):
+        spec(device_batch_size=5).rows(2)
+
+
+@pytest.mark.parametrize("rows", [{"batch_size": 8}, {"device_batch_size": 8}])
+def test_rows_or_tokens(rows: dict[str, Any]) -> None:
+    with pytest.raises(DeltuneError, match=f"batch_tokens: give it or {next(iter(rows))}, not both"):
+        spec(batch_tokens=100, **rows)
 
 
 def test_a_spec_is_frozen() -> None:

@@ -125,8 +125,9 @@ def test_patience(root: Path, tmp_path: Path) -> None:
     [
         {"schedule": "cosine", "warmup": 0.2},
         {"schedule": "polynomial", "warmup": 3},
-        {"schedule": "constant", "gradient_accumulation": 4, "weight_decay": 0.1, "clip": 0},
+        {"schedule": "constant", "device_batch_size": 2, "weight_decay": 0.1, "clip": 0},
         {"precision": "bf16"},
+        {"batch_tokens": 60, "batch_size": 32},
         {"method": "lora(rank=2)", "head": "freeze"},
         {"method": "prompt(length=4)"},
         {"method": "prefix(length=3, reparameterise=8)"},

@@ -77,6 +77,20 @@ def model(folder: Path, family: str = "bert") -> Path:
     return folder
 
 
+def still(folder: Path) -> Path:
+    """The model of a folder, from now on without dropout: what is left of two runs' differences is rounding."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {name: 0.0 for name in config if "drop" in name}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses of a run's log."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
 def spec(root: Path, **changes: Any) -> RunSpec:
     """A spec on the tiny parts below `root`, which are made when they are not there."""
     places = {"model": root / "model", "data": root / "data"}

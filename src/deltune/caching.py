@@ -48,7 +48,7 @@ class Stored(Sequence[Row]):
 
     def take(self, indices: Sequence[int]) -> list[Row]:
         """Several rows at once."""
-        found: list[Row] = self.table.take(list(indices)).to_pylist()
+        found: list[Row] = self.table.take(pyarrow.array(indices, pyarrow.int64())).to_pylist()
         return found
 
 

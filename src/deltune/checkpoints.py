@@ -1,7 +1,7 @@
 """What a resumption needs, in two files without pickle: tensors as safetensors, everything else as JSON.
 
-Folder STEP of the run's `checkpoint`: tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.NAME) and facts.json,
-beside trainer_state.json, the Trainer's own. It appears whole, and then older ones go.
+Folder STEP of the run's `checkpoint`: tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.PROCESS.NAME) and
+facts.json, beside trainer_state.json, the Trainer's own. It appears whole, and then older ones go.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from . import processes, sharding
 from .errors import DeltuneError
 from .runs import write_failed, write_json
 
@@ -44,24 +45,32 @@ def save(
 ) -> Path:
     """Write the checkpoint of a step; `state` writes the Trainer's own state to the path it is given.
 
+    All processes come here with their random states and their shares of tensors; the main one writes.
+
     Error: no space left; the checkpoint before stays.
     """
     held = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {f"trained.{name}": p for name, p in trained.items()}
+    tensors: dict[str, torch.Tensor] = {f"trained.{name}": sharding.gathered(p) for name, p in trained.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for index, values in held["state"].items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{index}.{name}"] = value
+                tensors[f"optimizer.{index}.{name}"] = sharding.gathered(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
-    random_tensors, random_facts = _random_state()
-    tensors |= {f"rng.{name}": value for name, value in random_tensors.items()}
+    states = processes.gathered(_random_state())
+    tensors |= {f"rng.{i}.{name}": value for i, (own, _) in enumerate(states) for name, value in own.items()}
     facts = facts | {
         "optimizer": {"groups": held["param_groups"], "scalars": scalars},
         "scheduler": scheduler.state_dict(),
-        "rng": random_facts,
+        "rng": [told for _, told in states],
     }
+    return processes.of_main(lambda: _write(folder, step, tensors, facts, state))
+
+
+def _write(
+    folder: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any], state: Callable[[str], None]
+) -> Path:
     target = folder / str(step)
     fresh: Path | None = None
     try:
@@ -107,17 +116,24 @@ def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> No
 def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     """Put the states of optimiser and scheduler back."""
     told = facts(checkpoint)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in told["optimizer"]["scalars"].items()}
     for key, value in _tensors(checkpoint, "optimizer.").items():
         index, name = key.split(".", 1)
-        states.setdefault(int(index), {})[name] = value
+        states.setdefault(int(index), {})[name] = sharding.cut(value, parameters[int(index)])
     optimizer.load_state_dict({"state": states, "param_groups": told["optimizer"]["groups"]})
     scheduler.load_state_dict(told["scheduler"])
 
 
 def restore_random(checkpoint: Path) -> None:
-    """Put the random states of Python, NumPy and torch back."""
-    told, found = facts(checkpoint)["rng"], _tensors(checkpoint, "rng.")
+    """Put the random states of Python, NumPy and torch back, each process its own.
+
+    A process more than there were when the checkpoint was written goes on drawing as it began.
+    """
+    own, states = processes.index(), facts(checkpoint)["rng"]
+    if own >= len(states):
+        return
+    told, found = states[own], _tensors(checkpoint, f"rng.{own}.")
     version, values, gauss = told["python"]
     random.setstate((version, tuple(values), gauss))
     kind, keys, *rest = told["numpy"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from . import launching
 from .errors import DeltuneError, unknown
+from .notes import notes
 
 app = typer.Typer(
     help="Tune a pretrained transformer by small deltas.",
@@ -130,8 +128,11 @@ def train(
         float | None,
         typer.Option(help="Learning rate [full 5e-5; layernorm, prefix 1e-2; prompt 3e-2; others 1e-3; a sum: least]."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a batch [32].")] = None,
-    gradient_accumulation: Annotated[int | None, typer.Option(help="Batches a step [1].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step, over all devices [32].")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens a step, instead of --batch-size.")] = None,
+    device_batch_size: Annotated[
+        int | None, typer.Option(help="Rows at a time on one device, accumulated up to --batch-size [all].")
+    ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens a row; longer texts are cut [128].")] = None,
     target_length: Annotated[int | None, typer.Option(help="Tokens of an answer, at most [64].")] = None,
     beams: Annotated[int | None, typer.Option(help="Of generation [1].")] = None,
@@ -155,13 +156,22 @@ def train(
     warmup: Annotated[float | None, typer.Option(help="Share of all steps if below 1, else steps [0].")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [0].")] = None,
     clip: Annotated[float | None, typer.Option(help="Greatest norm of the gradient; 0: no limit [1].")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 (default) or bf16.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32 (default), bf16, or auto: bf16 where the device has it.")
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="Chooses the best epoch: loss or a metric [the task's first].")
     ] = None,
     metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
     label_smoothing: Annotated[float | None, typer.Option(help="Share of every label spread over all [0].")] = None,
     report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
+    devices: Annotated[
+        str, typer.Option(help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, or how many.")
+    ] = "auto",
+    launch: Annotated[int | None, typer.Option(help="In that many processes of this machine, a device each.")] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="none: each process has the model [none]; fsdp: each has a share of it.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -171,8 +181,8 @@ def train(
         "model": model, "data": data, "task": task, "data_root": None if data_root is None else str(data_root),
         "target_length": target_length, "beams": beams, "template": template, "metrics": metrics, "method": method,
         "head": head, "answer": answer, "words": words, "columns": columns, "labels": labels, "epochs": epochs,
-        "lr": lr, "max_train_rows": max_train_rows, "batch_size": batch_size,
-        "gradient_accumulation": gradient_accumulation, "max_length": max_length, "seed": seed, "patience": patience,
+        "lr": lr, "max_train_rows": max_train_rows, "batch_size": batch_size, "batch_tokens": batch_tokens,
+        "device_batch_size": device_batch_size, "max_length": max_length, "seed": seed, "patience": patience,
         "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,
         "metric": metric, "report_to": report_to, "protocol": protocol, "validation_rows": validation_rows,
         "steps": steps, "validate_every": validate_every, "max_generated": max_generated, "seeds": seeds,
@@ -181,21 +191,30 @@ def train(
     }  # fmt: skip
     from . import protocols, show, specs
 
+    if devices.isdigit():
+        devices, launch = "auto", launch or int(devices)
+    if (code := launching.launched(launch)) is not None:
+        raise typer.Exit(code)
     values = {} if file is None else specs.read_values(file)
     folder = output or values.pop("output", None)
     values.pop("output", None)
     spec = specs.RunSpec(**protocols.over(values, {name: v for name, v in given.items() if v is not None}))
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
-    with _notes(quiet):
+    quiet = quiet or not launching.speaks()
+    with notes(quiet):
         from . import train as training
 
         try:
-            outcome = training.train(spec, folder, resume=not fresh, progress=not quiet)
+            outcome = training.train(
+                spec, folder, resume=not fresh, progress=not quiet, devices=devices, sharded=launching.sharded(sharding)
+            )
         except KeyboardInterrupt:
-            print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
+            if launching.speaks():
+                print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
+    if launching.speaks():
+        out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
 
 
 def _searched(given: list[str] | None) -> dict[str, list[Any]] | None:
@@ -227,7 +246,7 @@ def evaluate(
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
-    with _notes(quiet):
+    with notes(quiet):
         from . import evaluate as scoring
 
         if rescore:
@@ -256,7 +275,7 @@ def predict(
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
-    with _notes(quiet):
+    with notes(quiet):
         from . import inputs
         from .evaluate import predicted
 
@@ -279,7 +298,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
-    with _notes(quiet):
+    with notes(quiet):
         from . import exporting
 
         target = exporting.merge(run, to)
@@ -295,7 +314,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's delta as another library's files, where that library can express it."""
-    with _notes(quiet):
+    with notes(quiet):
         from . import exporting
 
         target = exporting.export(run, to, format)
@@ -314,7 +333,7 @@ def take_in(
     as_json: Json = False,
 ) -> None:
     """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
-    with _notes(quiet):
+    with notes(quiet):
         from . import exporting
 
         handle = exporting.take_in(folder, model, output, kind)
@@ -328,50 +347,21 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
 ) -> None:
     """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
-    with _notes(False):
+    with notes(False):
         from .quickstart import SENTENCE, quickstart
 
         quickstart(text or SENTENCE, output)
 
 
-@contextlib.contextmanager
-def _notes(quiet: bool) -> Iterator[None]:
-    """Our notes and warnings go to standard error, one line each; the libraries' chatter goes nowhere."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logger = logging.getLogger("deltune")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING if quiet else logging.INFO)
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if category is UserWarning and str(Path(__file__).parent) in filename:
-            logger.warning("%s", message)
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = show
-            yield
-    finally:
-        logger.removeHandler(handler)
-
-
 def main() -> None:
     """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow each other down where cores are shared
+    launching.follow()
     try:
         app(prog_name="deltune")
     except DeltuneError as error:
-        print(f"deltune: {error}", file=sys.stderr)
+        if launching.speaks():
+            print(f"deltune: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -64,8 +64,8 @@ def load(
     columns tell, else classification. columns: {"text": …, "pair": …, "label": …}, or the names in the order of the
     kind's roles; default: found among the `fields` of meta.json or all columns. labels: names in the order of their
     ids; default: `label_names` of meta.json, else what train holds, sorted. max_rows: split -> size of a sample of it,
-    of train drawn under `seed`, of the others always the same. Validation and test may be absent; with training=False (labels given) train too, but not all
-    three. Raises one DeltuneError that lists what is wrong, with file and line.
+    of train drawn under `seed`, of the others always the same. Validation and test may be absent; with training=False
+    (labels given) train too, but not all three. Raises one DeltuneError that lists what is wrong, with file and line.
     """
     problems: list[str] = []
     for split, wanted in (max_rows or {}).items():

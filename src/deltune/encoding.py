@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CHUNK = 1000  # texts a call of the tokenizer
-POOL = 50  # batches' worth of rows that are sorted by length together
+POOL = 50  # steps' worth of rows that are sorted by length together
 
 Row = dict[str, Any]
 
@@ -52,6 +52,16 @@ class Encoded(Dataset[Row]):
     def lengths(self) -> list[int]:
         """Tokens of every row; of its longest choice, where it has choices."""
         return [len(i) if isinstance(i[0], int) else max(map(len, i)) for i in (row["input_ids"] for row in self.rows)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Tokens that every row takes in a batch: of its input or its answer, the longer; of all its choices."""
+        found = []
+        for row, length in zip(self.rows, self.lengths, strict=True):
+            labels, ids = row.get("labels"), row["input_ids"]
+            choices = 1 if isinstance(ids[0], int) else len(ids)
+            found.append(choices * max(length, 0 if labels is None or isinstance(labels, int) else len(labels)))
+        return found
 
 
 def encode(
@@ -110,36 +120,72 @@ def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
     return torch.tensor([[*r, *own] if side == "left" else [*own, *r] for own, r in zip(labels, rest, strict=True)])
 
 
-class ByLength(Sampler[int]):
-    """Batches of rows of similar length, in random order: decided by seed and epoch alone.
+class Batches(Sampler[list[int]]):
+    """The rows of every step, of similar length and in random order; each step cut into `chunks` batches.
 
-    Rows are shuffled, sorted within pools of 50 batches, cut into batches, and the batches shuffled; the rows that fill
-    no batch come last.
+    By rows: rows are shuffled, sorted within pools of 50 steps, cut into steps of `size`, and the steps shuffled; the
+    rows that fill no step come last. By `tokens`: all rows are sorted, those of one length in random order, and cut
+    into the most rows whose number times the largest fits, a larger row by itself; the steps are shuffled. Lengths
+    alone decide the cuts then, so that every epoch has as many steps.
+
+    Seed and epoch decide the rows of a step, never `chunks`: process p of N takes the batches p, p + N, … A step with
+    fewer rows than chunks has empty batches.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
-        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+    def __init__(
+        self, lengths: Sequence[int], size: int, seed: int, chunks: int = 1, tokens: int | None = None
+    ) -> None:
+        self.lengths, self.size, self.seed, self.chunks, self.tokens = lengths, size, seed, chunks, tokens
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of the next pass; the loader calls it."""
+        """The order of the next pass."""
         self.epoch = epoch
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    @property
+    def per_epoch(self) -> int:
+        """Steps an epoch."""
+        if self.tokens is None:
+            return -(-len(self.lengths) // self.size)
+        return len(self._packed(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), self.tokens))
 
-    def __iter__(self) -> Iterator[int]:
+    def __len__(self) -> int:
+        return self.per_epoch * self.chunks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps():
+            small, larger = divmod(len(step), self.chunks)
+            start = 0
+            for i in range(self.chunks):
+                stop = start + small + (i < larger)
+                yield step[start:stop]
+                start = stop
+
+    def steps(self) -> list[list[int]]:
+        """The rows of every step of this epoch."""
         chance = random.Random(f"{self.seed} {self.epoch}")
         order = list(range(len(self.lengths)))
         chance.shuffle(order)
-        whole = len(order) - len(order) % self.batch_size
-        batches = []
-        for start in range(0, whole, POOL * self.batch_size):
-            pool = sorted(order[start : min(start + POOL * self.batch_size, whole)], key=self.lengths.__getitem__)
-            batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
-        chance.shuffle(batches)
-        yield from (i for batch in batches for i in batch)
-        yield from order[whole:]
+        if self.tokens is not None:
+            steps = self._packed(sorted(order, key=self.lengths.__getitem__), self.tokens)
+            chance.shuffle(steps)
+            return steps
+        whole = len(order) - len(order) % self.size
+        steps = []
+        for start in range(0, whole, POOL * self.size):
+            pool = sorted(order[start : min(start + POOL * self.size, whole)], key=self.lengths.__getitem__)
+            steps += [pool[i : i + self.size] for i in range(0, len(pool), self.size)]
+        chance.shuffle(steps)
+        return [*steps, order[whole:]] if order[whole:] else steps
+
+    def _packed(self, order: Sequence[int], tokens: int) -> list[list[int]]:
+        """Rows, the shortest first, in as large groups as fit."""
+        steps: list[list[int]] = []
+        for row in order:
+            if not steps or (len(steps[-1]) + 1) * self.lengths[row] > tokens:
+                steps.append([])
+            steps[-1].append(row)
+        return steps
 
 
 @torch.no_grad()

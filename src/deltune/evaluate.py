@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from . import caching
+from . import caching, machine
 from . import data as reading
 from .assignments import assignment, by_name, check_fits, kind_of, limits_of
 from .attaching import load, tuned
@@ -56,6 +54,10 @@ class Ready:
         return self.run.spec
 
     @property
+    def precision(self) -> str:
+        return machine.precision(self.spec.precision, self.model.device)
+
+    @property
     def labels(self) -> tuple[str, ...]:
         return next(iter(self.labels_of.values()))
 
@@ -80,9 +82,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     for name, place in runs.items():
         load(model, place.folder, name=name)
     tuned(model).use(next(iter(runs)))
-    device = torch.accelerator.current_accelerator()
-    if device is not None and torch.accelerator.is_available():
-        model.to(device)  # type: ignore[arg-type]
+    model.to(machine.device())  # type: ignore[arg-type]
     return Ready(model, tokenizer, kind, runs, labels)
 
 
@@ -135,7 +135,7 @@ def evaluate(
             encoded = caching.encoded(facts.kind, facts.tokenizer, facts.model, rows, limits, False, content)
             bar.start(split, len(encoded))
             use = Use(
-                facts.model, facts.tokenizer, found.labels, limits, known.batch_size, known.precision, bar.advance
+                facts.model, facts.tokenizer, found.labels, limits, known.rows(), facts.precision, bar.advance
             )  # fmt: skip
             result = scored(facts.kind, use, encoded, rows, asked.metrics)
             results[split] = result.metrics

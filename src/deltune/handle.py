@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ class Tuned(nn.Module):
         self.mixed: tuple[str | None, ...] = ()  # the delta of every row, inside rows()
         self.rowwise: mixing.Rowwise = ([], [])
         self.base_labels = Labels.of(model.config)
+        self.base_facts: dict[str, Any] | None = None
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
         self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
         self.taps: dict[tuple[str, str], wiring.AnyTap] = {}
@@ -210,8 +212,12 @@ class Tuned(nn.Module):
     def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
         delta = self.delta(name).told()
-        base = store.base_facts(self.model, self.anatomy, self.original)
+        base = self.base_facts or store.base_facts(self.model, self.anatomy, self.original)
         return store.write(folder, store.facts_of(delta, base), self.tensors(delta))
+
+    def know_base(self) -> None:
+        """Keep the facts about the base that `save` writes, for they are read from the whole of it."""
+        self.base_facts = store.base_facts(self.model, self.anatomy, self.original)
 
     def tensors(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All numbers of a delta by their names in the file, on the CPU: its edits', and base.NAME for what it owns."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from . import checkpoints
+from . import checkpoints, processes, sharding
 from .catalogue import rate
 from .data import Data
-from .encoding import Encoded
+from .encoding import Batches, Encoded
 from .errors import Diverged
 from .handle import Tuned
 from .kinds import Columns, Kind, Limits, Use
@@ -39,6 +39,8 @@ class Job:
     limits: Limits
     columns: Mapping[str, Columns]
     encoded: dict[str, Encoded]
+    batches: Batches
+    precision: str
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # validations since the best
     before: float = 0.0  # seconds of earlier processes
@@ -67,15 +69,27 @@ class Job:
         return self.spec.metric or self.metrics[0]
 
     def scored(self, split: str, bar: Bar | None = None, loss_only: bool = False) -> Scored:
+        """The model's answers to a split, and their metrics.
+
+        Each of several processes answers every row: where a model is shared out all must run together, through as
+        many passes, and the passes of generation are not known before. So none waits for another either.
+        """
         advance = bar.advance if bar else None
         use = Use(
-            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.batch_size, self.spec.precision,
-            advance, loss_only=loss_only,
+            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(processes.count()),
+            self.precision, advance, loss_only=loss_only,
         )  # fmt: skip
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
+        metrics = processes.of_main(lambda: result.metrics)  # rounding must not let processes decide differently
+        result = replace(result, metrics=metrics)
         if not math.isfinite(result.metrics["loss"]):
             raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
         return result
+
+    def keep(self) -> None:
+        """Save the delta as it is."""
+        with sharding.whole(self.tuned):
+            processes.of_main(lambda: self.tuned.save(self.run.delta))
 
     def judge(self, metrics: dict[str, float], epoch: float, step: int) -> bool:
         """Keep the delta if these validation metrics are the best so far; returns whether they are."""
@@ -85,7 +99,7 @@ class Job:
         if self.best and rank <= self.best["rank"]:
             self.stale += 1
             return False
-        self.tuned.save(self.run.delta)
+        self.keep()
         self.best = {"epoch": passes(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
         self.stale = 0
         return True

@@ -12,7 +12,10 @@ from .errors import DeltuneError, unknown
 
 Values = Mapping[str, Any]
 
-INSTEAD = {"epochs": ("steps",), "steps": ("epochs",), "seed": ("seeds",), "seeds": ("seed",)}
+INSTEAD = {
+    "epochs": ("steps",), "steps": ("epochs",), "seed": ("seeds",), "seeds": ("seed",), "batch_size": ("batch_tokens",),
+    "batch_tokens": ("batch_size", "device_batch_size"),
+}  # fmt: skip
 """Fields of a spec -> those that they take the place of."""
 
 

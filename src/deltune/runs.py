@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,27 @@ OWN = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "p
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def writing(method: Callable[..., None]) -> Callable[..., None]:
+    """What only the run's writer does; other processes at the run pass over it."""
+
+    @functools.wraps(method)
+    def written(self: Run, *args: Any) -> None:
+        if self.writer:
+            method(self, *args)
+
+    return written
+
+
 class Run:
     """The folder of one run.
 
     finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs.
     runs: the folders of the single runs, where the spec is of several.
+    writer: of several processes at one run, one writes.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+    def __init__(self, folder: str | Path, writer: bool = True) -> None:
+        self.folder, self.writer = Path(folder).expanduser(), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in OWN[:4])
         self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in OWN[4:])
 
@@ -87,6 +100,7 @@ class Run:
         elif self.folder.exists():
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
 
+    @writing
     def clear(self) -> None:
         """Remove what a run wrote here: metrics first, so that it is unfinished, the spec last, so that it is a run."""
         if self.exists:
@@ -94,12 +108,28 @@ class Run:
             for path in (self.metrics_file, *(self.folder / name for name in OWN[1:]), self.spec_file):
                 _remove(path)
 
+    @writing
     def sweep(self) -> None:
         """Remove what an interrupted write left behind."""
         for name in OWN:
             for left in (*self.folder.glob(f".{name}-*"), *self.predictions.glob(".*-*")):
                 _remove(left)
 
+    @writing
+    def open(self, spec: RunSpec) -> None:
+        """Write the spec, where it is not there."""
+        if not self.exists:
+            write(self.spec_file, spec.yaml())
+
+    @writing
+    def point(self, name: str, to: Path) -> None:
+        """Make `name` a link to another place below this folder, in place of what it was."""
+        fresh = self.folder / f".{name}-link"
+        fresh.unlink(missing_ok=True)
+        os.symlink(to, fresh)
+        os.replace(fresh, self.folder / name)
+
+    @writing
     def begin(self, spec: RunSpec, environment: dict[str, Any]) -> None:
         """Write spec and environment; for a run that was begun before, remove what an interrupted write left.
 
@@ -111,8 +141,7 @@ class Run:
             raise DeltuneError(
                 f"the data {spec.data} changed since the run in {self.folder} was begun; start afresh (--fresh)"
             )
-        if not self.exists:
-            write(self.spec_file, spec.yaml())
+        self.open(spec)
         write_json(self.environment_file, environment)
 
     @contextlib.contextmanager
@@ -136,11 +165,13 @@ class Run:
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
+    @writing
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to log.jsonl."""
         with open(self.log_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
+    @writing
     def rewind(self, step: int) -> None:
         """Cut from the log what came after a step, and a line that was not written to its end."""
         if not self.log_file.is_file():
@@ -154,19 +185,21 @@ class Run:
                 continue
         write(self.log_file, "".join(kept))
 
+    @writing
     def predicted(self, split: str, rows: Iterable[dict[str, Any]]) -> None:
         """Write predictions/SPLIT.jsonl."""
         self.predictions.mkdir(exist_ok=True)
         write_lines(self.predictions / f"{split}.jsonl", rows)
 
+    @writing
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write metrics.json and drop the checkpoint: the run is finished."""
         write_json(self.metrics_file, metrics)
         _remove(self.checkpoint)
 
 
-def environment(device: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Versions, machine and data of a run."""
+def environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Versions, machine and what else is to be known of a run: its device and its data."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -176,9 +209,8 @@ def environment(device: str, data: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "platform": platform.platform(),
-        "device": device,
         "cpus": os.cpu_count(),
-        "data": data,
+        **facts,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from .errors import Diverged
 from .metrics import METRICS
-from .runs import Run, write
+from .runs import Run
 from .specs import RunSpec
 
 One = Callable[[RunSpec, Path], dict[str, Any]]
@@ -30,8 +29,7 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
     predictions of the folder are those of the run that does best on validation.
     """
     run.sweep()
-    if not run.exists:
-        write(run.spec_file, spec.yaml())
+    run.open(spec)
     chosen, lines = _search(spec, run, one)
     for seed in spec.seeds[1:]:
         lines.append(_line(run, one, chosen.model_copy(update={"seed": seed}), f"seed{seed}", spec))
@@ -39,7 +37,7 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
     kept = [line for line in lines if line["chosen"]]
     best = max(kept, key=lambda line: _value(line["metrics"]))  # the first of equal ones
     for name in ("delta", "predictions", "environment.json"):
-        _point(run.folder / name, Path("runs") / best["run"] / name)
+        run.point(name, Path("runs") / best["run"] / name)
     metrics = aggregate(kept, spec.aggregate) | {
         "seconds": round(sum(line["metrics"]["seconds"] for line in lines if line["metrics"]), 3),
         **{name: best["metrics"][name] for name in ("count", "truncated", "signatures", "omitted")},
@@ -110,11 +108,3 @@ def _told(line: Mapping[str, Any]) -> dict[str, Any]:
     """What metrics.json says of a run."""
     scores = {name: line["metrics"][name] for name in (*SPLITS, "seconds", "best") if name in line["metrics"]}
     return {name: line[name] for name in ("run", "seed", "tried", "chosen", "error") if name in line} | scores
-
-
-def _point(at: Path, to: Path) -> None:
-    """A relative link at `at`, in place of what is there."""
-    fresh = at.with_name(f".{at.name}-link")
-    fresh.unlink(missing_ok=True)
-    os.symlink(to, fresh)
-    os.replace(fresh, at)

@@ -22,8 +22,10 @@ from .kinds import Limits
 from .metrics import METRICS
 from .tasks import TASKS
 
-SILENT = ("protocol", "report_to")
-"""Fields that cannot change the result, and so do not count in a spec's name."""
+SILENT = ("protocol", "report_to", "device_batch_size")
+"""Fields that cannot change the result, and so do not count in a spec's name: a protocol's values count by themselves;
+a step's rows and its loss are the same however they are cut. What is left are rounding and the draws of dropout, as
+with another device or number of processes, which no spec names either."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Fields that are the same in all runs of a spec."""
@@ -71,8 +73,15 @@ class RunSpec(BaseModel):
     lr: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
     )
-    batch_size: int = Field(default=32, ge=1, description="rows a step")
-    gradient_accumulation: int = Field(default=1, ge=1, description="batches a step")
+    batch_size: int = Field(default=32, ge=1, description="rows a step, over all devices")
+    batch_tokens: int | None = Field(
+        default=None, ge=1, description="tokens a step, padding included, instead of batch_size: rows of similar length"
+    )
+    device_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows at a time on one device; the gradient is accumulated up to batch_size; default: all",
+    )
     max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
     target_length: int = Field(default=64, ge=1, description="tokens of a target, at most; what is longer is cut")
     max_generated: int | None = Field(
@@ -104,7 +113,9 @@ class RunSpec(BaseModel):
     clip: float = Field(
         default=1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit"
     )
-    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="fp32, or bf16 by autocast")
+    precision: Literal["fp32", "bf16", "auto"] = Field(
+        default="fp32", description="fp32, bf16 by autocast, or auto: bf16 on an accelerator that has it, else fp32"
+    )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of every label spread over all")
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of AdamW")
     adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")
@@ -168,7 +179,7 @@ class RunSpec(BaseModel):
     @validator(mode="wrap")
     @classmethod
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
-        problems = _source(values) if isinstance(values, dict) else []
+        problems = [*_source(values), *_sizes(values)] if isinstance(values, dict) else []
         try:
             values = protocols.filled(values) if isinstance(values, dict) else values
         except DeltuneError as error:
@@ -217,6 +228,21 @@ class RunSpec(BaseModel):
         own = template if self.template is None else self.template
         return Limits(self.max_length, self.target_length, own, words, generate)
 
+    def rows(self, processes: int = 1) -> int:
+        """Rows at a time on one device. Error: those of all processes do not add up to batch_size."""
+        unit = processes * (self.device_batch_size or 1)
+        if self.batch_tokens is None and self.batch_size % unit:
+            below, (share, rest) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
+            sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+            fitting = ", ".join(str(rows) for rows in range(1, share + 1) if share % rows == 0)
+            raise DeltuneError(
+                f"batch_size={self.batch_size} is no multiple of {processes} process{'es' if processes > 1 else ''}"
+                + (f" of {self.device_batch_size} rows at a time" if self.device_batch_size else "")
+                + f": give a batch_size of {sizes}"
+                + ("" if rest else f"; or a device_batch_size of {fitting}")
+            )
+        return self.device_batch_size or max(1, self.batch_size // processes)
+
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
@@ -255,6 +281,15 @@ def _source(values: Mapping[str, Any]) -> list[str]:
     if data is not None and task is not None and task not in KINDS:
         return [f"task: {unknown('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
     return []
+
+
+def _sizes(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with two sizes of a batch: tokens exclude rows. A default that is written out is not given."""
+    fields = ("batch_size", "device_batch_size")
+    given = [f for f in fields if values.get(f, RunSpec.model_fields[f].default) != RunSpec.model_fields[f].default]
+    if values.get("batch_tokens") is None or not given:
+        return []
+    return [f"batch_tokens: give it or {' and '.join(given)}, not both"]
 
 
 def _value(spec: RunSpec, field: str) -> Any:

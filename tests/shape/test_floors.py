@@ -21,14 +21,17 @@ FLOORS = (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
         "wiring", "store", "handle", "interchange", "attaching",
     ),
-    ("models", "files", "columns", "labels", "data"),
+    ("machine", "models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "tasks"),
     ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
      "listing", "caching"),
-    ("specs", "assignments", "parts", "runs", "checkpoints", "progress", "scoring", "inputs", "evaluate", "exporting"),
+    (
+        "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress", "scoring",
+        "inputs", "evaluate", "exporting",
+    ),
     ("jobs", "trainer", "series", "train"),
     ("outcomes", "results", "timing", "terms", "works", "grids", "pools", "engine"),
-    ("show", "quickstart", "cli", "__main__"),
+    ("launching", "notes", "show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""
 

@@ -1,0 +1,64 @@
+"""Devices and precisions: what this machine has, and clear refusals of what it has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from deltune import machine, processes
+from deltune.errors import DeltuneError
+from deltune.runs import Run
+from deltune.train import train
+
+ACCELERATED = torch.accelerator.is_available()
+
+
+def test_auto_is_the_accelerator_where_there_is_one() -> None:
+    assert (machine.device().type != "cpu") == ACCELERATED
+    assert machine.device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("asked", ["cuba", "cuda:77", "gpu", "", "2 cpus"])
+def test_devices_that_there_are_not(asked: str, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match=r"unknown device .* Known: auto, cpu"):
+        train(tiny.spec(tmp_path), tmp_path / "run", devices=asked)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bf16_where_the_device_has_it() -> None:
+    here = machine.device()
+    assert machine.precision("fp32", here) == "fp32"
+    assert machine.precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
+    assert machine.precision("auto", torch.device("cpu")) == "fp32"
+    with pytest.raises(DeltuneError, match="bf16 cannot be had on meta: give fp32, or auto"):
+        machine.precision("bf16", torch.device("meta"))
+
+
+@pytest.mark.skipif(not ACCELERATED, reason="needs an accelerator")
+@pytest.mark.parametrize("devices", ["auto", "cpu", "cuda", "cuda:0"])
+def test_a_run_says_where_it_was(devices: str, tmp_path: Path) -> None:
+    train(tiny.spec(tmp_path, epochs=1, precision="auto"), tmp_path / "run", devices=devices)
+    facts = Run(tmp_path / "run").environment
+    assert facts["device"].startswith("cpu") == (devices == "cpu")
+    assert (facts["precision"] == "bf16") == (devices != "cpu")
+
+
+def test_what_was_taken_is_written(tmp_path: Path) -> None:
+    spec = tiny.spec(tmp_path, epochs=1, precision="auto")
+    train(spec, tmp_path / "run", devices="cpu")
+    facts = Run(tmp_path / "run").environment
+    assert (facts["device"], facts["precision"]) == ("cpu", "fp32")
+    assert spec.name != tiny.spec(tmp_path, epochs=1).name, "what it comes to is not known before"
+
+
+def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes.join(torch.device("cuda:1"))  # alone, whatever it is
+    monkeypatch.setenv("WORLD_SIZE", "99")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    with pytest.raises(DeltuneError, match="cuda:1 is one device, and here are 99 processes: give cuda"):
+        processes.join(torch.device("cuda:1"))
+    with pytest.raises(DeltuneError, match="99 processes need as many devices"):
+        processes.join(torch.device("cuda"))

@@ -1,0 +1,16 @@
+"""Trains every job of a file, one after the other: what each of several processes of a test runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from deltune.launching import follow
+from deltune.specs import RunSpec
+from deltune.train import train
+
+if __name__ == "__main__":
+    follow()
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        train(RunSpec(**job["spec"]), job["output"], progress=False, devices="cpu", sharded=job["sharded"])

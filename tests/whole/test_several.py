@@ -1,0 +1,184 @@
+"""Two processes at one run: the losses, the delta and the metrics of one, under DDP and FSDP; all end together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from deltune import checkpoints, runs
+from deltune.launching import launch
+from deltune.runs import Run
+from deltune.train import train
+
+DRIVER = Path(__file__).with_name("several.py")
+SHARDED = ("none", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models without dropout: what is left of two runs' differences is rounding."""
+    found = tmp_path_factory.mktemp("tiny")
+    tiny.spec(found)
+    tiny.still(found / "model")
+    tiny.still(tiny.model(found / "gpt2", "gpt2"))
+    return found
+
+
+def log(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.log_file.read_text().splitlines()]
+
+
+def compare(whole: Run, other: Run) -> None:
+    """Two runs that differ by no more than rounding, the second as complete as the first."""
+    assert {p.name for p in other.folder.iterdir()} == set(runs.OWN) - {"checkpoint"}
+    ours, theirs = log(other), log(whole)
+    assert [(line["step"], sorted(line)) for line in ours] == [(line["step"], sorted(line)) for line in theirs]
+    for name in ("loss", "eval_loss", "grad_norm", "learning_rate"):
+        values = [[line[name] for line in lines if name in line] for lines in (ours, theirs)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
+    for split in ("validation", "test"):
+        assert other.metrics[split] == pytest.approx(whole.metrics[split], rel=1e-4)
+    assert other.metrics["count"] == whole.metrics["count"]
+    one, two = (load_file(run.delta / "delta.safetensors") for run in (whole, other))
+    assert set(one) == set(two)
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-4, rtol=1e-3), name
+    assert (other.delta / "delta.json").exists() and other.metrics["best"]["epoch"] == whole.metrics["best"]["epoch"]
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "layernorm": {"method": "layernorm"},
+    "lora": {"method": "lora(rank=4)", "lr": 1e-2},
+    "prefix": {"method": "prefix(length=4) + layernorm", "device_batch_size": 1},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "full": {"method": "full", "lr": 1e-3},
+    "bitfit": {"method": "bitfit", "lr": 1e-2, "batch_size": 32, "batch_tokens": 70},
+    "frozen head": {"method": "adapter(rank=4)", "head": "freeze", "lr": 1e-2},
+    "reparameterised": {"method": "prefix(length=3, reparameterise=8)", "label_smoothing": 0.1},
+    "masked": {"method": "apet(lora(rank=4), parameters=60)", "lr": 1e-2},
+    "prompt": {"method": "prompt(length=4)", "lr": 1e-2},
+    "decoder": {"model": "gpt2", "method": "lora(rank=4) + layernorm", "lr": 1e-2},
+}
+
+
+def together(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None:
+    """Every row by itself, and then all rows in two processes, under DDP and FSDP. 23 rows: the last step has 3."""
+    jobs = []
+    for name, changes in table.items():
+        own = {"max_train_rows": 23, "batch_size": 10, "epochs": 2, **changes}
+        own["model"] = str(root / own.get("model", "model"))
+        spec = tiny.spec(root, **own)
+        train(spec, folder / name / "one", progress=False)
+        given = spec.model_dump(mode="json")
+        jobs += [{"spec": given, "output": str(folder / name / how), "sharded": how} for how in SHARDED]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    assert launch(2, [sys.executable, str(DRIVER), str(folder / "jobs.json")]) == 0
+    for name in table:
+        for how in SHARDED:
+            compare(Run(folder / name / "one"), Run(folder / name / how))
+            facts = Run(folder / name / how).environment
+            assert (facts["processes"], facts["sharded"]) == (2, how)
+
+
+def test_two_processes_are_one(root: Path, tmp_path: Path) -> None:
+    together(root, tmp_path, METHODS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_methods(name: str, root: Path, tmp_path: Path) -> None:
+    together(root, tmp_path, {name: MORE[name]})
+
+
+def command(spec: Path, output: Path, *options: str, by: tuple[str, ...] = (sys.executable, "-m")) -> list[str]:
+    return [*by, "deltune", "train", str(spec), "--output", str(output), *options]
+
+
+def done(line: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SHARDED)
+def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
+    """SIGKILL of the launcher after the first checkpoint; run again, dropout draws go on in each process."""
+    method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40).yaml())
+    line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
+    run = Run(tmp_path / "run")
+    process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while checkpoints.latest(run.checkpoint) is None:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not run.finished
+    with contextlib.ExitStack() as held:  # the others are gone when the folder is free
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(Exception):
+                held.enter_context(run.locked())
+                break
+            time.sleep(0.1)
+    again = done(line)
+    assert again.returncode == 0 and "resuming" in again.stderr, again.stderr
+    assert (
+        done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--devices", "2", "--sharding", how)).returncode == 0
+    )
+    whole = Run(tmp_path / "whole")
+    compare(whole, run)
+    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in log(own)] for own in (whole, run)]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["--method", "full", "--lr", "1e38", "--clip", "0"], "training diverged at a learning rate of 1e+38"),
+        (["--batch-size", "7"], "batch_size=7 is no multiple of 2 processes: give a batch_size of 6 or 8"),
+        (["--max-length", "999"], "max_length=999 is more than"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_told_once(changes: list[str], told: str, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root).yaml())
+    found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", *changes))
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.count(told) == 1 and "Traceback" not in found.stderr, found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+LAUNCHERS = {
+    "torchrun": ("none", ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]),
+    "accelerate": ("none", ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]),
+    "accelerate, fsdp": ("fsdp", ["-m", "accelerate.commands.accelerate_cli", "launch", "--use_fsdp"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_other_launchers(name: str, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root, epochs=1).yaml())
+    how, by = LAUNCHERS[name]
+    plain = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
+    by = by if name == "torchrun" else [*by, *plain]
+    found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == Run(tmp_path / "run").metrics, "said once"
+    facts = Run(tmp_path / "run").environment
+    assert (facts["processes"], facts["sharded"]) == (2, how)
+    train(tiny.spec(root, epochs=1), tmp_path / "one", progress=False)
+    compare(Run(tmp_path / "one"), Run(tmp_path / "run"))
