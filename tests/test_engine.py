@@ -1,4 +1,4 @@
-"""Studies that run: once each, whatever dies; the file of results; grids."""
+"""Studies that run: once each, whatever dies; the file of results; sweeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tiny
 from deltune import results as module
 from deltune.engine import Drive
 from deltune.errors import DeltuneError
-from deltune.grids import Grid
+from deltune.sweeps import Sweep
 from deltune.outcomes import Outcome
 from deltune.parts import Parts
 from deltune.pools import Answer, Local, answer
@@ -215,7 +215,7 @@ def test_a_worker_keeps_to_its_kin(tmp_path: Path) -> None:
 # -- processes
 
 
-def study(root: Path, **changes: Any) -> Grid:
+def study(root: Path, **changes: Any) -> Sweep:
     for name in ("model", "data"):
         if not (root / name).exists():
             getattr(tiny, name)(root / name)
@@ -224,7 +224,7 @@ def study(root: Path, **changes: Any) -> Grid:
         "tasks": {"words": {"data": str(root / "data")}}, "methods": ["layernorm", "lora(rank=2)", "head"],
         "seeds": (0, 1), "options": {"epochs": 2, "batch_size": 8, "max_length": 16},
     }  # fmt: skip
-    return Grid(**{**values, **changes})
+    return Sweep(**{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +353,7 @@ def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
         assert made.failed == [only.name] and "signal 9" in str(only.error)
 
 
-# -- grids
+# -- sweeps
 
 
 def test_a_grid_is_every_combination(root: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_grid_is_every_combination(root: Path) -> None:
 
 
 def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
-    from deltune.grids import read
+    from deltune.sweeps import read
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
     (tmp_path / "study.yaml").write_text(made.yaml())

@@ -1,4 +1,4 @@
-"""A grid as a value: models × tasks × axes × methods × seeds, expanded into runs that are named by their content."""
+"""A sweep as a value: models × tasks × axes × methods × seeds, expanded into runs that are named by their content."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .works import Work, of_run
 Values = dict[str, Any]
 
 FIXED = ("model", "task", "method", "seed", "seeds")
-"""Fields of a run that a grid's own axes give."""
+"""Fields of a run that a sweep's own axes give."""
 
 
-class Grid(BaseModel):
+class Sweep(BaseModel):
     """Every combination of models, tasks, axes, methods and seeds is a run; what is given later wins over earlier.
 
     An entry of models, tasks, axes and methods is a label with its values: fields of a run's spec. A list is short for
@@ -63,7 +63,7 @@ class Grid(BaseModel):
 
     @validator(mode="wrap")
     @classmethod
-    def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[Grid]) -> Grid:
+    def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[Sweep]) -> Sweep:
         try:
             made = handler(values)
         except ValidationError as error:
@@ -129,7 +129,7 @@ class Grid(BaseModel):
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell of a grid and the run that fills it."""
+    """A cell of a sweep and the run that fills it."""
 
     cell: Cell
     spec: RunSpec
@@ -139,15 +139,15 @@ class Planned:
         return of_run(self.spec)
 
 
-def read(path: str | Path) -> Grid:
+def read(path: str | Path) -> Sweep:
     """The study of a YAML file. Errors: no such file, broken YAML, everything that is wrong with the study."""
-    return Grid(**read_values(path))
+    return Sweep(**read_values(path))
 
 
 def _problem(error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return unknown("entry", place, Grid.model_fields)
+        return unknown("entry", place, Sweep.model_fields)
     if error["type"] == "missing":
-        return f"{place} is missing: {Grid.model_fields[place].description}"
+        return f"{place} is missing: {Sweep.model_fields[place].description}"
     return f"{place}: {error['msg'][0].lower()}{error['msg'][1:]}, not {error['input']!r}"
