@@ -274,16 +274,38 @@ def test_the_gap_of_noise_alone_does_not_shrink_with_the_noise() -> None:
         generator = np.random.default_rng(draw)
         outcomes = [
             Outcome(
-                {"task": "cb", "method": m, "model": model, "seed": seed},
+                {"task": task, "method": m, "model": model, "seed": seed},
                 scores={"accuracy": 0.7 + noise * generator.standard_normal()},
                 extra={"parameters": SIZES[model]},
             )
+            for task in range(8)
             for m in ("a", "b", "c", "d")
             for model, noise in (("small", 0.05), ("large", 0.005))
-            for seed in range(5)
+            for seed in range(3)
         ]
         wrong += decided(Shrinks("method", "model"), outcomes).verdict == "holds"
     assert wrong <= 100 * (0.05 + 4 * np.sqrt(0.05 * 0.95 / 100))
+
+
+def test_of_several_comparisons_the_weakest_holds_and_the_strongest_refutes() -> None:
+    noisy = grid(by_method, noise=0.02, examples=200, method=("a", "b", "c", "full"))
+    true = [Beats(A, B), Beats(C, B)]
+    alone = [decided(form, noisy).p for form in true]
+    assert decided(Both(tuple(true)), noisy).p == pytest.approx(max(alone))
+    assert decided(Both((Beats(B, A), Beats(B, C))), noisy).p == pytest.approx(2 * min(alone))
+    assert decided(Both((Beats(A, B), Beats(B, C))), noisy).p == pytest.approx(2 * alone[1])
+
+
+def test_models_of_one_task_share_its_test_split() -> None:
+    seen: list[Any] = []
+
+    def spy(strata: Any, tests: Any) -> Any:
+        seen.extend(zip(strata, tests, strict=True))
+        return bootstrap(strata, tests, draws=20)
+
+    decided(Beats(A, B), MODELS, estimate=spy)
+    assert len(seen) == 2 * len(SIZES) and {d.shape for d, _ in seen} == {(3, 400)}
+    assert len({test for _, test in seen}) == 2
 
 
 def curves(fast: str, seeds: int = 4) -> list[Outcome]:

@@ -80,6 +80,16 @@ def test_models_on_one_test_split_share_its_examples() -> None:
     assert wrong / TIMES > at_most(0.15)
 
 
+@pytest.mark.parametrize("spread", [(0.05, 0.3, 0.3), (0.02, 0.1, 0.6)])
+def test_the_parts_add_up_to_the_variance_of_the_mean(spread: tuple[float, float, float]) -> None:
+    """σ_S²/n_s + σ_E²/n_i + σ_R²/(n_s n_i), on average: the residual is in it once."""
+    generator = np.random.default_rng(0)
+    found = [sum(v for v, _ in paired(study(generator, 1, 4, 60, spread)).parts) for _ in range(TIMES)]
+    s, e, r = spread
+    expected = s**2 / 4 + e**2 / 60 + r**2 / 240
+    assert np.mean(found) == pytest.approx(expected, abs=4 * np.std(found) / np.sqrt(TIMES) + 0.05 * expected)
+
+
 def test_a_difference_is_found() -> None:
     generator = np.random.default_rng(0)
     found = sum(

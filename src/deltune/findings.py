@@ -75,17 +75,17 @@ def findings(
     claims: Sequence[Claim],
     outcomes: Sequence[Outcome],
     metric: str | Mapping[str, str],
-    lower: bool | None = None,
+    lower: bool = False,
     alpha: float = 0.05,
     estimate: Estimator = paired,
 ) -> list[Finding]:
     """A finding for each claim, in order: Holm's procedure over all that could be tested keeps errors of the study.
 
-    metric: the score that counts, in general or for each task. lower: whether lower is better; None: as METRICS says.
+    metric: the score that counts, in general or for each task. lower: lower is better, where METRICS does not say so.
     The chance that any "holds" or "does not hold" of the study is wrong is at most alpha (Holm 1979; for the directions
-    Shaffer 1980: one of them is wrong, and it takes half of a two-sided test's level). A comparison with one
-    seed, or with a cell that is missing or failed, is undecided and its note says which. Raises DeltuneError for two
-    outcomes of one cell.
+    Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
+    cell that is missing or failed, is undecided and its note says which. Raises DeltuneError for two outcomes of one
+    cell.
     """
     grid = Grid(opened(outcomes), Asked(metric, lower))
     results = [_tested(claim, grid, estimate) for claim in claims]

@@ -39,10 +39,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Asked:
-    """The study's metric, in general or for each task. lower: whether lower is better, None for what METRICS says."""
+    """The study's metric, in general or for each task. lower: lower is better, even if METRICS does not say so."""
 
     metric: str | Mapping[str, str]
-    lower: bool | None = None
+    lower: bool = False
 
     def of(self, outcome: Outcome) -> str:
         if isinstance(self.metric, str):
@@ -51,8 +51,7 @@ class Asked:
 
     def sign(self, metric: str) -> float:
         """−1 where lower values are better."""
-        lower = metric in METRICS and METRICS[metric].better == "lower" if self.lower is None else self.lower
-        return -1.0 if lower else 1.0
+        return -1.0 if self.lower or (metric in METRICS and METRICS[metric].better == "lower") else 1.0
 
 
 Read = Callable[[Sequence[Outcome], Asked], list[Number | str]]
