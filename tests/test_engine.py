@@ -18,12 +18,12 @@ import tiny
 from deltune import results as module
 from deltune.engine import Drive
 from deltune.errors import DeltuneError
-from deltune.sweeps import Sweep
 from deltune.outcomes import Outcome
 from deltune.parts import Parts
 from deltune.pools import Answer, Local, answer
 from deltune.progress import Bar
 from deltune.results import Results, Row
+from deltune.sweeps import Sweep
 from deltune.works import DOES, Work
 
 

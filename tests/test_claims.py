@@ -1,0 +1,449 @@
+"""Claims on outcomes whose truth is known: every form holds, does not hold, is undecided; what is missing is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltune.cells import EVERY, LARGEST, SMALLEST
+from deltune.claims import Alike, Beats, Best, Both, Claim, Falls, Fewer, Form, Rises, Shrinks, Within
+from deltune.claims_papers import CLAIMS
+from deltune.errors import DeltuneError
+from deltune.findings import Finding, findings
+from deltune.outcomes import Outcome
+from deltune.readings import RANK, RELATIVE, STEPS, opened, score, threshold
+from deltune.stats import bootstrap
+
+SIZES = {"small": 1e7, "middle": 1e8, "large": 1e9}
+COUNTS = {"a": 100, "b": 200, "c": 400, "full": 10_000}
+A, B, C = {"method": "a"}, {"method": "b"}, {"method": "c"}
+
+
+def grid(
+    truth: Callable[[Mapping[str, Any]], float],
+    seeds: int = 3,
+    examples: int = 400,
+    noise: float = 0.005,
+    draw: int = 0,
+    **axes: tuple[Any, ...],
+) -> list[Outcome]:
+    """Outcomes of a full grid: accuracy `truth(cell)` with noise of seeds, on examples as hard for all of them."""
+    axes = {"task": ("cb", "sick"), **axes}
+    found = []
+    for labels in itertools.product(*axes.values()):
+        for seed in range(seeds):
+            cell = {**dict(zip(axes, labels, strict=True)), "seed": seed}
+            generator = np.random.default_rng([draw, *str(cell).encode()])
+            hard = np.random.default_rng([draw, *str(cell["task"]).encode()]).uniform(size=examples)
+            right = (hard < truth(cell) + noise * generator.standard_normal()).astype(float)
+            found.append(
+                Outcome(
+                    cell=cell,
+                    scores={"accuracy": float(right.mean())},
+                    count={"method": COUNTS.get(str(cell.get("method")), 1)},
+                    examples={"accuracy": right.tolist()},
+                    extra={"parameters": SIZES.get(str(cell.get("model")), 1e7)},
+                )
+            )
+    return found
+
+
+def decided(form: Form, outcomes: list[Outcome], **options: Any) -> Finding:
+    (found,) = findings([Claim("it is so", "here", form)], outcomes, options.pop("metric", "accuracy"), **options)
+    return found
+
+
+def by_method(cell: Mapping[str, Any]) -> float:
+    return {"a": 0.8, "b": 0.7, "c": 0.795, "full": 0.8}[cell["method"]]
+
+
+def shrinking(cell: Mapping[str, Any]) -> float:
+    """Methods 10 points apart on the smallest model, 5 on the next, not at all on the largest; better with size."""
+    step = list(SIZES).index(cell["model"])
+    return 0.6 + 0.1 * step - {"a": 0.0, "b": 0.05}[cell["method"]] * (2 - step)
+
+
+METHODS = grid(by_method, method=("a", "b", "c", "full"))
+MODELS = grid(shrinking, method=("a", "b"), model=tuple(SIZES))
+LARGE = {"model": LARGEST}
+
+FORMS: tuple[tuple[Form, list[Outcome], str], ...] = (
+    (Beats(A, B), METHODS, "holds"),
+    (Beats(B, A), METHODS, "does not hold"),
+    (Beats(A, {"method": "full"}), METHODS, "undecided"),
+    (Beats(A, B, margin=5.0), METHODS, "holds"),
+    (Beats(A, B, margin=20.0), METHODS, "does not hold"),
+    (Beats({"method": ("a", "c")}, B), METHODS, "holds"),
+    (Within(B, A, 20.0), METHODS, "holds"),
+    (Within(B, A, 5.0), METHODS, "does not hold"),
+    (Within(B, A, 10.0), METHODS, "undecided"),
+    (Within(A, B, 5.0), METHODS, "holds"),
+    (Within(A, B, 5.0, both=True), METHODS, "does not hold"),
+    (Within(A, C, 3.0, both=True), METHODS, "holds"),
+    (Fewer(A, B, ratio=0.5), METHODS, "holds"),
+    (Fewer(A, B, ratio=0.4), METHODS, "does not hold"),
+    (Both((Beats(A, B), Fewer(A, B, ratio=0.5))), METHODS, "holds"),
+    (Both((Beats(A, B), Fewer(B, A))), METHODS, "does not hold"),
+    (Both((Beats(A, B), Beats(B, C))), METHODS, "does not hold"),
+    (Both((Beats(A, B), Beats(A, {"method": "full"}))), METHODS, "undecided"),
+    (Best(A, "method", but=("full", "c")), METHODS, "holds"),
+    (Best(B, "method"), METHODS, "does not hold"),
+    (Alike("method", 3.0, {"method": ("a", "c", "full")}), METHODS, "holds"),
+    (Alike("method", 3.0), METHODS, "does not hold"),
+    (Rises("model"), MODELS, "holds"),
+    (Rises("model", A, margin=30.0), MODELS, "does not hold"),
+    (Falls("model"), MODELS, "does not hold"),
+    (Rises("model", B, less=A), MODELS, "holds"),
+    (Falls("model", A, less=B), MODELS, "holds"),
+    (Shrinks("method", "model"), MODELS, "holds"),
+    (Beats({**A, "model": SMALLEST}, {**B, "model": SMALLEST}), MODELS, "holds"),
+    (Within({**B, **LARGE}, {**A, **LARGE}, 3.0, both=True), MODELS, "holds"),
+    (Beats({**A, **LARGE}, {**A, "model": SMALLEST}), MODELS, "holds"),
+)
+
+
+@pytest.mark.parametrize(("form", "outcomes", "verdict"), FORMS)
+def test_a_form_is_decided_as_the_truth_is(form: Form, outcomes: list[Outcome], verdict: str) -> None:
+    found = decided(form, outcomes)
+    assert found.verdict == verdict, found
+    if found.interval and not found.parts:
+        low, high = found.interval
+        assert low < found.effect < high
+
+
+@pytest.mark.parametrize(("form", "outcomes"), [(form, outcomes) for form, outcomes, _ in FORMS])
+def test_one_seed_decides_nothing_but_counts(form: Form, outcomes: list[Outcome]) -> None:
+    found = decided(form, [o for o in outcomes if o.cell["seed"] == 0])
+    if isinstance(form, Fewer):
+        assert found.verdict != "undecided"
+    else:
+        assert found.verdict == "undecided"
+        assert "no claim from one seed" in found.note
+
+
+def test_one_seed_in_one_setting_is_enough_to_say_nothing() -> None:
+    kept = [o for o in METHODS if o.cell["task"] == "sick" or o.cell["seed"] == 0]
+    assert decided(Beats(A, B), kept).note == "one seed at task=cb: no claim from one seed"
+
+
+def failing(outcomes: list[Outcome], **cell: Any) -> list[Outcome]:
+    return [
+        Outcome(o.cell, error="DeltuneError: diverged at step 3\nmore") if cell.items() <= o.cell.items() else o
+        for o in outcomes
+    ]
+
+
+@pytest.mark.parametrize(("form", "outcomes"), [(form, outcomes) for form, outcomes, _ in FORMS])
+def test_a_failed_cell_is_told_and_nothing_is_decided(form: Form, outcomes: list[Outcome]) -> None:
+    found = decided(form, failing(outcomes, method="a", seed=0))
+    assert found.verdict == "undecided" and found.effect is None
+    assert "failed: task=cb, method=a" in found.note
+    assert "diverged at step 3" in found.note and "more\n" not in found.note
+
+
+def test_a_missing_cell_is_told() -> None:
+    kept = [o for o in METHODS if o.cell != {"task": "cb", "method": "b", "seed": 2}]
+    found = decided(Beats(A, B), kept)
+    assert (found.verdict, found.note) == ("undecided", "missing: task=cb, method=b, seed=2")
+    lacking = [o for o in METHODS if not (o.cell["method"] == "b" and o.cell["task"] == "cb")]
+    assert "nothing has method=b at task=cb" in decided(Beats(A, B), lacking).note
+    assert decided(Beats({"method": "x"}, {"method": "y"}), METHODS).note == (
+        "no outcome has method=x; no outcome has method=y"
+    )
+    assert decided(Beats({"site": "ffn"}, {"site": "attention"}), METHODS).note == "the outcomes have no axis 'site'"
+    assert decided(Beats(A, B), METHODS, metric="bleu").note.startswith("no bleu: task=cb, method=a, seed=0; ")
+
+
+def test_off_leaves_out_what_a_claim_is_not_about() -> None:
+    lacking = [o for o in METHODS if not (o.cell["method"] == "b" and o.cell["task"] == "cb")]
+    (found,) = findings([Claim("", "", Beats(A, B), off={"task": ("cb",)})], lacking, "accuracy")
+    assert (found.verdict, found.units) == ("holds", 3)
+
+
+def test_what_was_said_of_smallest_and_largest_needs_two() -> None:
+    single = [o for o in MODELS if o.cell["model"] == "small"]
+    form = Beats({**A, **LARGE}, {**B, **LARGE})
+    assert decided(form, single).note == "only one model in the study: no largest"
+    assert "two sizes" in decided(Rises("model"), single).note
+    unknown = [replace(o, extra={}) for o in MODELS]
+    assert "size of the model" in decided(Rises("model"), unknown).note
+
+
+def test_holm_is_over_the_claims_of_a_study() -> None:
+    """A claim that is decided alone need not be among many, and its interval is as wide as its test is strict."""
+    outcomes = grid(by_method, noise=0.02, examples=200, method=("a", "b", "c", "full"))
+    claims = [Claim("", "", Beats(A, B))] + [
+        Claim("", "", Beats(A, C)),
+        Claim("", "", Beats(C, {"method": "full"})),
+    ] * 5
+    together = findings(claims, outcomes, "accuracy")
+    alone = decided(Beats(A, B), outcomes)
+    assert alone.p == pytest.approx(together[0].p) == pytest.approx(alone.p_adjusted)
+    assert together[0].p_adjusted == pytest.approx(min(1.0, 11 * alone.p))
+    assert together[0].interval[0] < alone.interval[0] and together[0].interval[1] > alone.interval[1]
+    for found in together:
+        excluded = found.interval[0] > 0 or found.interval[1] < 0
+        assert (found.p_adjusted <= 0.05) == excluded == (found.verdict != "undecided")
+
+
+def test_claims_that_could_not_be_tested_cost_nothing() -> None:
+    untested = Claim("", "", Beats({"method": "x"}, {"method": "y"}))
+    (first, second, third) = findings(
+        [untested, Claim("", "", Beats(A, B)), Claim("", "", Fewer(A, B))], METHODS, "accuracy"
+    )
+    assert first.p is None and third.p is None and second.p_adjusted == second.p
+
+
+def test_a_study_without_differences_is_seldom_wrong() -> None:
+    """Of 200 studies of four claims without any true difference 5 % may have a verdict, and 4 standard errors more."""
+    forms = [Beats(A, B), Beats(B, C), Shrinks("method", "model"), Rises("model", A, less=B)]
+    wrong = 0
+    for draw in range(200):
+        outcomes = grid(
+            lambda cell: 0.7, draw=draw, examples=60, noise=0.03, method=("a", "b", "c"), model=("small", "large")
+        )
+        wrong += any(
+            f.verdict != "undecided" for f in findings([Claim("", "", f) for f in forms], outcomes, "accuracy")
+        )
+    assert wrong / 200 <= 0.05 + 4 * np.sqrt(0.05 * 0.95 / 200)
+
+
+def test_without_examples_seeds_alone_decide() -> None:
+    bare = [replace(o, examples={}) for o in METHODS]
+    found = decided(Beats(A, B), bare)
+    assert found.verdict == "holds" and "seeds alone" in found.note
+    assert "seeds and examples" in decided(Beats(A, B), METHODS).note
+    wrong = [replace(o, examples={"accuracy": [0.0, 1.0]}) for o in METHODS]  # not what the score is the mean of
+    assert "seeds alone" in decided(Beats(A, B), wrong).note
+
+
+def test_examples_of_two_tasks_are_no_pairs() -> None:
+    assert "seeds alone" in decided(Beats({"task": "cb"}, {"task": "sick"}), METHODS).note
+
+
+def test_the_same_of_every_seed_is_no_evidence() -> None:
+    same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
+    found = decided(Beats(A, B), same)
+    assert found.verdict == "undecided" and found.note == "every seed gave the same (10): no spread to judge by"
+
+
+def test_a_bootstrap_may_decide_instead() -> None:
+    assert decided(Beats(A, B), METHODS, estimate=bootstrap).verdict == "holds"
+    assert decided(Beats(B, A), METHODS, estimate=bootstrap).verdict == "does not hold"
+
+
+def test_lower_scores_are_better_where_it_is_said() -> None:
+    assert decided(Beats(B, A), METHODS, lower=True).verdict == "holds"
+    errors = [replace(o, scores={"ter": 1 - by_method(o.cell) + o.cell["seed"] / 1e4}, examples={}) for o in METHODS]
+    errors = [
+        replace(o, scores={"ter": o.scores["ter"] + 1e-3 * (o.cell["method"] == "a") * o.cell["seed"]}) for o in errors
+    ]
+    assert decided(Beats(A, B), errors, metric="ter").verdict == "holds"
+    times = [
+        replace(o, scores={"train": 80 + (1 + 10 * (o.cell["method"] == "b")) * (1 + o.cell["seed"] / 9)})
+        for o in METHODS
+    ]
+    assert decided(Beats(A, B, reading=score("train", lower=True)), times).verdict == "holds"
+
+
+def test_each_task_may_have_its_metric() -> None:
+    mixed = [
+        replace(o, scores={"entity_f1": o.scores["accuracy"]}, examples={}) if o.cell["task"] == "cb" else o
+        for o in METHODS
+    ]
+    found = decided(Beats(A, B), mixed, metric={"cb": "entity_f1", "sick": "accuracy"})
+    assert found.verdict == "holds" and found.effect == pytest.approx(10, abs=3)
+
+
+def test_two_outcomes_of_one_cell_are_refused() -> None:
+    with pytest.raises(DeltuneError, match="two outcomes of one cell"):
+        decided(Beats(A, B), [*METHODS, METHODS[0]])
+    with pytest.raises(DeltuneError, match="same axes"):
+        Beats(A, {"site": "ffn"})
+
+
+def test_the_gap_of_noise_alone_does_not_shrink_with_the_noise() -> None:
+    """Small models with noisier seeds: the largest less the smallest shrinks, chosen by other seeds it does not."""
+    wrong = 0
+    for draw in range(100):
+        generator = np.random.default_rng(draw)
+        outcomes = [
+            Outcome(
+                {"task": task, "method": m, "model": model, "seed": seed},
+                scores={"accuracy": 0.7 + noise * generator.standard_normal()},
+                extra={"parameters": SIZES[model]},
+            )
+            for task in range(8)
+            for m in ("a", "b", "c", "d")
+            for model, noise in (("small", 0.05), ("large", 0.005))
+            for seed in range(3)
+        ]
+        wrong += decided(Shrinks("method", "model"), outcomes).verdict == "holds"
+    assert wrong <= 100 * (0.05 + 4 * np.sqrt(0.05 * 0.95 / 100))
+
+
+def test_of_several_comparisons_the_weakest_holds_and_the_strongest_refutes() -> None:
+    noisy = grid(by_method, noise=0.02, examples=200, method=("a", "b", "c", "full"))
+    true = [Beats(A, B), Beats(C, B)]
+    alone = [decided(form, noisy).p for form in true]
+    assert decided(Both(tuple(true)), noisy).p == pytest.approx(max(alone))
+    assert decided(Both((Beats(B, A), Beats(B, C))), noisy).p == pytest.approx(2 * min(alone))
+    assert decided(Both((Beats(A, B), Beats(B, C))), noisy).p == pytest.approx(2 * alone[1])
+
+
+def test_models_of_one_task_share_its_test_split() -> None:
+    seen: list[Any] = []
+
+    def spy(strata: Any, tests: Any) -> Any:
+        seen.extend(zip(strata, tests, strict=True))
+        return bootstrap(strata, tests, draws=20)
+
+    decided(Beats(A, B), MODELS, estimate=spy)
+    assert len(seen) == 2 * len(SIZES) and {d.shape for d, _ in seen} == {(3, 400)}
+    assert len({test for _, test in seen}) == 2
+
+
+def curves(fast: str, seeds: int = 4) -> list[Outcome]:
+    """The fast structure rises twice as quickly to the same value; both from 0.5."""
+    found = []
+    for structure, seed in itertools.product(("adjacent", "discrete"), range(seeds)):
+        pace = (100 if structure == fast else 200) * (1 + 0.05 * seed * (structure == fast))
+        curve = [{"step": s, "eval_accuracy": 0.5 + 0.4 * (1 - 2 ** (-s / pace))} for s in range(10, 2010, 10)]
+        found.append(Outcome({"structure": structure, "seed": seed}, curve=[*curve, {"step": 5, "loss": 1.0}]))
+    return found
+
+
+def test_fewer_steps_to_converge() -> None:
+    form = Beats({"structure": "adjacent"}, {"structure": "discrete"}, reading=STEPS)
+    assert decided(form, curves("adjacent")).verdict == "holds"
+    assert decided(form, curves("adjacent")).effect == pytest.approx(0.9, abs=0.15)  # log2 of nearly half the steps
+    assert decided(form, curves("discrete")).verdict == "does not hold"
+    assert "no curve" in decided(form, [replace(o, curve=()) for o in curves("adjacent")]).note
+
+
+def thresholds(slope: float, width: float = 1.05) -> list[Outcome]:
+    return [
+        Outcome(
+            {"method": m, "model": model, "seed": seed},
+            extra={"parameters": size, "low": [n := 10 ** (3 + slope * i + 0.02 * ((seed * 7 + i) % 3)), n * width]},
+        )
+        for m in ("a", "b")
+        for i, (model, size) in enumerate(SIZES.items())
+        for seed in range(3)
+    ]
+
+
+def test_thresholds_with_the_width_of_their_bisection() -> None:
+    reading = threshold("low")
+    assert decided(Rises("model", reading=reading), thresholds(0.5)).verdict == "holds"
+    assert decided(Falls("model", reading=reading), thresholds(-0.5)).verdict == "holds"
+    assert decided(Rises("model", reading=reading), thresholds(0.5, width=10.0)).verdict == "undecided"
+    jittered = [
+        replace(
+            o,
+            extra={
+                **o.extra,
+                "low": [x * (1 + 0.05 * o.cell["seed"] * (o.cell["method"] == "a")) for x in o.extra["low"]],
+            },
+        )
+        for o in thresholds(0.5)
+    ]
+    assert decided(Alike("method", 1.0, reading=reading), jittered).verdict == "holds"
+    never = [replace(o, extra={"parameters": o.extra["parameters"], "low": [1, None]}) for o in thresholds(0.5)]
+    assert "the low threshold was not reached" in decided(Rises("model", reading=reading), never).note
+
+
+def test_ranks_are_among_all_methods_over_all_metrics() -> None:
+    def ranked(cell: Mapping[str, Any], seed: int) -> dict[str, float]:
+        place = "abc".index(cell["method"])
+        return {"bleu": 60 - place + (0.1 * seed), "ter": 0.5 + 0.01 * place * (1 if seed else -1), "loss": 9.0}
+
+    outcomes = [
+        replace(o, scores=ranked(o.cell, o.cell["seed"]), examples={}) for o in METHODS if o.cell["method"] != "full"
+    ]
+    found = decided(Beats(A, C, reading=RANK), outcomes)
+    assert found.unit == "ranks" and found.effect == pytest.approx((2 + 2 + 0) / 3)
+    broken = failing(outcomes, task="cb", method="b", seed=1)
+    assert "no rank: metrics are missing of b" in decided(Beats(A, C, reading=RANK), broken).note
+
+
+def test_changes_of_terms_are_cells() -> None:
+    def change(layer: int, term: str, seed: int) -> float:
+        return 0.01 * (1 + (layer >= 4) * (1 + (term == "gain"))) * (1 + 0.02 * seed * (layer % 2))
+
+    outcomes = [
+        Outcome({"task": "cb", "seed": seed}, extra={"changes": [
+            {"layer": layer, "module": module, "term": term, "value": change(layer, term, seed)}
+            for layer in range(6) for module in ("attention norm", "ffn norm") for term in ("gain", "bias")
+        ] + [{"layer": None, "module": "embedding norm", "term": "gain", "value": 9.0}]})
+        for seed in range(3)
+    ]  # fmt: skip
+    claims = CLAIMS["ln/terms"][:2]
+    assert [f.verdict for f in findings(claims, outcomes, "accuracy")] == ["holds", "holds"]
+    found = findings(claims, failing(outcomes, seed=1), "accuracy")
+    assert {f.verdict for f in found} == {"undecided"} and all("failed: task=cb, seed=1" in f.note for f in found)
+
+
+def test_transfer_is_relative_to_the_targets_own() -> None:
+    tasks = {"sst2": "s", "imdb": "s", "rte": "i", "qnli": "i"}
+    outcomes = [
+        Outcome({"task": task, "target": target, "seed": seed}, scores={
+            "accuracy": 0.9 if task == target else (0.8 if tasks[task] == tasks[target] else 0.5) + 0.01 * seed
+        })
+        for task, target in itertools.product(tasks, tasks) for seed in range(3)
+    ]  # fmt: skip
+    assert {o.cell["pair"] for o in opened(outcomes)} == {"itself", "same type", "other type"}
+    same, other = ({"pair": pair, "task": EVERY} for pair in ("same type", "other type"))
+    spread = [
+        replace(o, scores={"accuracy": o.scores["accuracy"] + 0.001 * (sum(map(ord, str(o.cell))) % 7)})
+        for o in outcomes
+    ]
+    found = decided(Beats(same, other, reading=RELATIVE), spread)
+    assert found.verdict == "holds" and found.effect == pytest.approx(100 * 0.3 / 0.9, abs=2)
+
+
+STUDIES = {  # axes that a study has; enough for its claims to be about existing cells
+    "ln/nlu": {"method": ("full", "adapter", "prefix", "lora", "mam", "three_vectors", "bitfit", "layernorm",
+                          "prefix_layernorm")},
+    "ln/ablation": {"method": ("gain", "bias", "gain+bias", "attention norm", "ffn norm", "lower half", "upper half",
+                               "all"), "model": ("small", "large")},
+    "ln/unified": {"method": ("prefix", "prefix+layernorm", "adapter_attention", "adapter_attention+layernorm",
+                              "adapter_ffn", "adapter_ffn+layernorm", "mam", "mam+layernorm",
+                              "prefix+adapter_attention+layernorm")},
+    "uv/insertion": {"site": ("attention", "ffn"), "insertion": ("sequential", "parallel")},
+    "uv/representation": {"site": ("attention", "ffn"), "budget": (0.1, 1.0, 5.0),
+                          "method": ("prefix", "prefix ungated", "parallel_adapter", "multi_head_parallel_adapter",
+                                     "lora")},
+    "uv/composition": {"method": ("lora s=4", "lora s=1", "pa s=1", "spa s=4", "spa learned")},
+    "ln/nlg": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit", "layernorm", "prefix_layernorm")},
+    "uv/budget": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit", "prompt"), "budget": (0.1, 1.0)},
+    "uv/full": {"site": ("attention", "ffn"), "budget": (3.6, 9.2),
+                "method": ("prefix", "adapter", "parallel_adapter", "lora")},
+    "uv/integration": {"method": ("full", "bitfit", "prompt", "prefix", "adapter", "lora_ffn", "parallel_adapter_ffn",
+                                  "prefix+lora_ffn", "mam")},
+    "ap/all": {"group": ("prompt", "lora"), "structure": ("adjacent", "full"), "model": ("small", "large")},
+    "uv/glue": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit")},
+    "ap/gap": {"method": ("full", "prompt", "bitfit", "lora", "adapter"), "model": ("small", "middle", "large")},
+    "ap/structure": {"group": ("prompt", "lora"), "structure": ("method", "adjacent", "discrete"),
+                     "model": ("small", "large")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_papers_claims_can_be_tested_on_its_study(study: str) -> None:
+    outcomes = grid(lambda cell: 0.7, noise=0.03, examples=50, **STUDIES[study])
+    for found in findings(CLAIMS[study], outcomes, "accuracy"):
+        tested = found.p is not None or "without a test" in found.note
+        assert tested, (found.claim.text, found.note)
+        assert found.claim.text and found.claim.source
+
+
+def test_every_study_has_claims() -> None:
+    assert len(CLAIMS) == 19 and all(CLAIMS.values())
+    texts = [claim.text for claims in CLAIMS.values() for claim in claims]
+    assert len(texts) > 60
