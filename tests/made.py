@@ -114,7 +114,7 @@ def terms(layers: int = 12) -> list[Outcome]:
     return found
 
 
-TERMS = Heat(title="Change of gain and bias", over="changes", panels="task", written=WRITTEN)
+TERMS = Heat(title="Change of gain and bias", over="changes", panels="task", written={**WRITTEN, "value": "mean absolute change"})
 
 
 def budget() -> list[Outcome]:

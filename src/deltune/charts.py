@@ -111,6 +111,9 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
         axes.grid(visible=False, axis="x")
         axes.set_ylabel(heading(own, view))
     page.level(own)
+    top = max(axes.get_ylim()[1] for axes in page.axes)
+    for axes in page.axes:
+        axes.set_ylim(top=top)  # the same number is as high in every panel
     return page
 
 

@@ -44,7 +44,12 @@ def unit(name: str, view: View) -> Unit:
     """Metrics in [0, 1] are shown times 100, texts' with two digits and the others with one, as in the papers."""
     digits, bare = view.digits, name.removeprefix("eval_")
     if view.relative or getattr(view, "diagonal", False):
-        return Unit(1.0, 1 if digits is None else digits, _lower(bare, view), f"{view.write(bare)}, relative (%)")
+        return Unit(
+            1.0,
+            1 if digits is None else digits,
+            _lower(bare, view),
+            f"{view.write(bare).replace('_', ' ')}, relative (%)",
+        )
     if bare not in METRICS:
         return Unit(1.0, digits, view.lower, view.write(bare).replace("_", " "))
     metric = METRICS[bare]

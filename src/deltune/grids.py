@@ -17,7 +17,7 @@ from .views import Label, Table
 
 State = Literal["shown", "partial", "failed", "missing"]
 Kind = Literal["percent", "score", "average", "rank"]
-PERCENT = Unit(1.0, None, True, "% of parameters")
+PERCENT = Unit(1.0, None, True, "% params")
 RANK = Unit(1.0, 2, True, "average rank")
 
 

@@ -66,7 +66,7 @@ def heat(view: Heat, outcomes: Iterable[Outcome]) -> Sheet:
 def _edges(page: Sheet, axes: Axes, down: list[Place], across: list[Place], panel: Label) -> None:
     """Labels of rows, and of columns under the lowest panel; numbers are thinned where they are many."""
     view = page.view
-    axes.set_yticks(range(len(down)), [called(row, view) for row in down])
+    axes.set_yticks(range(len(down)), [called(row, view).replace(", ", " ") for row in down])
     lowest = panel == page.labels[-1]
     thin = max(1, -(-len(across) // 12)) if all(isinstance(c[0], (int, float)) for c in across) else 1
     ticks = list(range(0, len(across), thin))
@@ -84,7 +84,16 @@ def _gap(axes: Axes, i: int, j: int, word: str, written: bool) -> None:
         Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor="#F4F4F4", edgecolor="#BBBBBB", hatch="////", linewidth=0)
     )
     if written:
-        axes.text(j, i, word, ha="center", va="center", fontsize=7, color=FAINT)
+        axes.text(
+            j,
+            i,
+            word,
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=FAINT,
+            bbox={"facecolor": "#F4F4F4", "linewidth": 0, "pad": 1},
+        )
 
 
 def _numbers(axes: Axes, values: np.ndarray, own: Unit, scale: Normalize) -> None:
@@ -92,7 +101,7 @@ def _numbers(axes: Axes, values: np.ndarray, own: Unit, scale: Normalize) -> Non
     colours = matplotlib.colormaps[MAP]
     for (i, j), value in np.ndenumerate(values):
         if np.isfinite(value):
-            red, green, blue, _ = colours(scale(value))
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            red, green, blue = (part**2.2 for part in colours(scale(value))[:3])
+            dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.22  # below it white has the higher contrast
             text = f"{value:.3g}" if own.digits is None else f"{value:.{min(own.digits, 1) if value < 100 else 0}f}"
             axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "#222222")

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -31,7 +32,7 @@ def short(value: float) -> str:
 def logarithmic(axes: Axes, low: float, high: float) -> None:
     """A log axis from low to high, with room at both ends and ticks at powers of ten, or 1 2 5 where it is short."""
     axes.set_xscale("log")
-    room = max(math.log10(high / low) * 0.05, 0.05)
+    room = max(math.log10(high / low) * 0.07, 0.05)
     start, end = low / 10**room, high * 10**room
     axes.set_xlim(start, end)
     decades = range(math.floor(math.log10(start)), math.ceil(math.log10(end)) + 1)
@@ -58,9 +59,16 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> 
             handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4
         )
         width = found.get_window_extent(canvas(figure).get_renderer()).width
-        if width <= figure.bbox.width * 0.98 or columns == 1:
+        fits = width <= figure.bbox.width * 0.98 or columns == 1
+        if fits and columns == _even(len(handles), columns):
             return
         found.remove()
+
+
+def _even(handles: int, columns: int) -> int:
+    """The fewest columns with as many lines: no line of one name alone."""
+    lines = math.ceil(handles / columns)
+    return math.ceil(handles / lines)
 
 
 def settle(figure: Figure) -> None:
@@ -86,20 +94,20 @@ def beside(
     False, and nothing written, where there is not room for all: then a legend has to do.
     """
     renderer = canvas(axes.figure.figure).get_renderer()
-    frame, scale = axes.get_window_extent(renderer), axes.figure.dpi / 72
+    frame = axes.get_window_extent(renderer)
     at = [axes.transData.transform(point) for point in points]
     busy = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in at]
     busy += [artist.get_window_extent(renderer).padded(2) for artist in taken]
     written: list[Artist] = []
     # From the most crowded outwards would be better for many points; from the top down is enough for a score of them.
     for i in sorted(range(len(at)), key=lambda i: -at[i][1]):
-        text = _free(axes, points[i], tuple(at[i]), names[i], busy, frame, scale)
+        text = _free(axes, points[i], tuple(at[i]), names[i], busy, frame, renderer)
         if text is None:
             for artist in written:
                 artist.remove()
             return False
         written.append(text)
-        busy.append(text.get_window_extent(renderer).padded(2))
+        busy.append(Text.get_window_extent(text, renderer).padded(2))
     return True
 
 
@@ -110,7 +118,7 @@ def _free(
     name: str,
     busy: Sequence[Bbox],
     frame: Bbox,
-    scale: float,
+    renderer: RendererBase,
 ) -> Text | None:
     """The name in the nearest free place around its point, with a line to it from afar."""
     for step in STEPS:
@@ -129,7 +137,8 @@ def _free(
                 else None,
             )
             text.set_in_layout(False)
-            box = Text.get_window_extent(text)
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # of the words alone, without the line to them
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
             if inside and not any(box.overlaps(other) for other in busy):
                 return text

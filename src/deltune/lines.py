@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from .facts import CURVE, Facts, Place, Unit
+from .facts import CURVE, Facts, Place, Unit, chosen
 from .inks import FAINT, Ink
 from .lettering import logarithmic, short
 from .outcomes import Outcome
 from .panels import Sheet, called, combined, heading, looks, sheet
 from .views import Curves, Label, names
 
-ENDS = ("o", "s", "^", "D")
+ENDS = ("v", "^", "o", "s")
 """Markers of the marks, in their order."""
 
 
@@ -29,8 +29,9 @@ def curves(view: Curves, outcomes: Iterable[Outcome]) -> Sheet:
     """
     series = names(view.series)
     stepped = view.x == "step"
+    outcomes = list(outcomes)
     asked = replace(view, over=CURVE) if stepped else view
-    page = sheet(view, outcomes, view.y, strip=_strip(view))
+    page = sheet(view, outcomes, view.y, strip=_strip(view, outcomes))
     marked = [outcome for outcome in page.outcomes if any(mark in outcome.extra for mark in view.marks)]
     page.outcomes = [o for o in page.outcomes if o not in marked or view.x in o.cell or view.x in o.count]
     facts = page.gather(view.y, (*series, view.x), view.x, asked)
@@ -61,8 +62,10 @@ def curves(view: Curves, outcomes: Iterable[Outcome]) -> Sheet:
     return page
 
 
-def _strip(view: Curves) -> float:
-    return 0.4 if view.gap or view.marks else 0.0
+def _strip(view: Curves, outcomes: Iterable[Outcome]) -> float:
+    """The strip's height, to the panel's: a line of text for each series of its marks."""
+    rows = {tuple(str(o.cell.get(axis)) for axis in names(view.series)) for o in chosen(outcomes, view.where)}
+    return 0.4 if view.gap else max(0.25, 0.065 * len(rows)) if view.marks else 0.0
 
 
 def _abscissa(axes: Axes, view: Curves, spans: list[float]) -> None:

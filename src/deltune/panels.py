@@ -18,7 +18,7 @@ from .outcomes import Outcome
 from .views import Figure as View
 from .views import Label, Numbers, names
 
-WIDTH, HEIGHT = 4.9, 3.1  # inches of one panel: read at its own size on a page, and still on a telephone
+WIDTH, HEIGHT = 4.5, 3.0  # inches of one panel: read at its own size on a page, and still on a telephone
 
 
 @dataclass

@@ -42,7 +42,7 @@ def markdown(grid: Grid) -> str:
             lines.append(_line([_plain(row.label), *(_markdown(grid, e, c) for e, c in _pairs(row, grid))]))
     below = [f"<sup>{mark(i)}</sup> {_plain(note)}" for i, note in enumerate(grid.notes)]
     below += [f"Not in the table: {_plain(text)}" for text in grid.left]
-    legend = _legend(grid)
+    legend = legend_of(grid)
     return "\n".join([*lines, "", *("  \n".join([*legend, *below]).splitlines()), ""])
 
 
@@ -78,7 +78,7 @@ def latex(grid: Grid) -> str:
     out += [r"\bottomrule", r"\end{tabular}"]
     below = [rf"\textsuperscript{{{mark(i)}}} {escaped(note)}" for i, note in enumerate(grid.notes)]
     below += [f"Not in the table: {escaped(text)}" for text in grid.left]
-    below = [*map(escaped, _legend(grid)), *below]
+    below = [*map(escaped, legend_of(grid)), *below]
     if below:
         out += ["", r"\smallskip", r"\begin{minipage}{\linewidth}\footnotesize"]
         out += [*(f"{line}\\\\" for line in below[:-1]), below[-1], r"\end{minipage}"]
@@ -170,10 +170,11 @@ def _pairs(row: Row, grid: Grid) -> Iterator[tuple[Entry, Column]]:
     return zip(row.entries, grid.columns, strict=True)
 
 
-def _legend(grid: Grid) -> list[str]:
+def legend_of(grid: Grid, comparison: str = PAPER) -> list[str]:
+    """What the marks in the cells mean, where there are any, in a line."""
     entries = [entry for row in grid.rows for entry in row.entries]
     flags = [FLAGS] if any(entry.best for entry in entries) else []
     several = sorted({entry.n for row in grid.rows for entry, column in _pairs(row, grid) if entry.std is not None})
     seeds = [f"Mean ± standard deviation over {'–'.join(map(str, several[:1] + several[1:][-1:]))} seeds."]
-    paper = [PAPER] if grid.compared else []
+    paper = [comparison] if grid.compared else []
     return [" ".join([*flags, *(seeds if several else []), *paper])] if flags or several or paper else []
