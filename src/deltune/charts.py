@@ -106,7 +106,7 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
                 )
             page.series[name] = Patch(facecolor=look.colour, edgecolor="white", hatch=hatch)
         axes.set_xticks(range(len(groups)), [view.write(group) for group in groups])
-        axes.set_xlim(-0.5, len(groups) - 0.5)
+        axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel(heading(own, view))

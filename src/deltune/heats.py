@@ -39,6 +39,8 @@ def heat(view: Heat, outcomes: Iterable[Outcome]) -> Sheet:
         max(3.6, len(across) * cell + longest * 0.075 + 1.0),
         len(page.labels) * (len(down) * CELL + (0.3 if page.outer else 0.05)) + 0.75,
     )
+    if not down or not across:
+        return page
     for panel, axes in zip(page.labels, page.axes, strict=True):
         values = np.full((len(down), len(across)), np.nan)
         for i, row in enumerate(down):

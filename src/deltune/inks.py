@@ -5,13 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import DeltuneError
-
-try:
-    import matplotlib  # noqa: F401  (asked for here, before any other module of figures)
-except ImportError as error:
-    raise DeltuneError("figures need matplotlib: pip install deltune[report]") from error
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """Okabe and Ito's, without yellow (too pale on white) and with grey for black, which is the levels'."""
 

@@ -18,6 +18,7 @@ from matplotlib.transforms import Bbox
 from .inks import FAINT, TEXT
 
 BESIDE = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+SLANT = 40  # degrees
 STEPS = (6.0, 12.0, 20.0, 30.0)  # points from a marker's middle to its label
 
 
@@ -44,46 +45,59 @@ def logarithmic(axes: Axes, low: float, high: float) -> None:
 
 
 def canvas(figure: Figure) -> FigureCanvasAgg:
-    """The figure drawn once, so that everything has its place and extent."""
+    """The figure laid out, so that everything has its place and extent.
+
+    Twice: the ticks follow from the height of the panels, which follows from the width of the ticks' labels.
+    """
     drawn = FigureCanvasAgg(figure)
-    drawn.draw()
+    figure.draw_without_rendering()
+    figure.draw_without_rendering()
     return drawn
 
 
 def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """Below the panels, in as many columns as the width allows."""
+    """Below the panels, in as many columns as the width allows; the figure grows by its height. It replaces another."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for old in list(figure.legends):
+        _grow(figure, -old.get_window_extent(renderer).height)
+        old.remove()
     if not handles:
         return
-    for columns in range(len(handles), 0, -1):
-        found = figure.legend(
+    columns = len(handles)
+    while True:
+        made = figure.legend(
             handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4
         )
-        width = found.get_window_extent(canvas(figure).get_renderer()).width
-        fits = width <= figure.bbox.width * 0.98 or columns == 1
-        if fits and columns == _even(len(handles), columns):
-            return
-        found.remove()
+        box = made.get_window_extent(renderer)
+        if columns == 1 or box.width <= figure.bbox.width * 0.98:
+            even = math.ceil(len(handles) / math.ceil(len(handles) / columns))  # no line of one name alone
+            if columns == even:
+                return _grow(figure, box.height)
+            columns = even
+        else:
+            columns = max(1, min(columns - 1, int(columns * figure.bbox.width / box.width) + 1))
+        made.remove()
 
 
-def _even(handles: int, columns: int) -> int:
-    """The fewest columns with as many lines: no line of one name alone."""
-    lines = math.ceil(handles / columns)
-    return math.ceil(handles / lines)
+def _grow(figure: Figure, pixels: float) -> None:
+    figure.set_figheight(figure.get_figheight() + pixels / figure.dpi)
 
 
 def settle(figure: Figure) -> None:
-    """Turn the labels of an x axis where they would touch."""
+    """Turn the labels of an x axis where they would touch: aslant where their lines then keep apart, else upright."""
     renderer = canvas(figure).get_renderer()
-    turned = False
     for axes in figure.axes:
         labels = [label for label in axes.get_xticklabels() if label.get_text() and label.get_visible()]
         boxes = [label.get_window_extent(renderer) for label in labels]
         if any(a.x1 + 3 > b.x0 for a, b in pairwise(boxes)):
-            turned = True
+            apart = min((a.x0 + a.x1 - b.x0 - b.x1) / -2 for a, b in pairwise(boxes))
+            steep = apart * math.sin(math.radians(SLANT)) < max(box.height for box in boxes) + 1
             for label in labels:
-                label.set(rotation=40, ha="right", va="top", rotation_mode="anchor")
-    if turned:
-        canvas(figure)
+                if steep:
+                    label.set(rotation=90, ha="center", va="top")
+                else:
+                    label.set(rotation=SLANT, ha="right", va="top", rotation_mode="anchor")
+            canvas(figure)
 
 
 def beside(

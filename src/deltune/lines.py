@@ -72,7 +72,7 @@ def _abscissa(axes: Axes, view: Curves, spans: list[float]) -> None:
     if view.log and spans and min(spans) > 0:
         logarithmic(axes, min(spans), max(max(spans), min(spans) * 2))
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 

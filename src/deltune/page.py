@@ -95,7 +95,11 @@ def _facts(outcomes: Sequence[Outcome], findings: Iterable[Finding]) -> str:
     parts = [f"{len(outcomes):,} run{'s' * (len(outcomes) != 1)}" + (f", {failed:,} failed" if failed else "")]
     count = Counter(finding.verdict for finding in findings)
     if count:
-        words = {"holds": "hold" if count["holds"] != 1 else "holds", "does not hold": "does not" if count["does not hold"] == 1 else "do not", "undecided": "undecided"}
+        words = {
+            "holds": "hold" if count["holds"] != 1 else "holds",
+            "does not hold": "does not" if count["does not hold"] == 1 else "do not",
+            "undecided": "undecided",
+        }
         parts.append("findings: " + ", ".join(f"{count[v]} {word}" for v, word in words.items() if count[v]))
     return " · ".join(parts)
 

@@ -11,6 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from . import inks
 from .facts import Facts, Place, Spread, Unit, chosen, gather, unit
@@ -18,15 +19,16 @@ from .outcomes import Outcome
 from .views import Figure as View
 from .views import Label, Numbers, names
 
-WIDTH, HEIGHT = 4.5, 3.0  # inches of one panel: read at its own size on a page, and still on a telephone
+WIDTH, HEIGHT = 4.5, 2.75  # inches of one panel: read at its own size on a page, and still on a telephone
 
 
 @dataclass
 class Sheet:
     """A figure under way.
 
-    text, notes: what it shows and what it cannot, in words. series, lines: handles of the legend, by name, of series
-    and of levels. beside: for each panel, points with names to write there in place of the series' legend.
+    found: whether there is any number. text, notes: what it shows and what it cannot, in words. series, lines: handles
+    of the legend, by name, of series and of levels. beside: for each panel, points with names to write there in place
+    of the series' legend.
     """
 
     view: View
@@ -39,6 +41,7 @@ class Sheet:
     series: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, Artist] = field(default_factory=dict)
     beside: list[tuple[Axes, list[tuple[float, float]], list[str]]] = field(default_factory=list)
+    found: bool = False
     text: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -51,6 +54,7 @@ class Sheet:
         """Facts by panel and these axes; what has no place among them is noted."""
         facts = gather(view or self.view, self.outcomes, wanted, (*self.outer, *axes), x)
         self.notes += facts.left
+        self.found = self.found or any(spread.mean is not None for spread in facts.spreads.values())
         return facts
 
     def at(self, panel: Label, place: Place) -> Place:
@@ -116,7 +120,7 @@ def sheet(view: View, outcomes: Iterable[Outcome], wanted: Any, strip: float = 0
     many = len(made.labels)
     columns = 1 if many == 1 or wide else 2
     rows = math.ceil(many / columns)
-    made.figure.set_size_inches(WIDTH if columns == 1 else 7.6, (HEIGHT if columns == 1 else 2.6) * rows * (1 + strip))
+    made.figure.set_size_inches(WIDTH if columns == 1 else 7.6, (HEIGHT if columns == 1 else 2.35) * rows * (1 + strip))
     grid = made.figure.add_gridspec(rows, columns)
     for i, label in enumerate(made.labels):
         if strip:
@@ -128,6 +132,8 @@ def sheet(view: View, outcomes: Iterable[Outcome], wanted: Any, strip: float = 0
             axes = made.figure.add_subplot(grid[i // columns, i % columns])
         if label is not None:
             axes.set_title(view.write(label), loc="left", fontweight="bold")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         made.axes.append(axes)
     return made
 

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from .errors import DeltuneError
+
+try:
+    import matplotlib
+except ImportError as error:
+    raise DeltuneError("figures need matplotlib: pip install deltune[report]") from error
+
 from matplotlib.figure import Figure
 
 from .charts import bars, scatter
 from .heats import heat
-from .inks import STYLE
+from .inks import FAINT, STYLE
 from .lettering import beside, legend, settle
 from .lines import curves
 from .outcomes import Outcome
@@ -60,18 +66,21 @@ def draw(view: View, outcomes: Iterable[Outcome]) -> Picture:
 
 def _finish(page: Sheet) -> None:
     """Names beside the points where they fit, all else in a legend below; no two words over one another."""
-    named = len(page.beside) == len(page.axes)
+    if not page.found:
+        for axes in page.axes:
+            axes.text(0.5, 0.5, "no results", transform=axes.transAxes, ha="center", va="center", color=FAINT)
+    named = page.found and len(page.beside) == len(page.axes)
     handles = {**({} if named or (len(page.series) == 1 and not page.lines) else page.series), **page.lines}
     legend(page.figure, list(handles.values()), list(handles))
     settle(page.figure)
     if named and not all(beside(*one) for one in page.beside):
         for text in [text for axes in page.axes for text in axes.texts]:
             text.remove()
-        for old in list(page.figure.legends):
-            old.remove()
         handles = {**page.series, **page.lines}
         legend(page.figure, list(handles.values()), list(handles))
         settle(page.figure)
+    # From here on it stays as it was measured: laid out again it would move by fractions of a pixel.
+    page.figure.set_layout_engine("none")
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
