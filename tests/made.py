@@ -114,7 +114,9 @@ def terms(layers: int = 12) -> list[Outcome]:
     return found
 
 
-TERMS = Heat(title="Change of gain and bias", over="changes", panels="task", written={**WRITTEN, "value": "mean absolute change"})
+TERMS = Heat(
+    title="Change of gain and bias", over="changes", panels="task", written={**WRITTEN, "value": "mean absolute change"}
+)
 
 
 def budget() -> list[Outcome]:

@@ -72,8 +72,8 @@ def seen(text: Text, figure: Figure) -> bool:
     return True
 
 
-def gids(figure: Figure) -> set[str]:
-    return {str(artist.get_gid()) for artist in figure.findobj(Artist) if artist.get_gid()}
+def artists(figure: Figure) -> set[str]:
+    return {str(artist.get_label()) for artist in figure.findobj(Artist)}
 
 
 def assert_legible(figure: Figure) -> None:
@@ -105,7 +105,7 @@ def test_every_series_and_level_has_an_artist(view: View, outcomes: list[Outcome
         axes = (view.panels,)
     wanted = {f"series {', '.join(view.write(o.cell[axis]) for axis in axes)}" for o in rest}
     wanted |= {f"level {name}" for name in view.levels}
-    assert wanted <= gids(figure)
+    assert wanted <= artists(figure)
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
@@ -158,6 +158,34 @@ def test_names_beside_points_or_a_legend_where_there_is_no_room() -> None:
         assert_legible(figure)
 
 
+LONG = (
+    "prefix(length=30) + scaled_parallel_adapter(at='ffn', rank=512, scale=4) + lora(rank=8, at='query, value') number"
+)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        Scatter(),
+        Scatter(series=("task", "method")),
+        Curves(x="N", y="accuracy", log=True),
+        Bars(),
+        Bars(groups="method", bars="task"),
+        Heat(rows="method", columns="task", value="accuracy"),
+        Heat(rows="task", columns="method", value="accuracy", panels="seed"),
+    ],
+)
+def test_long_expressions_are_wrapped(view: View) -> None:
+    tasks = (1, 2) if isinstance(view, (Bars, Heat)) or len(view.series) == 2 else (1,)
+    outcomes = [
+        made.outcome({**cell, "N": 10, "seed": 0}, {"accuracy": 0.5}, m)
+        for m in (1, 2, 3, 4)
+        for t in tasks
+        for cell in [{"method": f"{LONG} {m}", "task": f"a task with a long name {t}"}]
+    ]
+    assert_legible(draw(view, outcomes).figure)
+
+
 def test_a_series_without_a_result_stands_in_the_legend_and_the_notes() -> None:
     outcomes = [made.outcome({"method": "a", "seed": s, "N": n}, {"accuracy": 0.5}) for s in (0, 1) for n in (1, 10)]
     outcomes += [Outcome({"method": "b", "seed": s, "N": n}, error="too large") for s in (0, 1) for n in (1, 10)]
@@ -188,7 +216,7 @@ def test_a_band_is_one_standard_deviation() -> None:
 
 def test_a_curve_ends_where_a_seed_ends() -> None:
     picture = draw(made.CONVERGENCE, made.convergence())
-    (line,) = [line for line in picture.figure.axes[0].lines if line.get_gid() == "series adjacent"]
+    (line,) = [line for line in picture.figure.axes[0].lines if line.get_label() == "series adjacent"]
     assert max(line.get_xdata()) == 800
     assert "adjacent: drawn to step 800, which all 3 seeds reached; the longest has 1,000" in picture.notes
 
@@ -205,7 +233,7 @@ def test_the_gap_is_best_minus_worst() -> None:
         for m, size, score in (("a", 10, 0.9), ("b", 10, 0.5), ("a", 100, 0.9), ("b", 100, 0.8), ("a", 1000, 0.9))
     ]
     picture = draw(Curves(x="size", y="accuracy", log=True, gap=True), outcomes)
-    (line,) = [line for line in picture.figure.axes[1].lines if line.get_gid() == "gap"]
+    (line,) = [line for line in picture.figure.axes[1].lines if line.get_label() == "gap"]
     assert list(line.get_ydata()) == pytest.approx([40, 10])
     assert_legible(picture.figure)
 
@@ -221,7 +249,7 @@ def test_transfer_is_relative_to_the_diagonal() -> None:
 
 def test_thresholds_are_marked() -> None:
     picture = draw(made.THRESHOLDS, made.thresholds())
-    assert {"mark low LoRA, base", "mark high adapter, small"} <= gids(picture.figure)
+    assert {"mark low LoRA, base", "mark high adapter, small"} <= artists(picture.figure)
     assert "LoRA, small: low between 60 and 150" in picture.text
 
 

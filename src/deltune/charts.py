@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from .facts import METRIC, SEED, Facts, Place, Spread, Unit
 from .inks import FAINT, HATCHES, Ink, ink
-from .lettering import logarithmic
+from .lettering import logarithmic, wrapped
 from .outcomes import Outcome
 from .panels import Sheet, called, combined, heading, looks, sheet
 from .views import Bars, Label, Scatter, names
@@ -82,7 +82,7 @@ def _whiskers(axes: Axes, points: Sequence[Point], own: Unit, look: Ink, name: s
         markeredgewidth=0.5,
         markersize=6.5,
     )
-    drawn[0].set_gid(f"series {name}")
+    drawn[0].set_label(f"series {name}")
     return drawn
 
 
@@ -105,7 +105,7 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
                     f"{called((*((panel,) if page.outer else ()), group, bar), view)}: {own.show(spread.mean)}"
                 )
             page.series[name] = Patch(facecolor=look.colour, edgecolor="white", hatch=hatch)
-        axes.set_xticks(range(len(groups)), [view.write(group) for group in groups])
+        axes.set_xticks(range(len(groups)), [wrapped(view.write(group), 18) for group in groups])
         axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
@@ -117,7 +117,7 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
     return page
 
 
-def _bar(axes: Axes, x: float, width: float, spread: Spread, own: Unit, colour: str, hatch: str, gid: str) -> None:
+def _bar(axes: Axes, x: float, width: float, spread: Spread, own: Unit, colour: str, hatch: str, name: str) -> None:
     if spread.mean is None:
         word = "failed" if spread.failed else "–"
         text = axes.text(
@@ -131,10 +131,10 @@ def _bar(axes: Axes, x: float, width: float, spread: Spread, own: Unit, colour: 
             fontsize=7.5,
             color=FAINT,
         )
-        text.set_gid(gid)
+        text.set_label(name)
         return
     drawn = axes.bar(x, spread.mean * own.factor, width, color=colour, edgecolor="white", hatch=hatch, linewidth=0)
-    drawn[0].set_gid(gid)
+    drawn[0].set_label(name)
     if spread.std is not None:
         std = spread.std * own.factor
         axes.errorbar(x, spread.mean * own.factor, yerr=std, fmt="none", ecolor="#222222", elinewidth=0.9, capsize=1.8)

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 
 from .facts import Facts, Place, Unit, relative
 from .inks import FAINT, MAP
+from .lettering import wrapped
 from .outcomes import Outcome
 from .panels import Sheet, called, combined, sheet
 from .views import Heat, Label, names
@@ -31,13 +32,16 @@ def heat(view: Heat, outcomes: Iterable[Outcome]) -> Sheet:
     own = page.unit(view.value, facts)
     down, across = combined(facts, rows, view), combined(facts, columns, view)
     means = [spread.mean * own.factor for spread in facts.spreads.values() if spread.mean is not None] or [0.0, 1.0]
-    scale = Normalize(0 if min(means) >= 0 else min(means), max(means) or 1.0)
+    # From zero where the numbers go near it; accuracies from 55 to 70 would else all look the same.
+    scale = Normalize(0.0 if 0 <= min(means) < max(means) / 2 else min(means), max(means) or 1.0)
     written = len(across) <= 12 and len(down) * len(across) * len(page.labels) <= 120
     cell = 0.46 if written else CELL
-    longest = max((len(called(row, view)) for row in down), default=0)
+    labels = [wrapped(called(row, view, " "), 26) for row in down]
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
+    tall = max((label.count("\n") for label in labels), default=0) * 0.14 + CELL
     page.figure.set_size_inches(
         max(3.6, len(across) * cell + longest * 0.075 + 1.0),
-        len(page.labels) * (len(down) * CELL + (0.3 if page.outer else 0.05)) + 0.75,
+        max(1.4, len(page.labels) * (len(down) * tall + (0.3 if page.outer else 0.05))) + 0.75,
     )
     if not down or not across:
         return page
@@ -52,10 +56,10 @@ def heat(view: Heat, outcomes: Iterable[Outcome]) -> Sheet:
                 else:
                     values[i, j] = spread.mean * own.factor
         image = axes.imshow(values, cmap=MAP, norm=scale, aspect="auto")
-        image.set_gid(f"series {'' if panel is None else view.write(panel)}")
+        image.set_label(f"series {'' if panel is None else view.write(panel)}")
         if written:
             _numbers(axes, values, own, scale)
-        _edges(page, axes, down, across, panel)
+        _edges(page, axes, labels, across, panel)
         low, high = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0.0, 0.0)
         where = "" if panel is None else f"{view.write(panel)}: "
         page.text.append(f"{where}from {low:.3g} to {high:.3g} in {len(down)} rows and {len(across)} columns")
@@ -65,14 +69,14 @@ def heat(view: Heat, outcomes: Iterable[Outcome]) -> Sheet:
     return page
 
 
-def _edges(page: Sheet, axes: Axes, down: list[Place], across: list[Place], panel: Label) -> None:
+def _edges(page: Sheet, axes: Axes, labels: list[str], across: list[Place], panel: Label) -> None:
     """Labels of rows, and of columns under the lowest panel; numbers are thinned where they are many."""
     view = page.view
-    axes.set_yticks(range(len(down)), [called(row, view).replace(", ", " ") for row in down])
+    axes.set_yticks(range(len(labels)), labels)
     lowest = panel == page.labels[-1]
     thin = max(1, -(-len(across) // 12)) if all(isinstance(c[0], (int, float)) for c in across) else 1
     ticks = list(range(0, len(across), thin))
-    axes.set_xticks(ticks, [called(across[i], view) if lowest else "" for i in ticks])
+    axes.set_xticks(ticks, [wrapped(called(across[i], view), 22) if lowest else "" for i in ticks])
     if lowest and isinstance(view, Heat):
         axes.set_xlabel(", ".join(names(view.columns)))
     axes.grid(visible=False)

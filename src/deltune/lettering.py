@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -28,6 +29,16 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.10f}".rstrip("0").rstrip(".") if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """A label in lines of at most so many letters, five at most: an expression can be long."""
+    return "\n".join(textwrap.wrap(shortened(text, 4 * width), width))
+
+
+def shortened(text: str, most: int) -> str:
+    """A label without its middle where it is longer: what tells two expressions apart stands at an end."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
 
 
 def logarithmic(axes: Axes, low: float, high: float) -> None:
@@ -66,7 +77,12 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> 
     columns = len(handles)
     while True:
         made = figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, handlelength=2.4, columnspacing=1.4
+            handles,
+            [wrapped(label, 52) for label in labels],
+            loc="outside lower center",
+            ncols=columns,
+            handlelength=2.4,
+            columnspacing=1.4,
         )
         box = made.get_window_extent(renderer)
         if columns == 1 or box.width <= figure.bbox.width * 0.98:
@@ -84,20 +100,35 @@ def _grow(figure: Figure, pixels: float) -> None:
 
 
 def settle(figure: Figure) -> None:
-    """Turn the labels of an x axis where they would touch: aslant where their lines then keep apart, else upright."""
+    """Turn the labels of an x axis where they would touch: aslant where their lines then keep apart, else upright.
+
+    The figure grows by what they then take, once for each row of panels.
+    """
     renderer = canvas(figure).get_renderer()
+    taken: dict[int, float] = {}
     for axes in figure.axes:
         labels = [label for label in axes.get_xticklabels() if label.get_text() and label.get_visible()]
         boxes = [label.get_window_extent(renderer) for label in labels]
-        if any(a.x1 + 3 > b.x0 for a, b in pairwise(boxes)):
-            apart = min((a.x0 + a.x1 - b.x0 - b.x1) / -2 for a, b in pairwise(boxes))
-            steep = apart * math.sin(math.radians(SLANT)) < max(box.height for box in boxes) + 1
-            for label in labels:
-                if steep:
-                    label.set(rotation=90, ha="center", va="top")
-                else:
-                    label.set(rotation=SLANT, ha="right", va="top", rotation_mode="anchor")
-            canvas(figure)
+        if not any(a.x1 + 3 > b.x0 for a, b in pairwise(boxes)):
+            continue
+        if isinstance(axes.xaxis.get_major_locator(), FixedLocator):
+            texts = [shortened(label.get_text().replace("\n", " "), 32) for label in axes.get_xticklabels()]
+            axes.set_xticks(axes.get_xticks(), texts)
+            labels = [label for label in axes.get_xticklabels() if label.get_text()]
+        apart = min(b.x0 + b.x1 - a.x0 - a.x1 for a, b in pairwise(boxes)) / 2
+        before, line = max(box.height for box in boxes), min(box.height for box in boxes)
+        for label in labels:
+            if apart * math.sin(math.radians(SLANT)) < line + 1:
+                label.set(rotation=90, ha="center", va="top")
+            else:
+                label.set(rotation=SLANT, ha="right", va="top", rotation_mode="anchor")
+        height = max(label.get_window_extent(renderer).height for label in labels) - before
+        spec = axes.get_subplotspec()
+        row = spec.get_topmost_subplotspec().rowspan.start if spec else 0
+        taken[row] = max(taken.get(row, 0.0), height)
+    if taken:
+        _grow(figure, sum(taken.values()))
+        canvas(figure)
 
 
 def beside(
@@ -138,7 +169,7 @@ def _free(
     for step in STEPS:
         for right, up in BESIDE:
             text = axes.annotate(
-                name,
+                wrapped(name, 30),
                 point,
                 (right * step, up * step),
                 textcoords="offset points",

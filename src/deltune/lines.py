@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from .facts import CURVE, Facts, Place, Unit, chosen
 from .inks import FAINT, Ink
-from .lettering import logarithmic, short
+from .lettering import logarithmic, short, shortened
 from .outcomes import Outcome
 from .panels import Sheet, called, combined, heading, looks, sheet
 from .views import Curves, Label, names
@@ -105,7 +105,7 @@ def _line(
         xs, ys, color=look.colour, marker=look.marker, linestyle=look.dash, markevery=every, markeredgecolor="white",
         markeredgewidth=0.5,
     )  # fmt: skip
-    line.set_gid(f"series {name}")
+    line.set_label(f"series {name}")
     page.series.setdefault(name, line)
     if any(spread.std is not None for spread in spreads):
         wide = [(spread.std or 0.0) * own.factor for spread in spreads]
@@ -137,7 +137,7 @@ def _gap(page: Sheet, strip: Axes, facts: Facts, panel: Label, every: list[Place
             whole.append(len(means) == len(every))
             if not whole[-1]:
                 page.notes.append(f"gap at {short(x)}: between {len(means)} of {len(every)} series")
-    strip.plot(xs, ys, color="#222222", linewidth=1.2)[0].set_gid("gap")
+    strip.plot(xs, ys, color="#222222", linewidth=1.2)[0].set_label("gap")
     for x, y, full in zip(xs, ys, whole, strict=True):
         strip.plot([x], [y], "o", color="#222222", markerfacecolor="#222222" if full else "white", markersize=4.5)
     strip.set_ylim(0, max(ys, default=1.0) * 1.2 or 1.0)
@@ -164,13 +164,13 @@ def _marks(page: Sheet, strip: Axes, marked: list[Outcome], panel: Label, inked:
                 ENDS[view.marks.index(mark) % len(ENDS)],
             )
             (end,) = strip.plot([middle], [y], marker, color=look.colour, markeredgecolor="white", markersize=6)
-            end.set_gid(f"mark {mark} {called(one, view)}")
+            end.set_label(f"mark {mark} {called(one, view)}")
             page.text.append(f"{called(one, view)}: {view.write(mark)} between {short(low)} and {short(high)}")
     for i, mark in enumerate(view.marks):
         page.lines[f"{view.write(mark)} threshold"] = Line2D(
             [], [], color=FAINT, marker=ENDS[i % 4], linestyle="-", linewidth=3.2, markeredgecolor="white", markersize=6
         )
-    strip.set_yticks(range(len(rows)), [called(one, view) for one in rows])
+    strip.set_yticks(range(len(rows)), [shortened(called(one, view), 30) for one in rows])
     strip.set_ylim(len(rows) - 0.4, -0.6)
     strip.tick_params(axis="y", length=0, labelsize=8)
     strip.grid(visible=False, axis="y")

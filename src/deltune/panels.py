@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from . import inks
 from .facts import Facts, Place, Spread, Unit, chosen, gather, unit
+from .lettering import wrapped
 from .outcomes import Outcome
 from .views import Figure as View
 from .views import Label, Numbers, names
@@ -84,7 +85,7 @@ class Sheet:
                     )
                 else:
                     line = axes.axhline(value * unit.factor, color=colour, linestyle=dash, linewidth=1.2, zorder=1.5)
-                    line.set_gid(f"level {name}")
+                    line.set_label(f"level {name}")
 
     def _height(self, level: Any, panel: Label) -> float | None:
         if not isinstance(level, Mapping):
@@ -131,7 +132,7 @@ def sheet(view: View, outcomes: Iterable[Outcome], wanted: Any, strip: float = 0
         else:
             axes = made.figure.add_subplot(grid[i // columns, i % columns])
         if label is not None:
-            axes.set_title(view.write(label), loc="left", fontweight="bold")
+            axes.set_title(wrapped(view.write(label), 40), loc="left", fontweight="bold")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         made.axes.append(axes)
@@ -162,5 +163,5 @@ def looks(series: Sequence[Place]) -> dict[Place, inks.Ink]:
     return {place: inks.ink(first.index(place[0]), second.index(place[1:])) for place in series}
 
 
-def called(place: Place, view: View) -> str:
-    return ", ".join(view.write(label) for label in place) or "all"
+def called(place: Place, view: View, between: str = ", ") -> str:
+    return between.join(view.write(label) for label in place) or "all"

@@ -36,12 +36,13 @@ def inline(picture: Picture, prefix: str) -> dict[str, Any]:
 
 
 def _trimmed(svg: str, prefix: str) -> str:
-    """One <svg> element as HTML takes it: no prolog, comments, metadata or name spaces; ids with the prefix."""
+    """One <svg> element as HTML takes it: no prolog, comments, metadata or name spaces; ids in use get the prefix."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", svg).replace("xlink:href", "href")
-    svg = re.sub(r"\bid=\"", f'id="{prefix}', svg)
+    used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", svg))
+    svg = re.sub(r"\s+id=\"([^\"]*)\"", lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", svg)
     svg = re.sub(r"\bhref=\"#", f'href="#{prefix}', svg).replace("url(#", f"url(#{prefix}")
     return re.sub(r">\s+<", "><", svg)
 

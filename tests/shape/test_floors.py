@@ -26,6 +26,10 @@ FLOORS = (
     ("encoding", "kinds", "classifying", "tagging", "choosing", "generating", "caching"),
     ("specs", "assignments", "runs", "checkpoints", "progress", "scoring", "evaluate", "exporting", "inputs"),
     ("jobs", "trainer", "series", "train"),
+    (
+        "outcomes", "views", "facts", "grids", "tables", "inks", "lettering", "panels", "charts", "lines", "heats",
+        "plots", "pictures", "runlists", "page",
+    ),
     ("show", "quickstart", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""
