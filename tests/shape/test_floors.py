@@ -34,6 +34,10 @@ FLOORS = (
     (
         "readings", "cells", "effects", "claims", "claims_ln", "claims_uv", "claims_ap", "claims_papers", "findings",
     ),
+    (
+        "views", "facts", "grids", "tables", "inks", "lettering", "panels", "charts", "lines", "heats", "plots",
+        "pictures", "runlists", "page",
+    ),
     ("launching", "notes", "show", "quickstart", "terminal", "cli_train", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""

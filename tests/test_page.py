@@ -1,0 +1,288 @@
+"""The page of a report: everything in it, nothing fetched, every word escaped; in a browser it fits and sorts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import browser
+import made
+from deltune.outcomes import Outcome
+from deltune.page import Section, page
+from deltune.plots import draw
+from deltune.runlists import spark
+from deltune.tables import grid
+from deltune.views import Bars, Figure, Heat, Table
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"
+
+
+@dataclass(frozen=True)
+class Found:
+    claim: str
+    source: str
+    verdict: str
+    effect: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    note: str = ""
+
+
+FOUND = (
+    Found("layernorm beats BitFit with half the parameters", "LN 3.2", "holds", 0.021, 0.012, 0.03, 0.0004, "paired"),
+    Found("MAM beats every other method", "LN 3.2", "does not hold", -0.011, -0.02, -0.004, 0.013),
+    Found("the gap between methods shrinks with scale", "AP 4.2", "undecided", note="one size only"),
+)
+
+
+def section(name: str, outcomes: list[Outcome], views: tuple[object, ...], found: tuple[Found, ...] = ()) -> Section:
+    return Section(
+        name,
+        "What does it cost to tune few parameters?\n\nAnd where are they best spent?",
+        tuple(grid(view, outcomes) for view in views if isinstance(view, Table)),
+        tuple(draw(view, outcomes) for view in views if isinstance(view, Figure)),
+        found,
+        tuple(outcomes),
+        tuple(f"{outcome.cell['method']} on {outcome.cell['task']}" for outcome in outcomes if outcome.error),
+    )
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """A page of every kind of study."""
+    return page([section(name, *study, FOUND if name == "ln/nlu" else ()) for name, study in made.STUDIES.items()])
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes, words, and whether every element is closed in its turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def said(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+def test_the_page_is_whole_and_asks_for_nothing(text: str) -> None:
+    found = Reader(text)
+    for tag, attrs in found.elements:
+        for name in ("src", "href", "xlink:href", "action", "data", "poster", "srcset"):
+            value = attrs.get(name) or ""
+            assert not value or value.startswith(("#", "data:image/png;base64,")), f"<{tag} {name}={value[:60]}>"
+    assert not re.search(r"https?:|url\((?!#)|@import", text)
+    assert len(found.all("script")) == 1 and len(found.all("style")) == 1
+    assert "default-src 'none'" in str(found.all("meta"))
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(text: str) -> None:
+    ids = [attrs["id"] for _, attrs in Reader(text).elements if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", text)) <= set(ids)
+
+
+def test_the_page_says_everything(text: str) -> None:
+    found = Reader(text)
+    said = found.said()
+    for name, (outcomes, views) in made.STUDIES.items():
+        assert name in said
+        for view in views:
+            assert view.title in said
+        for outcome in outcomes:
+            assert not outcome.error or outcome.error in said
+    for one in FOUND:
+        assert one.claim in said and one.verdict in said
+    assert "+0.021" in said and "−0.011" in said and "< 0.001" in said
+    rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
+    curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
+    assert f"{rows} runs" in said
+    assert sum(attrs.get("class") == "spark" for attrs in found.all("svg")) == curves
+
+
+def test_ten_studies_fit_into_three_megabytes(text: str) -> None:
+    assert len(text.encode()) < 3_000_000
+
+
+def test_figures_have_words_for_those_who_do_not_see_them(text: str) -> None:
+    found = Reader(text)
+    assert all(attrs.get("aria-label") or attrs.get("role") == "img" for attrs in found.all("svg"))
+    assert text.count("<title>") == 1 + len(found.all("svg"))
+    assert all(attrs.get("alt") for attrs in found.all("img"))
+
+
+def test_equal_outcomes_give_an_equal_page() -> None:
+    outcomes, views = made.STUDIES["ap/gap"]
+    assert page([section("a", outcomes, views)]) == page([section("a", outcomes, views)])
+
+
+def test_every_word_is_escaped() -> None:
+    outcomes = [
+        made.outcome({"method": EVIL, "task": EVIL, "seed": 0}, {"accuracy": 0.5}),
+        Outcome({"method": "b", "task": EVIL, "seed": 0}, error=EVIL),
+    ]
+    views = (Table(title=EVIL), Bars(title=EVIL), Heat(title=EVIL, rows="method", columns="task", value="accuracy"))
+    one = section(EVIL, outcomes, views, (Found(EVIL, EVIL, "holds", note=EVIL),))
+    made_page = page([one, one], title=EVIL)
+    found = Reader(made_page)
+    assert len(found.all("script")) == 1
+    assert "alert(" in found.said() and "<script>alert" not in made_page
+
+
+@pytest.mark.parametrize("sections", [[], [Section("empty")], [section("none", [], (Table(), Bars()))]])
+def test_a_study_without_a_run_has_its_page(sections: list[Section]) -> None:
+    assert "0 runs" in Reader(page(sections)).said()
+
+
+def test_a_spec_is_told_once_where_it_is_shared() -> None:
+    outcomes = [made.outcome({"method": "a", "seed": s, "task": "x"}, {"accuracy": 0.5}) for s in range(3)]
+    text = page([section("one", outcomes, ())])
+    assert text.count("batch_size: 16") == 1 and text.count("seed: 2") == 1
+
+
+def test_small_curves() -> None:
+    assert spark([]) == spark([{"step": 1, "loss": 2.0}]) == "–"
+    assert spark([{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 1.0}]) == "–"
+    drawn = str(spark([{"step": i, "loss": 5.0 / (i + 1)} for i in range(500)]))
+    assert "loss from 5 to 0.01, steps 0 to 499" in drawn
+    assert drawn.count(",") < 60
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    if browser.executable() is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on the PATH")
+    with browser.Browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(text)
+    return path
+
+
+FIRST = "document.querySelector('section table.sortable:not(.fit)')"
+COLUMN = f"[...{FIRST}.tBodies[0].rows].slice(1).map(row => row.cells[%d].querySelector('span').textContent.trim())"
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_it_fits_opened_from_disk(tab: browser.Browser, file: Path, tmp_path: Path, width: int) -> None:
+    tab.open(file, width)
+    tab.ask("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    over = tab.ask(
+        "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll') && !e.closest('pre')"
+        f" && e.getBoundingClientRect().right > {width}).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert over == []
+    small = tab.ask(  # letters of the smallest words, and of the figures at the size they are shown at
+        "Math.min(...[...document.querySelectorAll('td, th, p, li, figcaption, .paper')]"
+        ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
+    )
+    assert small >= 10
+    shrunk = tab.ask("Math.min(...[...document.querySelectorAll('figure svg')].map(e => "
+                     "e.getBoundingClientRect().width / (e.viewBox.baseVal.width * 96 / 72)))")  # fmt: skip
+    assert shrunk >= 0.74, "letters of 8.5 points are no smaller than 6.3"
+    tab.shoot(tmp_path / "page.png", whole=False)
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_it_fetches_nothing(tab: browser.Browser, file: Path) -> None:
+    tab.open(file, 1280)
+    asked = [e["params"]["request"]["url"] for e in tab.events if e.get("method") == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
+    errors = [e for e in tab.events if e.get("method") == "Runtime.exceptionThrown"]
+    assert errors == []
+
+
+def test_no_words_overlap(tab: browser.Browser, file: Path) -> None:
+    """Cells, links and headings, at both widths."""
+    overlapping = """(() => {
+      const boxes = [...document.querySelectorAll('nav a, nav .small, h1, h2, h3, figcaption, p, summary')]
+        .filter(e => e.checkVisibility({ contentVisibilityAuto: true }))
+        .map(e => [e.textContent.slice(0, 30), e.getBoundingClientRect()]);
+      const found = [];
+      boxes.forEach(([a, x], i) => boxes.slice(i + 1, i + 40).forEach(([b, y]) => {
+        if (x.left < y.right - 1 && y.left < x.right - 1 && x.top < y.bottom - 1 && y.top < x.bottom - 1)
+          found.push([a, b]);
+      }));
+      return found;
+    })()"""
+    for width in (1280, 400):
+        tab.open(file, width)
+        assert tab.ask(overlapping) == []
+
+
+def test_headings_sort_their_column_by_number_and_by_key(tab: browser.Browser, file: Path) -> None:
+    tab.open(file, 1280)
+    head = f"{FIRST}.tHead.rows[0].cells[2]"
+    before = tab.ask(COLUMN % 2)
+    numbers = [float(one) for one in before]
+    tab.ask(f"{head}.querySelector('button').click()")
+    assert tab.ask(f"{head}.getAttribute('aria-sort')") == "ascending"
+    assert [float(one) for one in tab.ask(COLUMN % 2)] == sorted(numbers)
+    tab.ask(f"{head}.querySelector('button').focus()")
+    tab.press("Enter")
+    assert tab.ask(f"{head}.getAttribute('aria-sort')") == "descending"
+    assert [float(one) for one in tab.ask(COLUMN % 2)] == sorted(numbers, reverse=True)
+    tab.press(" ")
+    assert tab.ask(f"{head}.getAttribute('aria-sort')") == "none"
+    assert tab.ask(COLUMN % 2) == before
+    tab.ask(f"{FIRST}.tHead.rows[0].cells[1].querySelector('button').click()")
+    shares = [float(one.rstrip(" %")) for one in tab.ask(COLUMN % 1)]
+    assert shares == sorted(shares), "0.0006 before 0.03 before 100"
+    groups = tab.ask(f"[...{FIRST}.tBodies].map(body => body.rows[0].textContent.trim())")
+    assert groups == ["MiniLM-L6", "BERT-base"], "a group's name stays above its rows"
+
+
+def test_what_is_missing_sorts_last_both_ways(tab: browser.Browser, file: Path) -> None:
+    tab.open(file, 1280)
+    heads = tab.ask(f"[...{FIRST}.tHead.rows[0].cells].map(head => head.textContent)")
+    at = heads.index("CSQA")
+    for _ in range(2):
+        tab.ask(f"{FIRST}.tHead.rows[0].cells[{at}].querySelector('button').click()")
+        assert tab.ask(COLUMN % at)[-1] == "failed"
+
+
+def test_dark_is_dark(tab: browser.Browser, file: Path) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    tab.open(file, 1280)
+    assert min(tab.ask(ground)) > 200
+    tab.dark()
+    tab.open(file, 1280)
+    assert max(tab.ask(ground)) < 60
+    assert tab.ask("getComputedStyle(document.querySelector('figure .scroll')).backgroundColor") == "rgb(255, 255, 255)"

@@ -1,0 +1,301 @@
+"""Tables of outcomes: nothing is left out in silence, best and second are right, and every format says the same."""
+
+from __future__ import annotations
+
+import csv as csv_module
+import io
+import re
+import statistics
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import made
+from deltune.errors import DeltuneError
+from deltune.facts import Unit, gather
+from deltune.grids import Entry, Grid, flagged, grid, share
+from deltune.outcomes import Outcome
+from deltune.tables import csv, escaped, latex, mark, markdown
+from deltune.views import Table
+
+FORMATS = {"markdown": markdown, "latex": latex, "csv": csv}
+
+LABELS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+JOBS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from("xyz"),
+        st.integers(0, 2),
+        st.one_of(st.floats(0, 1), st.just(float("nan")), st.none()),
+    ),
+    unique_by=lambda job: job[:3],
+    max_size=20,
+)
+
+
+def cell(row: str, column: str, value: float | None = None, seed: int = 0, percent: float = 1.0) -> Outcome:
+    where = {"method": row, "task": column, "seed": seed}
+    if value is None:
+        return Outcome(where, error=f"why {row}{column}{seed}")
+    return Outcome(where, scores={"accuracy": value}, count={"percent": percent})
+
+
+def entries(made_grid: Grid) -> dict[tuple[str, str], Entry]:
+    return {
+        (row.label, column.text): entry
+        for row in made_grid.rows
+        for entry, column in zip(row.entries, made_grid.columns, strict=True)
+    }
+
+
+@settings(deadline=None)
+@given(JOBS)
+def test_every_outcome_is_in_its_cell_or_said_to_be_missing(jobs: list[tuple[str, str, int, float | None]]) -> None:
+    found = grid(Table(), [cell(row, column, value, seed) for row, column, seed, value in jobs])
+    at = entries(found)
+    values: dict[tuple[str, str], list[float]] = {}
+    for row, column, seed, value in jobs:
+        if value is None:
+            assert all(f"why {row}{column}{seed}" in text(found) for text in FORMATS.values())
+        elif value != value:
+            assert any("accuracy is nan" in found.notes[i] for i in at[row, column].notes)
+        else:
+            values.setdefault((row, column), []).append(value)
+    for row in {job[0] for job in jobs}:
+        for column in {job[1] for job in jobs}:
+            entry, own = at[row, column], values.get((row, column), [])
+            assert entry.n == len(own)
+            assert entry.mean == (pytest.approx(statistics.fmean(own)) if own else None)
+            assert entry.std == (pytest.approx(statistics.stdev(own)) if len(own) > 1 else None)
+            assert own or entry.notes, "an empty cell without a word"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, views) in made.STUDIES.items() if isinstance(views[0], Table)])
+def test_every_error_of_a_study_stands_below_its_table(name: str) -> None:
+    outcomes, views = made.STUDIES[name]
+    assert isinstance(views[0], Table)
+    found = grid(views[0], outcomes)
+    for outcome in outcomes:
+        if outcome.error:
+            assert outcome.error in " ".join(found.notes)
+
+
+LN = {  # table 1, BERT-large
+    "FT": (85.2, 75.8, 86.2, 85.4, 92.8, 80.4, 69.8, 63.4), "Adapter": (82.8, 76.3, 86.4, 85.0, 93.0, 74.1, 62.6, 65.3),
+    "Prefix": (81.4, 76.2, 86.3, 85.3, 93.4, 75.0, 63.2, 65.4),
+    "LoRA": (82.3, 77.1, 86.4, 85.2, 93.4, 74.6, 62.7, 65.1),
+    "MAM": (83.0, 78.1, 86.6, 85.2, 93.1, 77.6, 63.2, 65.5), "3V": (68.1, 73.6, 81.3, 82.8, 89.1, 70.2, None, None),
+    "BitFit": (79.2, 74.2, 77.8, 81.6, 92.6, 70.5, 59.7, 62.8), "LN": (78.9, 76.9, 85.8, 83.8, 89.8, 70.5, 59.6, 63.3),
+    "Prefix+LN": (84.2, 77.2, 86.6, 85.4, 93.8, 81.2, 64.0, 65.5),
+}  # fmt: skip
+PRINTED = {"FT": 79.9, "Adapter": 78.2, "Prefix": 78.3, "LoRA": 78.4, "MAM": 79.0, "BitFit": 74.8, "LN": 76.1,
+           "Prefix+LN": 79.8}  # fmt: skip
+BEST = {"0": ["FT"], "1": ["MAM"], "2": ["MAM", "Prefix+LN"], "3": ["FT", "Prefix+LN"], "4": ["Prefix+LN"],
+        "5": ["Prefix+LN"], "6": ["FT"], "7": ["MAM", "Prefix+LN"], "Avg.": ["FT"]}  # fmt: skip
+SECOND = {"0": ["Prefix+LN"], "1": ["Prefix+LN"], "2": [], "3": [], "4": ["Prefix", "LoRA"], "5": ["FT"],
+          "6": ["Prefix+LN"], "7": [], "Avg.": ["Prefix+LN"]}  # fmt: skip
+
+
+def test_a_papers_table_comes_out_as_printed() -> None:
+    """Averages, bold and underlined of LN table 1, from its own numbers; 3V takes no part in the average."""
+    outcomes = [
+        cell(method, str(i), value / 100 if value else None)
+        for method, row in LN.items()
+        for i, value in enumerate(row)
+    ]
+    found = grid(Table(percent=False), outcomes)
+    at = entries(found)
+    for method, printed in PRINTED.items():  # made there of numbers with more digits than are printed
+        assert 100 * (at[method, "Avg."].mean or 0) == pytest.approx(printed, abs=0.07)
+    for column, best in BEST.items():
+        assert [method for method in LN if at[method, column].best] == best
+        assert [method for method in LN if at[method, column].second] == SECOND[column]
+    partial = at["3V", "Avg."]
+    assert partial.state == "partial" and not partial.best
+    assert "over 6 of 8 columns" in found.notes[partial.notes[0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "lower", "best", "second"),
+    [
+        ([0.9, 0.8, 0.7], False, [0], [1]),
+        ([0.9, 0.8, 0.7], True, [2], [1]),
+        ([0.9, 0.9, 0.7], False, [0, 1], []),
+        ([0.9, 0.8, 0.8], False, [0], [1, 2]),
+        ([0.90001, 0.90002, 0.8], False, [0, 1], []),  # equal as they are shown
+        ([0.9, 0.9], False, [], []),  # no comparison
+        ([0.9], False, [], []),
+        ([0.9, None, 0.7], False, [0], [2]),
+        ([], False, [], []),
+    ],
+)
+def test_best_and_second(values: list[float | None], lower: bool, best: list[int], second: list[int]) -> None:
+    found = flagged(
+        [Entry(value, None, 1, "missing" if value is None else "shown") for value in values], Unit(100, 1, lower)
+    )
+    assert [i for i, entry in enumerate(found) if entry.best] == best
+    assert [i for i, entry in enumerate(found) if entry.second] == second
+
+
+def test_lower_is_better_where_the_metric_says_so() -> None:
+    outcomes, (view, *_) = made.STUDIES["ln/nlg"]
+    assert isinstance(view, Table)
+    found = grid(view, outcomes)
+    (ter,) = [i for i, column in enumerate(found.columns) if "TER" in column.text]
+    values = [row.entries[ter].mean or 0.0 for row in found.rows]
+    assert found.rows[values.index(min(values))].entries[ter].best
+    assert "↓" in found.columns[ter].text
+    ranks = [row.entries[-1].mean or 0.0 for row in found.rows]
+    assert found.rows[ranks.index(min(ranks))].entries[-1].best
+    assert sum(ranks) == pytest.approx(len(ranks) * (len(ranks) + 1) / 2), "ranks with ties shared add up"
+
+
+def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
+    outcomes, (view, *_) = made.STUDIES["ln/nlg"]
+    assert isinstance(view, Table)
+    found = grid(view, outcomes)
+    assert found.left == tuple(f"{task}, BLEURT: in no outcome" for task in ("E2E", "SAMSum", "dart"))
+    assert not any("BLEURT" in column.text for column in found.columns)
+
+
+def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
+    found = grid(Table(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
+    planned = found.rows[1]
+    assert planned.label == "planned"
+    assert [entry.state for entry in planned.entries[1:3]] == ["missing", "missing"]
+    assert "not run" in markdown(found)
+
+
+def test_a_seed_that_was_not_run_is_said() -> None:
+    found = grid(Table(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
+    entry = entries(found)["b", "x"]
+    assert entry.n == 1 and found.notes[entry.notes[0]] == "1 of 2: seed 1 not run"
+
+
+def test_a_forgotten_axis_is_an_error_and_no_average() -> None:
+    one, two = cell("a", "x", 0.5), cell("a", "x", 0.7)
+    two = Outcome({**two.cell, "lr": 0.1}, scores=two.scores)
+    with pytest.raises(DeltuneError, match="differ in lr: name it in the view"):
+        grid(Table(), [one, two])
+
+
+def test_relative_then_pooled() -> None:
+    outcomes = [
+        cell("full", "x", 0.5), cell("full", "y", 0.8), cell("a", "x", 0.4), cell("a", "y", 0.4), cell("b", "y", 0.8),
+        cell("c", "x", None),
+    ]  # fmt: skip
+    view = Table(columns=(), relative={"method": "full"}, pooled=("task",))
+    facts = gather(view, outcomes, "accuracy", ("method",))
+    assert facts[("a",)].mean == pytest.approx((80 + 50) / 2)
+    assert facts[("b",)].mean == pytest.approx(100)
+    assert any("x: not run" in why for why in facts[("b",)].absent)
+    assert facts[("c",)].mean is None and any("why cx0" in why for why in facts[("c",)].failed)
+
+
+def test_columns_in_different_units_have_no_average() -> None:
+    outcomes, (view, *_) = made.STUDIES["ln/nlg"]
+    assert isinstance(view, Table)
+    found = grid(Table(columns=view.columns, metric=view.metric, average=True), outcomes)
+    assert "no average: the columns are in different units" in found.left
+    assert all(column.kind != "average" for column in found.columns)
+
+
+@pytest.mark.parametrize(
+    ("percent", "shown"),
+    [(100.0, "100"), (12.29, "12.3"), (6.7, "6.7"), (0.334, "0.33"), (0.034, "0.03"), (0.0014, "0.0014"),
+     (0.0006, "0.0006"), (0.0002, "0.0002"), (0.0, "0")],
+)  # fmt: skip
+def test_shares_of_parameters_as_the_papers_print_them(percent: float, shown: str) -> None:
+    assert share(percent) == shown
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "shown"),
+    [(Unit(100, 1), 0.8625, "86.2"), (Unit(1, 2), 43.404, "43.40"), (Unit(), 1234.5, "1,234"),
+     (Unit(), 0.01234, "0.0123"),
+     (Unit(1, 1), -0.04, "0.0"), (Unit(), None, "–")],
+)  # fmt: skip
+def test_numbers_as_they_are_shown(unit: Unit, value: float | None, shown: str) -> None:
+    assert unit.show(value) == shown
+
+
+@settings(deadline=None)
+@given(JOBS)
+def test_csv_reads_back_to_the_same_numbers(jobs: list[tuple[str, str, int, float | None]]) -> None:
+    found = grid(Table(rank=True), [cell(row, column, value, seed) for row, column, seed, value in jobs])
+    lines = list(csv_module.DictReader(io.StringIO(csv(found))))
+    for row, line in zip(found.rows, lines, strict=False):
+        assert line["method"] == row.label
+        for entry, column in zip(row.entries, found.columns, strict=True):
+            assert (float(line[column.text]) if line[column.text] else None) == entry.mean
+            if line.get(f"{column.text} std"):
+                assert float(line[f"{column.text} std"]) == entry.std
+
+
+@settings(deadline=None)
+@given(LABELS, LABELS, LABELS)
+def test_any_label_survives_every_format(row: str, column: str, reason: str) -> None:
+    outcomes = [
+        cell("plain", column, 0.5),
+        cell(row, column, 0.6),
+        Outcome({"method": "failed", "task": column}, error=reason),
+    ]
+    found = grid(Table(title=row, groups=""), outcomes)
+    lines = markdown(found).splitlines()
+    table = [line for line in lines if line.startswith("| ")]
+    bars = {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in table}
+    assert len(table) == 2 + len(found.rows) and len(bars) == 1, "every line has as many cells"
+    body = latex(found)
+    for one, other in {
+        r"\&": "",
+        r"\%": "",
+        r"\$": "",
+        r"\#": "",
+        r"\_": "",
+        r"\{": "",
+        r"\}": "",
+        r"\\": "\n",
+    }.items():
+        body = body.replace(one, other)
+    rows = body[body.index(r"\toprule") : body.index(r"\bottomrule")]
+    assert not re.search(r"[#_~^<>|\"]", re.sub(r"\$_{\\pm [\d.]+}\$", "", rows))
+    assert {line.count("&") for line in rows.splitlines() if "&" in line} == {len(found.columns)}
+    assert rows.count("{") == rows.count("}") and rows.count("$") % 2 == 0
+    readers = list(csv_module.reader(io.StringIO(csv(found))))
+    assert {len(line) for line in readers} == {len(readers[0])}
+    assert [line[0] for line in readers[1:]] == [r.label for r in found.rows]
+
+
+def test_latex_specials() -> None:
+    assert escaped("a_b & 5 % #1 {x} ~^\\ $") == (
+        r"a\_b \& 5 \% \#1 \{x\} \textasciitilde{}\textasciicircum{}\textbackslash{} \$"
+    )
+    assert escaped("[x]*") == "{[}x{]}{*}", "no option of the line before"
+
+
+def test_what_the_formats_look_like() -> None:
+    outcomes = [cell("lora", "sick", 0.861 + seed / 100, seed, 0.33) for seed in range(2)]
+    outcomes += [cell("bitfit", "sick", 0.8, seed, 0.07) for seed in range(2)]
+    view = Table(title="T", written={"lora": "LoRA", "sick": "SICK"}, paper={("lora", "sick"): 86.4})
+    found = grid(view, outcomes)
+    assert markdown(found).splitlines()[2:6] == [
+        "| method | % params | SICK |",
+        "| :-- | --: | --: |",
+        "| LoRA | 0.33 % | **86.6** ± 0.7 (86.4) |",
+        "| bitfit | 0.07 % | <u>80.0</u> ± 0.0 |",
+    ]
+    assert r"LoRA & 0.33 \% & \textbf{86.6}$_{\pm 0.7}$ {\scriptsize(86.4)} \\" in latex(found)
+    assert r"bitfit & 0.07 \% & \underline{80.0}$_{\pm 0.0}$ \\" in latex(found)
+    assert csv(found).splitlines()[0] == "method,% params,SICK,SICK std,SICK n,SICK paper,notes"
+
+
+def test_marks_go_on_after_z() -> None:
+    assert [mark(i) for i in (0, 25, 26, 27, 52)] == ["a", "z", "aa", "ab", "ba"]
+
+
+@pytest.mark.parametrize("outcomes", [[], [cell("a", "x", None)]])
+def test_nothing_to_show_is_no_error(outcomes: list[Any]) -> None:
+    found = grid(Table(title="T", rank=True), outcomes)
+    assert all(text(found) for text in FORMATS.values())
