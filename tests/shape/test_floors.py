@@ -36,7 +36,7 @@ FLOORS = (
     ),
     (
         "views", "facts", "grids", "tables", "inks", "lettering", "panels", "charts", "lines", "heats", "plots",
-        "pictures", "runlists", "page",
+        "pictures", "runlists", "page", "studies",
     ),
     ("launching", "notes", "show", "quickstart", "terminal", "cli_train", "cli", "__main__"),
 )  # fmt: skip

@@ -1,0 +1,102 @@
+"""A study as a value: what it asks, which works answer it, what is drawn of them and which claims they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .outcomes import Cell, Outcome
+from .results import Row
+from .sweeps import Planned, Sweep
+from .views import Numbers, View
+from .works import Work, of_run
+
+Rows = Mapping[str, Row]
+
+PLAIN = ("scores", "count", "examples", "curve", "seconds")
+"""What an outcome has of a work's result; the rest is its extra."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """A cell and the work that fills it; None where what is done so far does not tell yet which it is."""
+
+    cell: Cell
+    work: Work | None
+
+
+Tell = Callable[[Want, Row], list[Outcome]]
+
+
+def told(want: Want, row: Row) -> list[Outcome]:
+    """The outcome of a work, as it is."""
+    spec = row.spec.get("run", row.spec)
+    if row.result is None:
+        return [Outcome(want.cell, spec, seconds=row.seconds, error=row.error or "no result")]
+    plain = {name: row.result[name] for name in PLAIN if name in row.result}
+    extra = {name: value for name, value in row.result.items() if name not in PLAIN}
+    return [Outcome(want.cell, spec, **plain, extra=extra)]
+
+
+@dataclass(frozen=True)
+class Study:
+    """asks: the question, with its table or figure. wanted: every cell with its work, given what is done so far.
+
+    views: what is drawn. metric: what the claims are about. notes: what is other than in the paper. tell: a work's row
+    as outcomes. lower: lower is better.
+    """
+
+    name: str
+    asks: str
+    wanted: Callable[[Rows], Sequence[Want]]
+    views: tuple[View, ...] = ()
+    metric: Numbers = "accuracy"
+    notes: str = ""
+    tell: Tell = told
+    lower: bool = False
+
+    def plan(self, rows: Rows) -> list[Work]:
+        """The works that are wanted now (engine.Plan)."""
+        return list(dict.fromkeys(want.work for want in self.wanted(rows) if want.work is not None))
+
+    def outcomes(self, rows: Rows) -> list[Outcome]:
+        """What came of every cell; one that is not done yet says so as its error."""
+        found: list[Outcome] = []
+        for want in self.wanted(rows):
+            row = None if want.work is None else rows.get(want.work.name)
+            if row is None:
+                spec = {} if want.work is None else want.work.spec
+                found.append(Outcome(want.cell, spec, error="not run yet"))
+            else:
+                found += self.tell(want, row)
+        return found
+
+
+def of_sweep(sweep: Sweep, data_root: str | None = None) -> Callable[[Rows], Sequence[Want]]:
+    """The cells of a sweep as what a study wants.
+
+    Where runs search values, the first seed does; the others have what it chose, as in a run of several seeds (series).
+    """
+    cells = sweep.cells(data_root)
+    works = {id(planned): planned.work for planned in cells}
+    first = {_place(planned): planned for planned in reversed(cells)}
+
+    def wanted(rows: Rows) -> list[Want]:
+        return [Want(planned.cell, _work(planned, first[_place(planned)], works, rows)) for planned in cells]
+
+    return wanted
+
+
+def _place(planned: Planned) -> tuple[Any, ...]:
+    return tuple(label for axis, label in planned.cell.items() if axis != "seed")
+
+
+def _work(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Rows) -> Work | None:
+    if not planned.spec.search or planned is first:
+        return works[id(planned)]
+    row = rows.get(works[id(first)].name)
+    if row is None or row.result is None:
+        return None
+    chosen = {name: row.result["best"][name] for name in planned.spec.search}
+    return of_run(planned.spec.single(**chosen))
