@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from . import launching
+from .cli_study import app as study
 from .cli_train import train
 from .errors import DeltuneError, unknown
 from .notes import notes
@@ -96,6 +97,7 @@ def fit(
 
 
 app.command()(train)
+app.add_typer(study, name="study")
 
 
 @app.command()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
+from .errors import all_problems, unknown
 from .outcomes import Cell, Outcome
 from .results import Row
-from .sweeps import Planned, Sweep
-from .views import Numbers, View
+from .sweeps import Planned, Sweep, read
+from .views import Bars, Numbers, Table, View
 from .works import Work, of_run
 
 Rows = Mapping[str, Row]
@@ -100,3 +103,34 @@ def _work(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Row
         return None
     chosen = {name: row.result["best"][name] for name in planned.spec.search}
     return of_run(planned.spec.single(**chosen))
+
+
+def of_file(path: str | Path, data_root: str | Path | None = None) -> Study:
+    """One's own sweep as a study: a table of scores, and bars. Errors: whatever is wrong with the file or a run."""
+    sweep = read(path)
+    axes = tuple(sweep.axes)
+    metric = sweep.metric or ("accuracy", "entity_f1", "exact", "rougeL", "bleu", "perplexity")
+    groups = "model" if len(sweep.models) > 1 else ""
+    table = Table(title="Scores", rows="method", columns=("task", *axes), metric=metric, groups=groups)
+    panels = "model" if len(sweep.models) > 1 else ""
+    bars = () if axes else (Bars(title="Scores, drawn", y=metric, panels=panels),)
+    wanted = of_sweep(sweep, None if data_root is None else str(data_root))
+    return Study(sweep.name, f"{path}", wanted, (table, *bars), metric)
+
+
+def narrowed(study: Study, only: Sequence[str]) -> Study:
+    """The cells of a study with these labels: AXIS=LABEL, * as a wild card. Error: an axis that it does not have."""
+    asked = [text.partition("=") for text in only]
+    wrong = [f"{''.join(parts)!r} is no AXIS=LABEL" for parts in asked if not parts[1]]
+    cells = study.wanted({})
+    axes = {axis for want in cells for axis in want.cell}
+    wrong += [unknown("axis", axis, axes, study.name) for axis, sign, _ in asked if sign and axis not in axes]
+    if wrong:
+        raise all_problems("these cells cannot be chosen", wrong)
+    if not asked:
+        return study
+
+    def fits(want: Want) -> bool:
+        return all(fnmatch(str(want.cell.get(axis)), label) for axis, _, label in asked)
+
+    return replace(study, wanted=lambda rows: [want for want in study.wanted(rows) if fits(want)])

@@ -30,15 +30,15 @@ FLOORS = (
         "inputs", "evaluate", "exporting",
     ),
     ("jobs", "trainer", "series", "train"),
-    ("outcomes", "results", "timing", "terms", "works", "sweeps", "pools", "engine"),
+    ("outcomes", "results", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "engine"),
     (
         "readings", "cells", "effects", "claims", "claims_ln", "claims_uv", "claims_ap", "claims_papers", "findings",
     ),
     (
         "views", "facts", "grids", "tables", "inks", "lettering", "panels", "charts", "lines", "heats", "plots",
-        "pictures", "runlists", "page", "studies",
+        "pictures", "runlists", "page", "studies", "studies_papers", "reports",
     ),
-    ("launching", "notes", "show", "quickstart", "terminal", "cli_train", "cli", "__main__"),
+    ("launching", "notes", "show", "quickstart", "terminal", "cli_train", "cli_study", "cli", "__main__"),
 )  # fmt: skip
 """From the ground up; a module imports only what stands before it here."""
 

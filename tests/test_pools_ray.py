@@ -1,0 +1,45 @@
+"""A study on a Ray cluster of this machine with two workers: the same results as in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from deltune.engine import Drive
+from deltune.progress import Bar
+from deltune.results import Results
+from test_engine import Here, drive, scores, study
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+
+def test_a_study_on_a_cluster(tmp_path: Path) -> None:
+    """A worker is killed in the middle, too."""
+    from deltune.pools_ray import Cluster
+
+    works = [planned.work for planned in study(tmp_path).cells()]
+    with Results(tmp_path / "here.sqlite") as file:
+        drive(works, file, Here(file.runs))
+        whole = {row.name: scores(row) for row in file.rows()}
+    with Results(tmp_path / "ray.sqlite") as file:
+        cluster = Cluster(2, file.runs)
+        killed: list[int] = []
+        give, pids = cluster.give, cluster.pids()
+
+        def give_and_kill(worker: int, work: object) -> None:
+            give(worker, work)  # type: ignore[arg-type]
+            if not killed:
+                killed.append(pids[worker])
+                time.sleep(0.2)
+                os.kill(pids[worker], signal.SIGKILL)
+
+        cluster.give = give_and_kill  # type: ignore[method-assign, assignment]
+        made = Drive(lambda rows: works, file, cluster)
+        with Bar(False) as bar:
+            made.run(bar)
+        assert killed and made.done == 6 and not made.failed
+        assert {row.name: scores(row) for row in file.rows()} == whole
