@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -43,10 +44,9 @@ class Cluster:
         self.runs = runs
         self._ours = not ray.is_initialized()
         if self._ours:
-            own: dict[str, Any] = (
-                {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
-            )
-            ray.init(log_to_driver=False, logging_level="error", **own)
+            here = "RAY_ADDRESS" not in os.environ
+            own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if here else {}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
         self._actors = [self._start() for _ in range(workers)]
         self._at: dict[Any, tuple[int, Work]] = {}
 

@@ -1,0 +1,88 @@
+"""One's own study from the command line: run, interrupted by nothing, seen, reported as text, files and a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.studies import narrowed, of_file
+from test_engine import study
+
+
+def deltune(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deltune", "study", *map(str, words)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == code, told.stderr
+    assert "Traceback" not in told.stderr
+    return told
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of two methods, one of which cannot be had on this model, and its results."""
+    root = tmp_path_factory.mktemp("reports")
+    made = study(
+        root, methods={"norms": "layernorm", "low rank": "lora(rank=2)", "impossible": "lora(rank=2, at='gate')"}
+    )
+    (root / "mine.yaml").write_text(made.yaml())
+    dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
+    assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.runs/*"))
+    told = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet").stdout
+    assert "6 done, 0 were there, 2 failed" in told
+    return root
+
+
+def test_it_is_not_run_again(place: Path) -> None:
+    told = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet").stdout
+    assert "0 done, 6 were there, 2 failed" in told
+    dry = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--dry-run").stdout
+    assert "6 works, 6 done; 0 left" in dry
+
+
+def test_status(place: Path) -> None:
+    facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
+    assert facts["works"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
+    assert all("gate" in error for error in facts["failed"].values())
+
+
+def test_a_report_in_words(place: Path) -> None:
+    told = deltune("report", place / "mine.yaml", "--store", place / "r.sqlite").stdout
+    assert "norms" in told and "±" in told and "2 of 6: " in told
+
+
+def test_a_report_as_files(place: Path) -> None:
+    deltune("report", place / "mine.yaml", "--store", place / "r.sqlite", "--to", place / "out")
+    endings = {path.suffix for path in (place / "out").iterdir()}
+    assert endings == {".md", ".tex", ".csv", ".png", ".svg", ".pdf"}
+
+
+def test_a_report_as_a_page(place: Path) -> None:
+    deltune("report", place / "mine.yaml", "--store", place / "r.sqlite", "--html", place / "page.html")
+    text = (place / "page.html").read_text()
+    HTMLParser().feed(text)
+    assert "layernorm" in text and "gate" in text, "every run's spec, and why one failed"
+
+
+def test_only_some_cells(place: Path) -> None:
+    whole = of_file(place / "mine.yaml")
+    some = narrowed(whole, ["method=low*", "seed=1"])
+    assert [want.cell["method"] for want in some.wanted({})] == ["low rank"] and len(whole.wanted({})) == 6
+    with pytest.raises(DeltuneError, match="Did you mean 'method'"):
+        narrowed(whole, ["methods=x"])
+    assert "unknown axis" in deltune("run", place / "mine.yaml", "--only", "methods=x", code=2).stderr
+
+
+def test_what_is_not_there_is_told(place: Path, tmp_path: Path) -> None:
+    assert "Did you mean 'ln/nlu'" in deltune("run", "ln/nlo", code=2).stderr
+    (tmp_path / "x.yaml").write_text("name: x\nmodels: minilm\n")
+    assert "tasks is missing" in deltune("run", tmp_path / "x.yaml", code=2).stderr
+    assert "unknown engine" in deltune("run", place / "mine.yaml", "--engine", "rai", code=2).stderr
+    tiny.lines(tmp_path / "no.sqlite", [{"a": 1}] * 100)
+    assert "damaged" in deltune("status", place / "mine.yaml", "--store", tmp_path / "no.sqlite", code=2).stderr
