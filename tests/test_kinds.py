@@ -195,6 +195,17 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
     assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
 
 
+def test_a_target_ends(shared: Path) -> None:
+    """Once, whether the tokenizer sees to it or leaves it to the caller."""
+    for name in ("aren-translit-blenderbot", "g2p-en-us-bart"):
+        tokenizer = AutoTokenizer.from_pretrained(shared / "models" / name)
+        model = AutoModelForSeq2SeqLM.from_pretrained(shared / "models" / name)
+        columns = {"source": ["hello", "hi"], "targets": [["hello"], ["a" * 20]]}
+        for row in SEQ2SEQ.encode(tokenizer, model, columns, LIMITS, True).rows:
+            assert row["labels"][-1] == tokenizer.eos_token_id and row["labels"].count(tokenizer.eos_token_id) == 1
+            assert len(row["labels"]) <= LIMITS.target_length
+
+
 def test_the_loss_is_on_the_target_alone(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(places / "gpt2")

@@ -21,7 +21,7 @@ from .kinds import Columns, Kind, Limits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 1
+VERSION = 2
 """Raised when an encoder gives other rows for the same input."""
 KEPT = 8 * 2**30  # bytes; beyond it what was used longest ago goes
 VARIABLE = "DELTUNE_CACHE"

@@ -30,10 +30,13 @@ def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, t
     asked = sources(tokenizer, model, prompts(columns, limits.template), limits.max_length)
     if "targets" not in columns:
         return asked
+    end = tokenizer.eos_token_id
     rows: list[Row] = []
     for i, row in enumerate(asked.rows):
         for target in _targets(columns, i, training):
             labels = tokenizer(text_target=target, truncation=True, max_length=limits.target_length)["input_ids"]
+            if end is not None and end not in labels:  # a tokenizer that leaves the end to the caller
+                labels = [*labels[: limits.target_length - 1], end]
             rows.append({**row, "labels": labels})
     return replace(asked, rows=rows)
 
