@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sqlite3
@@ -23,6 +24,7 @@ from deltune.parts import Parts
 from deltune.pools import Answer, Local, answer
 from deltune.progress import Bar
 from deltune.results import Results, Row
+from deltune.runs import write_failed
 from deltune.sweeps import Sweep
 from deltune.works import DOES, Work
 
@@ -182,6 +184,55 @@ def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
         assert drive(of(-1, 2), file, pool).failed and not pool.given, "not tried again unasked"
         drive(of(-1, 2), file, pool, retry=True)
         assert pool.given == [of(-1)[0].name]
+
+
+def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as file:
+        drive(of(-1, -2, -3, -4), file)
+        pool = Here(file.runs, 1)
+        made = drive(of(-1, -2, -3, -4), file, pool, retry=True)
+        assert len(pool.given) == 4 and made.done == 4 and made.found == 0
+
+
+def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the drive; the same command then does what is left."""
+
+    def full(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+        raise write_failed("there", OSError(28, "No space left on device"))
+
+    with Results(tmp_path / "r.sqlite") as file:
+        with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):
+            patch.setitem(DOES, "double", full)
+            drive(of(1, 2), file)
+        assert not file.rows() and drive(of(1, 2), file).done == 2
+
+
+def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+        assert one.claim("a")
+        one.put(row("a"))
+        one.put(row("b", error="broke"))
+        assert not two.claim("a") and not two.claim("b") and two.claim("b", again=True)
+
+
+def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
+    """More than a pipe holds, cut off: a death like any other."""
+    pool = Local.__new__(Local)
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send_bytes(b"x" * 10)
+    os.write(theirs.fileno(), (10**6).to_bytes(4, "big") + b"half")
+    theirs.close()
+
+    class Ended:
+        exitcode = -9
+
+        def join(self) -> None: ...
+
+    pool._ends, pool._processes, pool._at = [ours], [Ended()], [of(1)[0]]
+    pool._start = lambda: (ours, Ended())  # type: ignore[method-assign]
+    ours.recv_bytes()
+    ((_, found),) = pool.answers(1.0)
+    assert found.died
 
 
 def test_a_plan_that_learns(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
     ("ln_nlu", "sick", "prefix(length=16) + layernorm", {"search": {"lr": (1e-3, 2e-4)}}),
     ("ln_nlu", "sick", "apet(layernorm, parameters=100)", {"search": {"lr": (1e-2, 1e-3, 2e-4)}}),
     ("ln_nlu_large", "commonsense_qa", "mam", {"batch_size": 24}),
-    ("ln_nlg", "dart", "lora(rank=8)", {"epochs": 20, "lr": 2e-4, "target_length": 45, "batch_size": 84}),
-    ("ln_nlg", "samsum", "full", {"target_length": 35, "batch_size": 32}),
+    ("ln_nlg", "dart", "lora(rank=8)", {"epochs": 20, "lr": 2e-4, "max_generated": 45, "batch_size": 84}),
+    ("ln_nlg", "samsum", "full", {"max_generated": 35, "batch_size": 32}),
     ("uv_xsum", "xsum", "lora(rank=8)", {
         "steps": 100_000, "batch_size": 64, "lr": 5e-5, "label_smoothing": 0.1, "clip": 0.1, "weight_decay": 0.01,
         "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial", "max_length": 512,
@@ -48,7 +48,7 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
     ("ap", "sst2", "lora(rank=8)", {"lr": 3e-4, "batch_size": 32, "warmup": 0.0, "max_length": 128}),
     ("ap", "rte", "lora(rank=8)", {"lr": 5e-5, "max_length": 256}),
     ("ap", "rte", "prompt(length=100)", {"lr": 5e-5}), ("ap", "qqp", "prompt(length=100)", {"lr": 3e-2}),
-    ("ap", "samsum", "lora(rank=8)", {"target_length": 128}),
+    ("ap", "samsum", "lora(rank=8)", {"max_generated": 128}),
 )  # fmt: skip
 
 
@@ -101,11 +101,28 @@ def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
         ({"search": {"method": ["lora", "lorra"]}}, "Did you mean 'lora'"),
         ({"search": {"seed": [1, 2]}}, "seed is not searched"),
         ({"seeds": [0, "one"]}, "seeds"),
+        ({"seeds": [0, 0]}, "different"),
     ],
 )
 def test_what_is_wrong_is_told(values: dict[str, Any], said: str) -> None:
     with pytest.raises(DeltuneError, match=said):
         spec(**values)
+
+
+def test_names_tell_runs_apart() -> None:
+    """Equal names for what means the same, different ones for what does not."""
+    both = {"search": {"method": ["lora", "full"]}}
+    assert spec(method="lora", **both).name != spec(method="lora", lr=1e-3, **both).name
+    lengths = {"search": {"target_length": [64, 32]}}
+    assert spec(max_generated=64, **lengths).name != spec(**lengths).name
+    assert spec(search={"lr": ["1e-3"]}).name == spec(search={"lr": [1e-3]}).name
+    own = {"data": "folder", "task": "classification"}
+    assert spec(**own, data_root="a").name == spec(**own, data_root="b").name
+    rates = (
+        over({"method": "layernorm", "lr": 1e-2}, {"method": "full"}),
+        over({"method": "layernorm", "lr": 3e-3}, {"method": "full"}),
+    )
+    assert [values.get("lr") for values in rates] == [None, 3e-3], "a rate that was the method's own goes with it"
 
 
 def test_what_several_runs_come_to() -> None:
@@ -179,6 +196,11 @@ def test_a_try_that_diverges_is_the_worst(root: Path, tmp_path: Path) -> None:
     tries = {"lr": [1e38, 1e-3]}
     metrics = train(tiny.spec(root, method="full", epochs=1, clip=0, lr=None, search=tries), tmp_path / "run")
     assert "diverged" in metrics["runs"][0]["error"] and metrics["best"]["lr"] == 1e-3
+    three = {"lr": [1e38, 9e37, 1e-3]}
+    metrics = train(tiny.spec(root, method="full", epochs=1, clip=0, lr=None, search=three), tmp_path / "third")
+    assert metrics["best"]["lr"] == 1e-3 and len(metrics["runs"]) == 3
+    two = {"lr": [1e-3, 1e38]}
+    assert train(tiny.spec(root, method="full", epochs=1, clip=0, search=two), tmp_path / "two")["best"]["lr"] == 1e-3
     with pytest.raises(DeltuneError, match="diverged"):
         train(tiny.spec(root, method="full", epochs=1, clip=0, search={"lr": [1e38, 9e37]}), tmp_path / "other")
 

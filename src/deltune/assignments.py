@@ -70,7 +70,7 @@ def assignment(
         kind, columns = task.kind, spec.columns or dict(task.columns)
     assert where is not None
     asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
-    asked = asked if training else {}
+    asked["train"] = asked["train"] if training else None
     samples = {split: rows for split, rows in asked.items() if rows is not None}
     known = spec.labels if spec.relabel else labels or spec.labels
     found = read(where, columns, known, samples, spec.seed, training, kind)

@@ -114,7 +114,9 @@ def _key(
 def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """A tokenizer by what it does: its own file where it is a fast one, else its class, words and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    inside = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    inside = json.loads(backend.to_str()) if backend is not None else dict(sorted(tokenizer.get_vocab().items()))
+    for passing in ("truncation", "padding") if backend is not None else ():  # of its last call
+        inside.pop(passing, None)
     said = hashlib.sha256(json.dumps(inside).encode()).hexdigest()
     return [
         type(tokenizer).__name__,

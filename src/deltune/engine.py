@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .errors import Full
 from .pools import Answer, Pool
 from .progress import Bar
 from .results import Results, Row
@@ -43,7 +44,7 @@ class Drive:
     def run(self, bar: Bar) -> None:
         """Until nothing is left to do. Errors: a results file that cannot be written; what was finished is kept."""
         beat = time.monotonic()
-        works = self._planned(first=True)
+        works = self._planned()
         bar.start("study", len(works), self.found)
         try:
             while True:
@@ -65,7 +66,7 @@ class Drive:
             self.pool.close()
             self.results.release()
 
-    def _planned(self, first: bool = False) -> list[Work]:
+    def _planned(self) -> list[Work]:
         """All works that are wanted now, each after what it needs; those that are done are looked up once."""
         asked = [one for work in self.plan(self._rows) for one in work.all()]
         works = list(dict.fromkeys(asked))
@@ -73,7 +74,7 @@ class Drive:
             if work.name in self._rows or work.name in self._running:
                 continue
             row = self.results.get(work.name)
-            if row is not None and not (first and self.retry and row.error is not None):
+            if row is not None and not (self.retry and row.error is not None):  # our own are among the rows already
                 self._rows[work.name] = row
                 self.found += 1
                 if row.error is not None:
@@ -87,7 +88,7 @@ class Drive:
             ready = [work for work in left if work.name not in known and self._ready(work)]
             ready.sort(key=lambda work: work.kin != self._kin.get(worker))  # stable: else in the order of the study
             for work in ready:
-                if self.results.claim(work.name):
+                if self.results.claim(work.name, again=self.retry):
                     self._running[work.name] = worker
                     self._kin[worker] = work.kin
                     self.pool.give(worker, work)
@@ -107,6 +108,12 @@ class Drive:
     def _take(self, worker: int, answered: Answer, bar: Bar) -> None:
         work = answered.work
         del self._running[work.name]
+        if answered.full:
+            raise Full(str(answered.error))  # of the disk, not of the work: nothing is kept of it
+        if answered.busy:
+            self.results.release(work.name)
+            told.info("%s; it is tried again", answered.error)
+            return
         if answered.died:
             self._deaths[work.name] = self._deaths.get(work.name, 0) + 1
             self._kin.pop(worker, None)

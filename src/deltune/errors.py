@@ -14,6 +14,10 @@ class Busy(DeltuneError):
     """Another process is at work on it."""
 
 
+class Full(DeltuneError):
+    """No space is left for what was to be written."""
+
+
 class Diverged(DeltuneError):
     """A loss that is no number."""
 

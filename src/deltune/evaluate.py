@@ -104,7 +104,8 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Metrics of a run's delta on its own data, or on other data with the same labels, split by split.
 
-    other: a known task in place of the run's, as fields of a spec: {"task": …, "data_root": …, "relabel": …}.
+    other: a known task in place of the run's, as fields of a spec: {"task": …, "data_root": …, "relabel": …}; as many
+    rows of it as of the run's own.
 
     splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
     progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
@@ -114,7 +115,8 @@ def evaluate(
     facts = ready(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         columns = known.columns or place.environment.get("data", {}).get("columns")
-        known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns})
+        whole = {"validation_rows": None, "test_rows": None}
+        known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns, **whole})
     if other is not None:
         known = RunSpec(**{**known.model_dump(exclude={"data", "columns", "labels", "metric"}), **other})
     asked = assignment(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
@@ -235,8 +237,8 @@ def _mixed(facts: Ready, texts: Sequence[Input], names: Sequence[str]) -> list[d
 
 
 def _use(facts: Ready, limits: Limits, deltas: Sequence[str] | None = None) -> Use:
-    spec = facts.spec
-    return Use(facts.model, facts.tokenizer, facts.labels, limits, spec.batch_size, spec.precision, None, deltas)
+    rows = facts.spec.rows()
+    return Use(facts.model, facts.tokenizer, facts.labels, limits, rows, facts.precision, None, deltas)
 
 
 def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[Encoded, Limits]:

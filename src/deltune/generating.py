@@ -22,7 +22,9 @@ def sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -
     taken = signature(model.forward).parameters
     found = tokenizer(list(texts), truncation=True, max_length=max_length)
     rows = [{name: values[i] for name, values in found.items() if name in taken} for i in range(len(texts))]
-    return Encoded(rows, sum(len(row["input_ids"]) >= max_length for row in rows))
+    full = [text for text, row in zip(texts, rows, strict=True) if len(row["input_ids"]) >= max_length]
+    whole = tokenizer(full, truncation=False, verbose=False)["input_ids"] if full else []  # only these may be longer
+    return Encoded(rows, sum(len(ids) > max_length for ids in whole))
 
 
 def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:

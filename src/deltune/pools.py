@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import Busy, DeltuneError
+from .errors import Busy, DeltuneError, Full
 from .parts import Parts
 from .works import Work, do
 
@@ -25,13 +25,18 @@ TRIES = 20
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a work: its result, or an error; `died`: its worker ended in the middle."""
+    """What came of a work: its result, or an error.
+
+    died: its worker ended in the middle. full: there is no space left. busy: another process is at work on it.
+    """
 
     work: Work
     result: dict[str, Any] | None = None
     error: str | None = None
     seconds: float = 0.0
     died: bool = False
+    full: bool = False
+    busy: bool = False
 
 
 class Pool(Protocol):
@@ -62,8 +67,10 @@ def answer(work: Work, runs: Path, parts: Parts) -> Answer:
             return Answer(work, do(work, runs, parts), None, round(time.monotonic() - began, 3))
         except Busy as error:  # by a worker whose driver was killed, in its last moment
             if tried == TRIES:
-                return Answer(work, None, str(error))
+                return Answer(work, None, str(error), busy=True)
             time.sleep(0.5)
+        except Full as error:
+            return Answer(work, None, str(error), full=True)
         except DeltuneError as error:
             return Answer(work, None, str(error), round(time.monotonic() - began, 3))
         except Exception as error:
@@ -113,7 +120,7 @@ class Local:
             self._at[worker] = None
             try:
                 found.append((worker, end.recv()))
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # cut off in the middle of an answer, too
                 self._processes[worker].join()
                 code = self._processes[worker].exitcode
                 how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

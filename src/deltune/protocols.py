@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .algebra import Masked, Method, Named
-from .catalogue import parse
+from .catalogue import parse, rate
 from .errors import DeltuneError, unknown
 
 Values = Mapping[str, Any]
@@ -96,10 +96,10 @@ PROTOCOLS: Mapping[str, Protocol] = {
     ),
     "ln_nlg": Protocol(
         "LN-tuning, appendix A and table 4 (its column WebNLG taken for DART, which the text and table 2 have)",
-        {"epochs": 20, "lr": 2e-4, "seeds": THREE, "metric": "loss"},
+        {"epochs": 20, "lr": 2e-4, "seeds": THREE, "metric": "loss", "max_length": 512, "target_length": 128},
         (
-            Rule({"target_length": 35}, ("e2e_nlg", "samsum")),
-            Rule({"target_length": 45}, ("dart", "webnlg")),
+            Rule({"max_generated": 35}, ("e2e_nlg", "samsum")),
+            Rule({"max_generated": 45}, ("dart", "webnlg")),
             Rule({"metrics": ("rouge1_pltrdy", "rouge2_pltrdy", "rougeL_pltrdy", "rouge1", "rouge2", "rougeL")},
                  ("samsum",)),
             *_batches(
@@ -137,8 +137,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
         {"batch_size": 32, "lr": 3e-4, "max_length": 256, "seeds": THREE},
         (
             Rule({"max_length": 128}, SENTIMENT),
-            Rule({"target_length": 64}, ("multi_news",)),
-            Rule({"target_length": 128}, ("samsum",)),
+            Rule({"max_generated": 64, "target_length": 256}, ("multi_news",)),
+            Rule({"max_generated": 128, "target_length": 256}, ("samsum",)),
             Rule({"lr": 3e-2}, methods=("prompt",)),
             Rule({"lr": 5e-5}, ("rte",)),
         ),
@@ -149,6 +149,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
 
 def over(base: Values, given: Values) -> dict[str, Any]:
     """The values of `base` under those of `given`: a value given takes the place of a list of values to try, too."""
+    if given.get("method") is not None and base.get("method") is not None and "lr" not in given:
+        base = {field: value for field, value in base.items() if field != "lr" or value != _rate(base["method"])}
     replaced = {other for field in given for other in INSTEAD.get(field, ()) if other not in given}
     found = {field: value for field, value in base.items() if field not in replaced} | dict(given)
     if isinstance(found.get("search"), Mapping) and "search" not in given:
@@ -164,6 +166,14 @@ def filled(given: Values) -> dict[str, Any]:
     if name not in PROTOCOLS:
         raise DeltuneError(f"protocol: {unknown('protocol', str(name), PROTOCOLS)}")
     return over(PROTOCOLS[name].of(given.get("task"), _alone(given.get("method"))), given)
+
+
+def _rate(method: Any) -> float | None:
+    """The rate of a method where none is given; a file that writes it out means no rate of its own."""
+    try:
+        return rate(method)
+    except (DeltuneError, TypeError):
+        return None
 
 
 def _alone(method: Any) -> str | None:

@@ -94,10 +94,13 @@ class Results:
         with self._told():
             self._open.execute("DELETE FROM works WHERE name = ?", (name,))
 
-    def claim(self, name: str) -> bool:
-        """Whether the work is ours to do from now on."""
+    def claim(self, name: str, again: bool = False) -> bool:
+        """Whether the work is ours to do from now on: nobody is at it, and it is not done; again: or failed."""
         now = time.time()
         with self._told(), self._at_once():
+            done = self._open.execute("SELECT error FROM works WHERE name = ?", (name,)).fetchone()
+            if done is not None and not (again and done[0] is not None) and self.get(name) is not None:
+                return False
             held = self._open.execute("SELECT owner, beat FROM claims WHERE name = ?", (name,)).fetchone()
             if held is not None and held[0] != self.owner and now - held[1] < PATIENCE and not _dead(held[0]):
                 return False
@@ -109,10 +112,10 @@ class Results:
         with self._told():
             self._open.execute("UPDATE claims SET beat = ? WHERE owner = ?", (time.time(), self.owner))
 
-    def release(self) -> None:
-        """Give up all our claims."""
+    def release(self, name: str | None = None) -> None:
+        """Give up a claim of ours; without a name, all."""
         with self._told():
-            self._open.execute("DELETE FROM claims WHERE owner = ?", (self.owner,))
+            self._open.execute("DELETE FROM claims WHERE owner = ? AND name = coalesce(?, name)", (self.owner, name))
 
     def _check(self) -> int:
         """The schema of the file. Errors: a newer one, another program's file."""

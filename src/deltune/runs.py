@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import Busy, DeltuneError
+from .errors import Busy, DeltuneError, Full
 from .specs import RunSpec, read
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
@@ -252,9 +252,7 @@ def write_failed(where: str | Path, error: Exception) -> DeltuneError:
     """The error for a write that the system, or safetensors for it, refused."""
     told = str(error).lower()
     if getattr(error, "errno", None) in FULL or "no space" in told or "file too large" in told:
-        return DeltuneError(
-            f"no space left for {where}; what is there is whole. Make room and run the same command again"
-        )
+        return Full(f"no space left for {where}; what is there is whole. Make room and run the same command again")
     return DeltuneError(f"{where} cannot be written or read: {error}; what is there is whole")
 
 

@@ -33,6 +33,8 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
     chosen, lines = _search(spec, run, one)
     for seed in spec.seeds[1:]:
         lines.append(_line(run, one, chosen.model_copy(update={"seed": seed}), f"seed{seed}", spec))
+        if not lines[-1]["metrics"]:
+            raise Diverged(lines[-1]["error"])
         lines[-1]["chosen"] = True
     kept = [line for line in lines if line["chosen"]]
     best = max(kept, key=lambda line: _value(line["metrics"]))  # the first of equal ones
@@ -55,24 +57,24 @@ def _search(spec: RunSpec, run: Run, one: One) -> tuple[RunSpec, list[dict[str, 
     chosen = 0
     for i, single in enumerate(tries):
         name = f"seed{single.seed}" + (f"-try{i + 1}" if len(tries) > 1 else "")
-        lines.append(_line(run, one, single, name, spec, last=i + 1 == len(tries)))
-        if i and _value(lines[i]["metrics"]) <= _value(lines[chosen]["metrics"]):
+        lines.append(_line(run, one, single, name, spec))
+        if lines[chosen]["metrics"] and i and _value(lines[i]["metrics"]) <= _value(lines[chosen]["metrics"]):
             break
         chosen = i
+    if not lines[chosen]["metrics"]:
+        raise Diverged(lines[chosen]["error"])
     lines[chosen]["chosen"] = True
     return tries[chosen], lines
 
 
-def _line(run: Run, one: One, single: RunSpec, name: str, spec: RunSpec, last: bool = True) -> dict[str, Any]:
-    """One run, done or found done. Error: it diverged and there is nothing else to try."""
+def _line(run: Run, one: One, single: RunSpec, name: str, spec: RunSpec) -> dict[str, Any]:
+    """One run, done or found done; one that diverged has no metrics but an error."""
     tried = {field: single.rate if field == "lr" else getattr(single, field) for field in spec.search}
     told.info("%s: seed %d%s", name, single.seed, "".join(f", {field} {value}" for field, value in tried.items()))
     line = {"run": name, "seed": single.seed, "tried": tried, "chosen": False, "metrics": {}}
     try:
         line["metrics"] = one(single, run.runs / name)
     except Diverged as error:
-        if last:
-            raise
         line["error"] = str(error)
         told.info("%s", error)
     return line

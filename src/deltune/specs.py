@@ -155,6 +155,13 @@ class RunSpec(BaseModel):
             raise ValueError(unknown("metric", str(value), ["loss", *METRICS]))
         return value
 
+    @field_validator("seeds")
+    @classmethod
+    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"seeds are different ones, not {value}")
+        return value
+
     @field_validator("search")
     @classmethod
     def _searched(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
@@ -190,7 +197,8 @@ class RunSpec(BaseModel):
             problems = [_problem(e) for e in error.errors()] + problems
         if problems:
             raise all_problems("the spec is wrong", problems)
-        made.tries()
+        for field, several in made.search.items():  # as the field makes of them: "1e-3" is a number
+            made.search[field] = tuple(getattr(made.single(**{field: value}), field) for value in several)
         return made
 
     @property
@@ -246,8 +254,12 @@ class RunSpec(BaseModel):
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
-        idle = [("lr", self.lr == rate(self.method)), ("seed", bool(self.seeds)), ("epochs", self.steps is not None)]
-        idle += [("aggregate", not self.seeds), ("max_generated", self.max_generated == self.target_length)]
+        idle = [("lr", self.lr == rate(self.method) and "method" not in self.search), ("seed", bool(self.seeds))]
+        idle += [("epochs", self.steps is not None), ("aggregate", not self.seeds)]
+        idle += [("max_generated", self.max_generated == self.target_length and "target_length" not in self.search)]
+        idle += [("data_root", self.data is not None)]
+        if self.data is None and TASKS[str(self.task)].version > 1:
+            values["task_version"] = TASKS[str(self.task)].version
         return {field: value for field, value in values.items() if (field, True) not in idle}
 
     @property
@@ -267,7 +279,9 @@ class RunSpec(BaseModel):
 
     def yaml(self) -> str:
         """The whole spec, defaults written out, so that the file outlives a change of them."""
-        values = self.model_dump(mode="json") | {"lr": self.rate, "method": explicit(parse(self.method))}
+        values = self.model_dump(mode="json") | {"method": explicit(parse(self.method))}
+        if "method" not in self.search:  # then each method may have a rate of its own
+            values["lr"] = self.rate
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

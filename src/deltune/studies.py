@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,15 @@ PLAIN = ("scores", "count", "examples", "curve", "seconds")
 
 @dataclass(frozen=True)
 class Want:
-    """A cell and the work that fills it; None where what is done so far does not tell yet which it is."""
+    """A cell and the work that fills it; None where what is done so far does not tell which it is, with the reason.
+
+    extra: what other works say of this cell.
+    """
 
     cell: Cell
     work: Work | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    why: str = "not run yet"
 
 
 Tell = Callable[[Want, Row], list[Outcome]]
@@ -39,7 +44,7 @@ def told(want: Want, row: Row) -> list[Outcome]:
         return [Outcome(want.cell, spec, seconds=row.seconds, error=row.error or "no result")]
     plain = {name: row.result[name] for name in PLAIN if name in row.result}
     extra = {name: value for name, value in row.result.items() if name not in PLAIN}
-    return [Outcome(want.cell, spec, **plain, extra=extra)]
+    return [Outcome(want.cell, spec, **plain, extra={**extra, **want.extra})]
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Study:
             row = None if want.work is None else rows.get(want.work.name)
             if row is None:
                 spec = {} if want.work is None else want.work.spec
-                found.append(Outcome(want.cell, spec, error="not run yet"))
+                found.append(Outcome(want.cell, spec, error=want.why))
             else:
                 found += self.tell(want, row)
         return found
@@ -86,7 +91,7 @@ def of_sweep(sweep: Sweep, data_root: str | None = None) -> Callable[[Rows], Seq
     first = {_place(planned): planned for planned in reversed(cells)}
 
     def wanted(rows: Rows) -> list[Want]:
-        return [Want(planned.cell, _work(planned, first[_place(planned)], works, rows)) for planned in cells]
+        return [_want(planned, first[_place(planned)], works, rows) for planned in cells]
 
     return wanted
 
@@ -95,14 +100,16 @@ def _place(planned: Planned) -> tuple[Any, ...]:
     return tuple(label for axis, label in planned.cell.items() if axis != "seed")
 
 
-def _work(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Rows) -> Work | None:
+def _want(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Rows) -> Want:
     if not planned.spec.search or planned is first:
-        return works[id(planned)]
+        return Want(planned.cell, works[id(planned)])
     row = rows.get(works[id(first)].name)
-    if row is None or row.result is None:
-        return None
+    if row is None:
+        return Want(planned.cell, None)
+    if row.result is None:
+        return Want(planned.cell, None, why=f"the search under the first seed failed: {row.error}")
     chosen = {name: row.result["best"][name] for name in planned.spec.search}
-    return of_run(planned.spec.single(**chosen))
+    return Want(planned.cell, of_run(planned.spec.single(**chosen)))
 
 
 def of_file(path: str | Path, data_root: str | Path | None = None) -> Study:

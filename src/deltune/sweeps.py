@@ -61,6 +61,13 @@ class Sweep(BaseModel):
             return {str(label): item if isinstance(item, Mapping) else {field: item} for label, item in value.items()}
         return value
 
+    @field_validator("seeds")
+    @classmethod
+    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("seeds are different ones")
+        return value
+
     @validator(mode="wrap")
     @classmethod
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[Sweep]) -> Sweep:

@@ -28,7 +28,7 @@ class Task:
     version: int = 1
 
 
-ACCURACY = ("accuracy", "f1_macro", "matthews")
+ACCURACY = ("accuracy", "f1", "f1_macro", "matthews")
 ENTITIES = ("entity_f1",)
 SUMMARY = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 YES_NO = {"entailment": "yes", "not_entailment": "no"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .assignments import kind_of
+from .errors import DeltuneError
 from .evaluate import evaluate, rescored
 from .models import load_config
 from .parts import Parts
@@ -71,13 +72,18 @@ def _run(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
     kept = Run(folder).kept
     scored = rescored(kept.folder)
     split = next((s for s in ("test", "validation") if s in metrics), None)
+    if split is None:
+        raise DeltuneError(
+            f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
+        )
     lines = [json.loads(line) for line in kept.log_file.read_text(encoding="utf-8").splitlines()]
     return {
-        "scores": metrics.get(split, {}) if split else {},
+        "split": split,
+        "scores": metrics[split],
         "validation": metrics.get("validation", {}),
         "examples": {
             name: [round(value, 6) for value in score.per_example]
-            for name, score in (scored[split].items() if split in scored else ())
+            for name, score in scored[split].items()
             if score.per_example is not None
         },
         "count": metrics["count"],
