@@ -57,8 +57,11 @@ def assignment(
     training: bool = True,
     labels: tuple[str, ...] | None = None,
     read: Callable[..., Data] = reading.load,
+    sampled: bool | None = None,
 ) -> Assignment:
     """Read what a spec asks for; labels: the run's own, where it has them; read: data.load, or one that remembers.
+
+    sampled: only as many rows of each split as the spec says; default: in training.
 
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """
@@ -70,7 +73,7 @@ def assignment(
         kind, columns = task.kind, spec.columns or dict(task.columns)
     assert where is not None
     asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
-    asked = asked if training else {}
+    asked = asked if (training if sampled is None else sampled) else {}
     samples = {split: rows for split, rows in asked.items() if rows is not None}
     known = spec.labels if spec.relabel else labels or spec.labels
     found = read(where, columns, known, samples, spec.seed, training, kind)

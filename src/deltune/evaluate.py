@@ -104,7 +104,8 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Metrics of a run's delta on its own data, or on other data with the same labels, split by split.
 
-    other: a known task in place of the run's, as fields of a spec: {"task": …, "data_root": …, "relabel": …}.
+    other: a known task in place of the run's, as fields of a spec: {"task": …, "data_root": …, "relabel": …}; of it as
+    many rows as the run's spec takes of its own.
 
     splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
     progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
@@ -117,7 +118,9 @@ def evaluate(
         known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns})
     if other is not None:
         known = RunSpec(**{**known.model_dump(exclude={"data", "columns", "labels", "metric"}), **other})
-    asked = assignment(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
+    asked = assignment(
+        known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None, sampled=other is not None
+    )
     found = asked.data
     usual = {stem: split for split, stems in reading.SPLITS.items() for stem in stems}
     wanted = [s for s in SPLITS if s in found.splits] if splits is None else [usual.get(s, s) for s in splits]

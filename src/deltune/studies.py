@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .outcomes import Cell, Outcome
@@ -20,10 +20,14 @@ PLAIN = ("scores", "count", "examples", "curve", "seconds")
 
 @dataclass(frozen=True)
 class Want:
-    """A cell and the work that fills it; None where what is done so far does not tell yet which it is."""
+    """A cell and the work that fills it; None where what is done so far does not tell yet which it is.
+
+    extra: what other works say of this cell.
+    """
 
     cell: Cell
     work: Work | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 Tell = Callable[[Want, Row], list[Outcome]]
@@ -36,7 +40,7 @@ def told(want: Want, row: Row) -> list[Outcome]:
         return [Outcome(want.cell, spec, seconds=row.seconds, error=row.error or "no result")]
     plain = {name: row.result[name] for name in PLAIN if name in row.result}
     extra = {name: value for name, value in row.result.items() if name not in PLAIN}
-    return [Outcome(want.cell, spec, **plain, extra=extra)]
+    return [Outcome(want.cell, spec, **plain, extra={**extra, **want.extra})]
 
 
 @dataclass(frozen=True)
