@@ -1,4 +1,4 @@
-"""Numbers of the papers' tables as they print them, by the labels of our cells; what cannot be read for sure is absent."""
+"""Numbers of the papers' tables, as printed, by the labels of our cells; what cannot be read for sure is absent."""
 
 from __future__ import annotations
 

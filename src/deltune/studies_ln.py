@@ -137,8 +137,8 @@ def nlg(place: Place) -> Study:
         ),
         ("bleu", "rouge2_pltrdy", "rouge2"),
         "A model of stories with 260,032 parameters and 512 tokens, 400 rows a task: its texts are bad under every "
-        "method, so that ranks say which method learns fast and little of the paper's. It has RMSNorm, hence no bias in "
-        "its norms, and no biases: BitFit adds them."
+        "method, so that ranks say which method learns fast and little of the paper's. It has RMSNorm, hence no bias "
+        "in its norms, and no biases: BitFit adds them."
         if place.small
         else "Prefix and adapter have l = r = 8, which gives the printed percentages; the text says 16. METEOR needs "
         "Java; MoverScore, BERTScore and BLEURT need models and are left out without them. The printed third task is "
