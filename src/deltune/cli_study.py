@@ -30,10 +30,11 @@ def studies(
     asked: list[str], scale: str, data_root: Path | None, model_root: Path | None, only: list[str] | None = None
 ) -> list[Study]:
     """The studies of names or files. Errors: all that is wrong with any of them."""
+    from .scales import Place
     from .studies import narrowed, of_file
-    from .studies_papers import STUDIES, Place
+    from .studies_papers import STUDIES
 
-    place = Place(scale, data_root, model_root)
+    place = Place(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
     files = [name for name in asked if name.endswith((".yaml", ".yml"))]
     wrong = [unknown("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
     if wrong:
@@ -45,9 +46,10 @@ def studies(
 @app.command("list")
 def listed(as_json: Json = False) -> None:
     """The papers' studies: what each asks."""
-    from .studies_papers import STUDIES, asks
+    from .scales import Place
+    from .studies_papers import STUDIES
 
-    facts = {name: asks(name) for name in STUDIES}
+    facts = {name: make(Place("paper")).asks for name, make in STUDIES.items()}
     out.print_json(data=facts) if as_json else out.print("\n".join(f"{n:18s} {text}" for n, text in facts.items()))
 
 

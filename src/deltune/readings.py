@@ -186,7 +186,10 @@ def opened(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
     Changes of terms (extra["changes"]): one outcome for each of "layers" (near input, near output) × "term" × "module",
     with the score "change", their mean. Axes "task" and "target": the axis "pair": itself, same type, other type.
+    Runs of some N (the axis "N") beside what a search along N found: that alone.
     """
+    if any("N" not in outcome.cell for outcome in outcomes):
+        outcomes = [outcome for outcome in outcomes if "N" not in outcome.cell]
     keys = sorted({key for outcome in outcomes for key in _changes(outcome)})
     found: list[Outcome] = []
     for outcome in outcomes:

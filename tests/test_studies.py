@@ -1,0 +1,320 @@
+"""Every study of the papers at both scales: it builds, its cells decide its claims, its views can be drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+
+import tiny
+from deltune import grids, plots
+from deltune.claims_papers import CLAIMS
+from deltune.engine import Drive
+from deltune.errors import DeltuneError
+from deltune.families import PAPER, SMALLER
+from deltune.findings import findings
+from deltune.outcomes import Outcome
+from deltune.progress import Bar
+from deltune.results import Results, Row
+from deltune.scales import RATES, Place, choices, crossed, joined, rate
+from deltune.specs import RunSpec
+from deltune.studies import Study
+from deltune.studies_papers import STUDIES, study
+from deltune.tasks import TASKS
+from deltune.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
+from deltune.views import Figure, Table, names
+from deltune.works import Work, of_run
+from test_engine import Here
+
+BOTH = [(name, scale) for name in STUDIES for scale in ("small", "paper")]
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Folders by their names alone: to build a study nothing in them is read."""
+    root = tmp_path_factory.mktemp("shared")
+    for task in TASKS.values():
+        (root / "data" / task.folder).mkdir(parents=True)
+    for name in ("minilm-d128", "minilm-d192", "minilm-d256", "g2p-en-us-bart", "stories260k-llama"):
+        (root / "models" / name).mkdir(parents=True)
+        (root / "models" / name / "config.json").write_text("{}")
+    return Place("small", str(root / "data"))
+
+
+def built(name: str, scale: str, place: Place) -> Study:
+    return study(name, place if scale == "small" else Place())
+
+
+# -- made-up results
+
+
+def result(work: Work) -> dict[str, Any]:
+    """What a work of each kind would answer."""
+    chance = random.Random(work.name)
+    if work.kind == "time":
+        turns = {
+            label: {
+                "turns": {
+                    what: [0.1 * (1 + chance.random()) for _ in range(9)] for what in ("step", "forward", "inference")
+                },
+                "percent": 1.0, "kept": 1000,
+            }
+            for label in work.spec["methods"]
+        }  # fmt: skip
+        return {"turns": turns, "seconds": 0.0}
+    run = work.spec.get("run", work.spec)
+    if work.kind == "terms":
+        changes = [
+            {"layer": layer, "module": module, "term": term, "value": (1 + layer) * (1 + chance.random())}
+            for layer in range(4) for module in ("attention", "ffn") for term in ("gain", "bias")
+        ]  # fmt: skip
+        return {"changes": changes, "seconds": 0.0}
+    task = work.spec.get("other", run)["task"]
+    drawn = re.search(r"parameters=(\d+)", run["method"])
+    value = 0.8 + 0.03 * chance.random()
+    if drawn and work.kind == "run":
+        value = 0.5 + 0.4 / (1 + math.exp(-2.5 * (math.log10(int(drawn[1])) - 2.5)))
+    scores = {
+        metric: value * (1 if metric in ("accuracy", "entity_f1", "exact") else 50)
+        for metric in (*TASKS[task].metrics, *(run.get("metrics") or ()))
+    }
+    right = [float(i < value * 400) for i in range(400)]
+    curve = [{"step": step, "eval_loss": 1 / step, "eval_accuracy": value - 1 / step} for step in (10, 20, 30, 40)]
+    size = {"d128": 4e6, "d192": 7e6, "d256": 1e7, "small": 3e7, "base": 1e8, "large": 3e8, "xxl": 1e10}
+    whole = next((n for key, n in size.items() if key in run["model"]), 2e7)
+    count = {"method": 100, "trained": 200, "percent": 0.1, "denominator_size": int(whole)}
+    examples = {"accuracy": right} if "accuracy" in scores else {}
+    best = {field: values[0] for field, values in run.get("search", {}).items()}
+    if "accuracy" in scores:
+        scores["accuracy"] = sum(right) / 400
+    return {"scores": scores, "examples": examples, "count": count, "seconds": 1.0, "curve": curve, "best": best}
+
+
+def driven(made: Study) -> dict[str, Row]:
+    """All that a study asks for, answered, until it asks for nothing more."""
+    rows: dict[str, Row] = {}
+    while left := [work for work in made.plan(rows) for work in work.all() if work.name not in rows]:
+        for work in left:
+            rows[work.name] = Row(work.name, work.kind, dict(work.spec), result(work), None, 1.0)
+    return rows
+
+
+def metric_of(made: Study, outcomes: list[Outcome]) -> str | dict[str, str]:
+    """The study's metric for each task, where it has several."""
+    several = names(made.metric)
+    if len(several) == 1:
+        return several[0]
+    tasks = {str(o.cell[axis]) for o in outcomes for axis in ("task", "target") if axis in o.cell}
+    scored = {task: {name for o in outcomes if o.cell.get("task") == task for name in o.scores} for task in tasks}
+    return {task: next(name for name in several if name in scored[task]) for task in tasks}
+
+
+@pytest.mark.parametrize(("name", "scale"), BOTH)
+def test_a_study_is_whole(name: str, scale: str, place: Place) -> None:
+    """Specs are valid, cells are one of a kind, claims find their axes and labels, views can be drawn."""
+    made = built(name, scale, place)
+    assert made.name == name and made.asks and made.views
+    assert scale == "paper" or made.notes, "what is other than in the paper"
+    rows = driven(made)
+    outcomes = made.outcomes(rows)
+    assert not [outcome for outcome in outcomes if outcome.error]
+    cells = [json.dumps(dict(outcome.cell), sort_keys=True) for outcome in outcomes]
+    assert len(set(cells)) == len(cells) > 1
+    for row in rows.values():
+        run = row.spec.get("run", row.spec)
+        if row.kind != "time":
+            assert RunSpec(**run).canonical() == run, "a spec and what it says are one"
+            assert "?" not in run["method"]
+    if name == "ap/thresholds":
+        for outcome in outcomes:
+            assert "N" in outcome.cell or set(outcome.extra) >= {"low", "high"}
+    for finding in findings(CLAIMS[name], outcomes, metric_of(made, outcomes), made.lower):
+        assert finding.effect is not None, f"{finding.claim.text}: {finding.note}"
+    for view in made.views:
+        if isinstance(view, Table):
+            grid = grids.grid(view, outcomes)
+            assert grid.rows and not grid.left, grid.left
+            assert scale == "small" or not view.paper or grid.compared
+            entries = {key for key in view.paper if not any(part in ("percent", "average", "rank") for part in key)}
+            shown = [entry.paper for row in grid.rows for entry in row.entries if entry.paper is not None]
+            assert scale == "small" or len(shown) >= 0.7 * len(entries)
+        else:
+            assert isinstance(view, Figure)
+            figure = plots.draw(view, outcomes)
+            assert figure.text
+            assert not figure.notes or name == "ap/thresholds", figure.notes
+            plt.close(figure.figure)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_what_is_not_run_yet(name: str, place: Place) -> None:
+    made = built(name, "small", place)
+    assert all(outcome.error == "not run yet" for outcome in made.outcomes({}))
+    assert made.plan({})
+
+
+def test_a_name_that_is_none() -> None:
+    with pytest.raises(DeltuneError, match="Did you mean 'ln/nlu'"):
+        study("ln/nlo", Place())
+    with pytest.raises(DeltuneError, match="Did you mean 'small'"):
+        Place("smal")  # type: ignore[arg-type]
+
+
+def test_small_says_what_to_give(tmp_path: Path) -> None:
+    for name in STUDIES:
+        said = "--model-root" if name == "ln/time" else "(?s)--data-root.*--model-root"
+        with pytest.raises(DeltuneError, match=said):
+            study(name, Place("small"))
+    (tmp_path / "data" / "sick").mkdir(parents=True)
+    with pytest.raises(DeltuneError, match=r"(?s)no folder sst2.*has no model minilm-d128: give --model-root"):
+        study("ln/unified", Place("small", str(tmp_path / "data")))
+
+
+def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
+    (tmp_path / "sick").mkdir()
+    place = Place("paper", str(tmp_path))
+    assert place.task("sick")["data_root"] == str(tmp_path) and "data_root" not in place.task("sst2")
+
+
+@pytest.mark.parametrize(("method", "wanted"), [
+    ("full", RATES["full"]), ("prefix(length=4) + lora", RATES["lora"]),
+    ("apet(bitfit, parameters=9)", RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),
+])  # fmt: skip
+def test_a_sum_learns_at_the_lowest_rate(method: str, wanted: float) -> None:
+    assert rate(method) == wanted
+
+
+def test_sizes_of_the_groups() -> None:
+    """The N of every group is what its method trains."""
+    from transformers import BertConfig, T5Config
+
+    from deltune.counting import count
+
+    bert = {"minilm-d128": (128, 2), "minilm-d192": (192, 3), "minilm-d256": (256, 4), "bert-small": (512, 4),
+            "bert-base": (768, 12)}  # fmt: skip
+    for family in (SMALLER["MiniLM"], PAPER["BERT"]):
+        for model, (width, layers) in bert.items():
+            if model in family.models:
+                config = BertConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
+                                    intermediate_size=4 * width)  # fmt: skip
+                sizes = [count(config, method).method for method in family.methods.values()]
+                assert tuple(sizes) == family.models[model].sizes
+                assert count(config, family.everything).method >= max(sizes)
+    family = PAPER["T5"]
+    small = T5Config(d_model=512, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu")
+    assert tuple(count(small, m).method for m in family.methods.values()) == family.models["t5-small"].sizes
+    assert count(small, family.everything).method >= max(family.models["t5-small"].sizes)
+
+
+# -- thresholds
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_bisection_finds_every_place(count: int) -> None:
+    sizes = powers(4 * 2 ** (count - 1))
+    assert len(sizes) == count
+    for place in range(count + 1):
+        asked, bracket = bisected(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
+        assert len(asked) == len(set(asked)) <= 1 + math.ceil(math.log2(max(1, count)))
+        if place == count:
+            assert bracket == (sizes[-1], None)
+        else:
+            assert bracket == (sizes[place - 1] if place else 0, sizes[place])
+
+
+def climb(seed: int = 0, most: int = 2**14) -> Climb:
+    def work(n: int) -> Work:
+        return Work("score", {"n": n, "seed": seed})
+
+    return Climb({"model": "m", "method": "lora", "seed": seed}, powers(most), work, work(-1), 0.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thresholds_of_a_noisy_curve(seed: int) -> None:
+    """Above chance from about 100 on, at full tuning's 0.9 from 4,000 on."""
+    chance, one = random.Random(seed), climb(seed)
+    rows: dict[str, Row] = {}
+    made = Study("t", "?", searched([one]), tell=bracketed)
+    while left := [work for work in made.plan(rows) if work.name not in rows]:
+        for work in left:
+            n = work.spec["n"]
+            truth = 0.9 if n < 0 or n >= 4000 else 0.5 if n < 100 else 0.7 + 0.15 * math.log10(n / 100) / 1.6
+            right = [float(i < 1000 * (truth + chance.uniform(-0.004, 0.004))) for i in range(1000)]
+            held = {"scores": {"accuracy": sum(right) / 1000}, "examples": {"accuracy": right},
+                    "count": {"denominator_size": 10**6}}  # fmt: skip
+            rows[work.name] = Row(work.name, "score", dict(work.spec), held, None, 1.0)
+    (found,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
+    assert found.extra == {"low": [64, 128], "high": [2048, 4096]}
+    assert len(rows) <= 2 + 2 * math.ceil(math.log2(len(one.sizes)))
+
+
+def test_what_is_never_reached_has_no_bracket() -> None:
+    one, rows = climb(), {}
+    for work in (one.full, one.run(2**14)):
+        value = 0.9 if work is one.full else 0.6
+        held = {"scores": {"accuracy": value}, "examples": {}, "count": {"denominator_size": 9}}
+        rows[work.name] = Row(work.name, "score", {}, held, None, 1.0)
+    (last,) = [want for want in wants(one, rows) if "N" not in want.cell]
+    assert last.work is None, "the low threshold is still looked for"
+    assert "high" not in last.extra
+
+
+def test_a_failed_run_is_told() -> None:
+    one = climb()
+    failed = Row(one.run(2**14).name, "score", {}, None, "it broke", 1.0)
+    made = Study("t", "?", searched([one]), tell=bracketed)
+    errors = [outcome.error for outcome in made.outcomes({failed.name: failed}) if "N" not in outcome.cell]
+    assert errors == ["it broke"]
+    assert not [work for work in made.plan({failed.name: failed}) if work not in (one.full, one.run(2**14))]
+
+
+@pytest.mark.parametrize(("examples", "truth"), [
+    ([1.0] * 60 + [0.0] * 40, True), ([1.0] * 55 + [0.0] * 45, False), ([0.6, 0.7, 0.65] * 9, True),
+    ([0.4, 0.7, 0.5] * 9, False), ([0.9], False),
+])  # fmt: skip
+def test_above_chance(examples: list[float], truth: bool) -> None:
+    scores: Mapping[str, float] = {"accuracy": sum(examples) / len(examples)}
+    assert above({"scores": scores, "examples": {"accuracy": examples}}, "accuracy", 0.5) is truth
+
+
+def test_within_a_point() -> None:
+    held = [{"scores": {"accuracy": value}} for value in (0.9, 0.89, 0.889)]
+    assert [reaches(one, held[0], "accuracy") for one in held] == [True, True, False]
+
+
+# -- for real
+
+
+def test_a_study_from_end_to_end(tmp_path: Path) -> None:
+    """Tiny models in folders, methods, thresholds: planned, run, told, drawn, and nothing left to do."""
+    tiny.model(tmp_path / "a")
+    tiny.data(tmp_path / "data", train=64, others=48)
+
+    def spec(method: str, seed: int) -> RunSpec:
+        return RunSpec(model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
+                       epochs=1, batch_size=8, max_length=16, lr=1e-2)  # fmt: skip
+
+    def made(seed: int) -> Climb:
+        return Climb({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers(64),
+                     lambda n: of_run(spec(f"apet(lora(rank=4), parameters={n})", seed)),
+                     of_run(spec("full", seed)), 1 / 3)  # fmt: skip
+
+    climbing = Study("tiny/thresholds", "?", searched([made(0), made(1)]), tell=bracketed)
+    with Results(tmp_path / "r.sqlite") as file, Bar(False) as bar:
+        drive = Drive(climbing.plan, file, Here(file.runs))
+        drive.run(bar)
+        assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)
+        outcomes = climbing.outcomes(drive._rows)
+    assert not [outcome.error for outcome in outcomes if outcome.error]
+    assert {outcome.cell["N"] for outcome in outcomes if outcome.cell["method"] == "full"} == {outcomes[0].cell["N"]}
+    with pytest.raises(DeltuneError, match="give --data-root"):
+        crossed(Place("small"), "x", {"a": "a"}, ("sst2",), choices({"full": "full"}))
+    assert not joined()({})
