@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of two methods, one of which cannot be had on this model, and its results."""
     root = tmp_path_factory.mktemp("reports")
     made = study(
-        root, methods={"norms": "layernorm", "low rank": "lora(rank=2)", "impossible": "lora(rank=2, at='gate')"}
+        root, methods={"norms": "layernorm", "low rank": "lora(rank=2)", "impossible": "layernorm(stack='decoder')"}
     )
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
@@ -49,7 +49,7 @@ def test_it_is_not_run_again(place: Path) -> None:
 def test_status(place: Path) -> None:
     facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
     assert facts["works"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
-    assert all("gate" in error for error in facts["failed"].values())
+    assert all("decoder" in error for error in facts["failed"].values())
 
 
 def test_a_report_in_words(place: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_report_as_a_page(place: Path) -> None:
     deltune("report", place / "mine.yaml", "--store", place / "r.sqlite", "--html", place / "page.html")
     text = (place / "page.html").read_text()
     HTMLParser().feed(text)
-    assert "layernorm" in text and "gate" in text, "every run's spec, and why one failed"
+    assert "layernorm" in text and "decoder" in text, "every run's spec, and why one failed"
 
 
 def test_only_some_cells(place: Path) -> None:
