@@ -116,3 +116,13 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, place: Path, monkeyp
     results = [train(spec, tmp_path / name)["test"] for name in ("first", "again")]
     monkeypatch.setenv(caching.VARIABLE, "off")
     assert results == [train(spec, tmp_path / "off")["test"]] * 2
+
+
+def test_a_tokenizer_is_what_it_does_not_what_it_did(parts: tuple[Any, Any], place: Path) -> None:
+    """A call that cuts and pads leaves its settings in the tokenizer; they are no part of its identity."""
+    rows(parts, content="before")
+    tokenizer, _ = parts
+    for settings in ({"truncation": True, "max_length": 5}, {"padding": "max_length", "max_length": 9}):
+        tokenizer(["a b c"], **settings)
+        rows(parts, content="before")
+    assert len(list(place.glob("*.arrow"))) == 1

@@ -292,3 +292,17 @@ def test_tasks_by_name(shared: Path) -> None:
         find("sst-2", None)
     with pytest.raises(DeltuneError, match="has no hub id; give data_root"):
         find("conll04", None)
+
+
+def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
+    """BERTScore: left out and said without a model, there with one, and so in its name."""
+    given = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
+    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **given)
+    assert "bertscore" in train(spec, tmp_path / "without")["omitted"]
+    options = {"bertscore": {"model": str(places / "bert"), "layers": 1}}
+    other = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, metric_options=options, **given)
+    metrics = train(other, tmp_path / "with")
+    assert not metrics["omitted"] and spec.name != other.name
+    assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics["test"]["bertscore"])
+    with pytest.raises(DeltuneError, match="unknown option"):
+        tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **given)

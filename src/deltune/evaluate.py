@@ -139,7 +139,7 @@ def evaluate(
             use = Use(
                 facts.model, facts.tokenizer, found.labels, limits, known.rows(), facts.precision, bar.advance
             )  # fmt: skip
-            result = scored(facts.kind, use, encoded, rows, asked.metrics)
+            result = scored(facts.kind, use, encoded, rows, asked.metrics, known.metric_options)
             results[split] = result.metrics
             if output is not None:
                 Path(output).mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,8 @@ def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
             said = [[labels.get(row[key], row[key]) if labels else row[key] for row in rows] for key in SAID]
             wanted = tuple(metrics) or tuple(n for n in place.metrics[split] if n != "loss")
             check_fits(kind, wanted)
-            results[split] = measured(kind, wanted, said[0], said[1], len(labels))
+            options = place.spec.metric_options
+            results[split] = measured(kind, wanted, said[0], said[1], len(labels), options)
     return results
 
 

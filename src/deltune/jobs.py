@@ -79,7 +79,8 @@ class Job:
             self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(processes.count()),
             self.precision, advance, loss_only=loss_only,
         )  # fmt: skip
-        result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics)
+        options = self.spec.metric_options
+        result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics, options)
         metrics = processes.of_main(lambda: result.metrics)  # rounding must not let processes decide differently
         result = replace(result, metrics=metrics)
         if not math.isfinite(result.metrics["loss"]):

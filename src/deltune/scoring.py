@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,9 @@ from .encoding import Encoded
 from .kinds import Columns, Kind, Use
 from .measures import Scores
 from .metrics import METRICS, score
+
+Given = Mapping[str, Mapping[str, Any]]
+"""Options of metrics, by the metrics' names."""
 
 
 @dataclass(frozen=True)
@@ -24,26 +27,34 @@ class Scored:
     scores: list[Any]
 
 
-def scored(kind: Kind, use: Use, encoded: Encoded, columns: Columns, names: Sequence[str]) -> Scored:
+def scored(
+    kind: Kind, use: Use, encoded: Encoded, columns: Columns, names: Sequence[str], options: Given | None = None
+) -> Scored:
     """The answers to a split, measured by the named metrics; with use.loss_only its loss alone."""
     answers = kind.answers(use, encoded)
     if use.loss_only:
         return Scored({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
     references = answers.references or kind.references(columns, use.labels)
-    found = measured(kind, names, answers.predictions, references, len(use.labels))
+    found = measured(kind, names, answers.predictions, references, len(use.labels), options)
     metrics = ({} if answers.loss is None else {"loss": answers.loss}) | {n: score.value for n, score in found.items()}
     signatures = {name: score.signature for name, score in found.items()}
     return Scored(metrics, signatures, found.omitted, answers.predictions, references, answers.scores)
 
 
 def measured(
-    kind: Kind, names: Sequence[str], predictions: Sequence[Any], references: Sequence[Any], labels: int
+    kind: Kind,
+    names: Sequence[str],
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    labels: int,
+    options: Given | None = None,
 ) -> Scores:
-    """The named metrics of predictions; labels: how many there are."""
+    """The named metrics of predictions; labels: how many there are; options: of metrics, by their names."""
     found = Scores({}, {})
     for compared in dict.fromkeys(METRICS[name].kind for name in names):
         own = [name for name in names if METRICS[name].kind == compared]
-        some = score(own, predictions, references, list(range(labels)) if kind.labelled else None)
+        given = {name: values for name, values in (options or {}).items() if name in own}
+        some = score(own, predictions, references, list(range(labels)) if kind.labelled else None, given)
         found.update(some)
         found.omitted |= some.omitted
     return found

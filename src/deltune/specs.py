@@ -120,6 +120,9 @@ class RunSpec(BaseModel):
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of AdamW")
     adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")
     metrics: tuple[str, ...] = Field(default=(), description="what is measured; default: the task's")
+    metric_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="metric: its options, such as bertscore: {model: FOLDER}"
+    )
     metric: str | None = Field(
         default=None,
         description="chooses the best epoch, equal ones by the lower validation loss; default: the first metric",
@@ -145,6 +148,21 @@ class RunSpec(BaseModel):
     @classmethod
     def _measured(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [unknown("metric", name, METRICS) for name in value if name not in METRICS]:
+            raise ValueError(" ".join(wrong))
+        return value
+
+    @field_validator("metric_options")
+    @classmethod
+    def _optional(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        wrong = [unknown("metric", name, METRICS) for name in value if name not in METRICS]
+        wrong += [
+            unknown("option", option, METRICS[name].options, name)
+            for name, options in value.items()
+            if name in METRICS
+            for option in options
+            if option not in METRICS[name].options
+        ]
+        if wrong:
             raise ValueError(" ".join(wrong))
         return value
 

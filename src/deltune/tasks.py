@@ -30,6 +30,7 @@ class Task:
 
 ACCURACY = ("accuracy", "f1", "f1_macro", "matthews")
 ENTITIES = ("entity_f1",)
+TABLE_TO_TEXT = ("bleu", "meteor", "ter", "chrf", "moverscore", "bertscore", "bleurt")
 SUMMARY = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 YES_NO = {"entailment": "yes", "not_entailment": "no"}
 INFERENCE = {"entailment": "yes", "neutral": "maybe", "contradiction": "no"}
@@ -85,11 +86,11 @@ TASKS: Mapping[str, Task] = {
         ("bleu", "nist", "meteor", "rougeL", "cider"), template="{source} In words:",
     ),
     "dart": Task(
-        "generation", "dart", {"source": "source", "targets": "targets"}, ("bleu", "meteor", "ter", "chrf"),
+        "generation", "dart", {"source": "source", "targets": "targets"}, TABLE_TO_TEXT,
         template="{source} In words:",
     ),
     "webnlg": Task(
-        "generation", "webnlg", {"source": "source", "targets": "targets"}, ("bleu", "meteor", "ter", "chrf"),
+        "generation", "webnlg", {"source": "source", "targets": "targets"}, TABLE_TO_TEXT,
         template="{source} In words:",
     ),
     "samsum": Task(
