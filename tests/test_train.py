@@ -279,6 +279,17 @@ def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
     assert run.exists and not run.finished
 
 
+def test_an_interrupt_that_is_swallowed_comes_again() -> None:
+    """As in a callback of a library that ignores every exception."""
+    code = (
+        "import os, signal\nfrom deltune import stopping\nstopping.follow()\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        "try:\n    stopping.check()\nexcept KeyboardInterrupt:\n    print('again')\nstopping.check()"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "again\n"
+
+
 def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

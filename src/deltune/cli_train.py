@@ -116,7 +116,10 @@ def train(
         raise DeltuneError("--output is missing: the folder of the run")
     quiet = quiet or not launching.speaks()
     with notes(quiet):
+        from . import stopping
         from . import train as training
+
+        stopping.follow()
 
         try:
             outcome = training.train(

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from . import checkpoints, processes, sharding
+from . import checkpoints, processes, sharding, stopping
 from .encoding import IGNORED, Row, collate
 from .jobs import Job, diverged, passes
 from .progress import Bar
@@ -158,6 +158,7 @@ class Reports(TrainerCallback):
         self.job.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not reach it where a loader skips batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stopping.check()
         gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
         with sharding.whole(self.job.tuned, write=True) if gated else contextlib.nullcontext():
             self.job.tuned.advance(state.global_step / state.max_steps)

@@ -26,7 +26,7 @@ FLOORS = (
     ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
      "listing", "caching"),
     (
-        "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress", "scoring",
+        "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress", "stopping", "scoring",
         "inputs", "evaluate", "exporting",
     ),
     ("jobs", "trainer", "series", "train"),
