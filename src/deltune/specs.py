@@ -13,10 +13,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
 from pydantic import model_validator as validator
 
-from . import protocols
+from . import faults, protocols
 from .algebra import explicit
 from .catalogue import parse, rate
-from .columns import KINDS
 from .errors import DeltuneError, all_problems, unknown
 from .kinds import Limits
 from .metrics import METRICS
@@ -204,7 +203,9 @@ class RunSpec(BaseModel):
     @validator(mode="wrap")
     @classmethod
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
-        problems = [*_source(values), *_sizes(values)] if isinstance(values, dict) else []
+        fields = cls.model_fields
+        given = isinstance(values, dict)
+        problems = [*faults.source(values, fields), *faults.sizes(values, fields)] if given else []
         try:
             values = protocols.filled(values) if isinstance(values, dict) else values
         except DeltuneError as error:
@@ -212,7 +213,7 @@ class RunSpec(BaseModel):
         try:
             made = handler(values)
         except ValidationError as error:
-            problems = [_problem(e) for e in error.errors()] + problems
+            problems = [faults.problem(e, fields) for e in error.errors()] + problems
         if problems:
             raise all_problems("the spec is wrong", problems)
         for field, several in made.search.items():  # as the field makes of them: "1e-3" is a number
@@ -303,41 +304,8 @@ class RunSpec(BaseModel):
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _source(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with where the data comes from: data, or a known task; with data, task is a kind of task."""
-    data, task = values.get("data"), values.get("task")
-    if data is None and task is None:
-        return [f"data is missing: {RunSpec.model_fields['data'].description}; or a task"]
-    if data is None and task not in TASKS:
-        return [f"task: {unknown('task', str(task), TASKS)}"]
-    if data is not None and task is not None and task not in KINDS:
-        return [f"task: {unknown('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
-    return []
-
-
-def _sizes(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with two sizes of a batch: tokens exclude rows. A default that is written out is not given."""
-    fields = ("batch_size", "device_batch_size")
-    given = [f for f in fields if values.get(f, RunSpec.model_fields[f].default) != RunSpec.model_fields[f].default]
-    if values.get("batch_tokens") is None or not given:
-        return []
-    return [f"batch_tokens: give it or {' and '.join(given)}, not both"]
-
-
 def _value(spec: RunSpec, field: str) -> Any:
     return spec.rate if field == "lr" else getattr(spec, field)
-
-
-def _problem(error: Any) -> str:
-    """One problem that pydantic found, in our words."""
-    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple[")))
-    if error["type"] == "extra_forbidden":
-        return unknown("option", error["loc"][0], [*RunSpec.model_fields, "output"])
-    if error["type"] == "missing":
-        return f"{place} is missing: {RunSpec.model_fields[place].description}"
-    told = error.get("ctx", {}).get("error")
-    message = str(told) if told is not None else error["msg"][0].lower() + error["msg"][1:]
-    return f"{place}: {message}" + ("" if told is not None else f", not {error['input']!r}")
 
 
 def read_values(path: str | Path) -> dict[str, Any]:

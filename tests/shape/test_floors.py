@@ -26,8 +26,8 @@ FLOORS = (
     ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
      "listing", "caching"),
     (
-        "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress", "stopping", "scoring",
-        "inputs", "evaluate", "exporting",
+        "faults", "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress",
+        "stopping", "scoring", "inputs", "evaluate", "exporting",
     ),
     ("jobs", "trainer", "series", "train"),
     ("outcomes", "results", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "engine"),
