@@ -86,7 +86,7 @@ class Place:
         found: dict[str, Any] = {"task": name}
         folder = None if self.data_root is None else Path(self.data_root).expanduser() / TASKS[name].folder
         if folder is not None and (self.small or folder.is_dir()):
-            found["data_root"] = self.data_root
+            found["data_root"] = str(folder.resolve().parent)
         return {**found, **(SMALL_TASKS.get(name, {}) if self.small else {})}
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
