@@ -123,7 +123,7 @@ def nlg(place: Place) -> Study:
     """LN table 2."""
     if place.small:
         few = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
-        by_task = {
+        by_task: dict[str, Values] = {
             "e2e_nlg": {"metrics": ("bleu", "nist", "rougeL", "cider")}, "dart": {"metrics": ("bleu", "ter", "chrf")},
             "samsum": {"max_length": 96},
         }  # fmt: skip
@@ -240,7 +240,7 @@ def terms(place: Place) -> Study:
     """LN figure 3."""
     tasks = ("commonsense_qa", "broad_twitter", "sst2", "sick", "cb")
     model = "minilm-d256" if place.small else "bert-large"
-    by_task = {
+    by_task: dict[str, Values] = {
         "sst2": {"max_train_rows": 2000}, "cb": {"epochs": 3}, "commonsense_qa": {"max_train_rows": 300},
     }  # fmt: skip
     runs = _nlu(place, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task)
@@ -284,7 +284,7 @@ def ablation(place: Place) -> Study:
     return Study(
         "ln/ablation",
         "Is any part of tuning the norms superfluous? (LN table 5)",
-        joined(*(_nlu(place, "ln/ablation", model, tasks, PARTS, max_train_rows=600) for model in models)),
+        joined(*(_nlu(place, "ln/ablation", model, tasks, PARTS, max_train_rows=400) for model in models)),
         (
             Table(
                 title="Terms, modules and layers (LN table 5)", groups="model", metric=SCORE, written=WRITTEN,

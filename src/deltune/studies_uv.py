@@ -16,7 +16,7 @@ SHOWN = {"paper": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu"), "small": 
 SIGNS = "g2p_us_to_gb"
 
 SMALLER = (
-    "A BART with one layer on either side that says English words in American learns their British sounds (1,500 "
+    "A BART with one layer on either side that says English words in American learns their British sounds (1,200 "
     "words, scored by exact match, greedy), and an encoder of two layers learns SICK: both are far smaller than the "
     "paper's models and tasks. Prefixes are not made by an MLP."
 )
