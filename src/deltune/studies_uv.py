@@ -16,7 +16,7 @@ SHOWN = {"paper": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu"), "small": 
 SIGNS = "g2p_us_to_gb"
 
 SMALLER = (
-    "A BART with one layer on either side that says English words in American learns their British sounds (1,500 "
+    "A BART with one layer on either side that says English words in American learns their British sounds (1,200 "
     "words, scored by exact match, greedy), and an encoder of two layers learns SICK: both are far smaller than the "
     "paper's models and tasks. Prefixes are not made by an MLP."
 )
@@ -305,7 +305,7 @@ def full(place: Place) -> Study:
 
 def glue(place: Place) -> Study:
     """UV table 2."""
-    tasks = ("mnli", "sst2")
+    tasks = ("sick" if place.small else "mnli", "sst2")
 
     def chosen(sizes: tuple[int, int, int, int, int]) -> list[Choice]:
         mam, rank, prefix, lora, adapter = sizes
@@ -324,11 +324,12 @@ def glue(place: Place) -> Study:
         "Do the methods match full tuning on understanding with 0.5 % of the parameters? (UV table 2)",
         crossed(place, "uv/glue", model, tasks, chosen(sizes), options, seeds),
         (
-            Table(title="MNLI and SST-2 (UV table 2)", written=WRITTEN, order={"task": tasks},
+            Table(title="Understanding (UV table 2)", written=WRITTEN, order={"task": tasks},
                   paper={} if place.small else UV_TABLE2),
         ),
         "accuracy",
-        "An encoder of two layers and 1,500 rows of each task; the sub-sample of MNLI has genres mixed."
+        "An encoder of two layers and 1,500 rows of each task; SICK in place of MNLI, of which it learns nothing from "
+        "so few (validation loss 1.10, a guess's)."
         if place.small
         else "The mean of 5 seeds; the paper has their median, and BitFit's numbers from elsewhere. The labels of "
         "GLUE's tests are hidden: give --data-root with folders whose test split is the validation split.",
