@@ -214,7 +214,7 @@ def _climbs(place: Place, label: str, model: str, task: str) -> list[Climb]:
     sizes = {"lora": powers(lora), "adapter": powers(lora)}  # an adapter's 4dr is LoRA's
     place.check([family.models[model].hub], [task])
     base: dict[str, Any] = {"model": place.model(family.models[model].hub), **place.task(task)}
-    base |= {**SMALL, "max_train_rows": 600} if place.small else {"protocol": "ap"}
+    base |= {**SMALL, "max_train_rows": 600, "validation_rows": 100} if place.small else {"protocol": "ap"}
     base |= {"answer": "words"} if family.words else {"head": "freeze"}
     cell: Cell = {"family": label, "model": model, "task": task}
     chance = 1 / len(LABELS[task]) if not family.words else 0.0
