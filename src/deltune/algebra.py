@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from typing import Any, Literal, get_type_hints
 
@@ -212,6 +212,7 @@ class Named(Method):
 def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., Named]:
     """A function that returns parts becomes one that returns the named method, with its arguments on record."""
     shape = signature(make)
+    hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
 
     @wraps(make)
     def method(*args: Any, **kwargs: Any) -> Named:
@@ -221,8 +222,7 @@ def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable
             raise DeltuneError(f"{make.__name__}: {error}; it takes {usage(make)}") from None
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
-        hints = get_type_hints(make)
-        wrong = [f"{k}={v!r} is not {describe(hints[k])}" for k, v in arguments.items() if not accepts(hints[k], v)]
+        wrong = [f"{k}={v!r} is not {describe(hints()[k])}" for k, v in arguments.items() if not accepts(hints()[k], v)]
         if wrong:
             raise all_problems(make.__name__, wrong)
         given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)

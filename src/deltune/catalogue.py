@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -113,6 +114,12 @@ def parse(text: str | Method) -> Method:
     """
     if isinstance(text, Method):
         return text
+    return _read(text) if isinstance(text, str) else _read.__wrapped__(text)  # what cannot be hashed is refused there
+
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> Method:
+    """Kept, because a study reads the same few expressions for each of its runs; a method cannot change."""
     value = expressions.parse(text, VOCABULARY, algebra.SITES)
     if not isinstance(value, Method):
         raise DeltuneError(f"{text!r} is a {type(value).__name__}, a part of a method; wrap it in Modification(...)")

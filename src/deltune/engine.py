@@ -40,6 +40,8 @@ class Drive:
         self._running: dict[str, int] = {}
         self._deaths: dict[str, int] = {}
         self._kin: dict[int, object] = {}
+        self._works: list[Work] = []
+        self._planned_for = -1
 
     def run(self, bar: Bar) -> None:
         """Until nothing is left to do. Errors: a results file that cannot be written; what was finished is kept."""
@@ -68,8 +70,10 @@ class Drive:
 
     def _planned(self) -> list[Work]:
         """All works that are wanted now, each after what it needs; those that are done are looked up once."""
-        asked = [one for work in self.plan(self._rows) for one in work.all()]
-        works = list(dict.fromkeys(asked))
+        if self._planned_for != len(self._rows):  # a plan depends on what is done; rows are only ever added
+            self._planned_for = len(self._rows)
+            self._works = list(dict.fromkeys(one for work in self.plan(self._rows) for one in work.all()))
+        works = self._works
         for work in works:
             if work.name in self._rows or work.name in self._running:
                 continue
