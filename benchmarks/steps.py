@@ -3,7 +3,7 @@
     python benchmarks/steps.py [--rows 8] [--tokens 64] [--repeats 7] [--threads 1] [--json FILE] [METHOD ...]
 
 The MiniLM of the package, classification with two labels, AdamW, no padding. Methods take turns, so that a noisy
-machine is noisy to all of them; medians are reported (deltune.timing).
+machine is noisy to all of them; medians are reported (deltune.engine.timing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deltune.timing import BARE, turns
+from deltune.engine.timing import BARE, turns
 
 FULL = "full"
 METHODS = (

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from deltune.outcomes import Outcome
-from deltune.views import Bars, Curves, Heat, Scatter, Table, View
+from deltune.engine.outcomes import Outcome
+from deltune.reports.views import Bars, Curves, Heat, Scatter, Table, View
 
 METHODS = {
     "full": 100.0, "scaled_parallel_adapter(at='ffn', rank=16)": 0.33, "prefix(length=16)": 0.33, "lora(rank=16)": 0.33,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune import caching
-from deltune.classifying import CLASSIFICATION
-from deltune.encoding import Encoded
-from deltune.kinds import Limits
-from deltune.models import load_model, load_tokenizer
-from deltune.train import train
+from deltune.runs.train import train
+from deltune.sources.models import load_model, load_tokenizer
+from deltune.tasks import caching
+from deltune.tasks.classifying import CLASSIFICATION
+from deltune.tasks.encoding import Encoded
+from deltune.tasks.kinds import Limits
 
 LIMITS = Limits(max_length=8)
 

@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
-from deltune import cli
-from deltune.runs import OWN, Run
+from deltune.cli import commands as cli
+from deltune.runs.folder import OWN, Run
 
 
 class Told(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from deltune import data, files
 from deltune.errors import DeltuneError
+from deltune.sources import data, files
 
 ROWS = [
     {"text": "Where is my parcel?", "label": "delivery"},

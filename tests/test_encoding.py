@@ -8,7 +8,7 @@ import random
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
-from deltune.encoding import Batches, Encoded
+from deltune.tasks.encoding import Batches, Encoded
 
 LENGTHS = random.Random(3).choices(range(1, 61), k=1003)
 

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune import results as module
-from deltune.engine import Drive
+from deltune.engine import results as module
+from deltune.engine.drive import Drive
+from deltune.engine.outcomes import Outcome
+from deltune.engine.pools import Answer, Local, answer
+from deltune.engine.results import Results, Row
+from deltune.engine.sweeps import Sweep
+from deltune.engine.works import DOES, Work
 from deltune.errors import DeltuneError
-from deltune.outcomes import Outcome
-from deltune.parts import Parts
-from deltune.pools import Answer, Local, answer
-from deltune.progress import Bar
-from deltune.results import Results, Row
-from deltune.runs import write_failed
-from deltune.sweeps import Sweep
-from deltune.works import DOES, Work
+from deltune.runs.folder import write_failed
+from deltune.runs.parts import Parts
+from deltune.runs.progress import Bar
 
 
 def row(name: str, value: float = 1.0, error: str | None = None) -> Row:
@@ -416,7 +416,7 @@ def test_a_grid_is_every_combination(root: Path) -> None:
 
 
 def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
-    from deltune.sweeps import read
+    from deltune.engine.sweeps import read
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
     (tmp_path / "study.yaml").write_text(made.yaml())

@@ -11,10 +11,10 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate, predict, ready, rescore
-from deltune.exporting import merge
-from deltune.runs import Run
-from deltune.train import train
+from deltune.runs.evaluate import evaluate, predict, ready, rescore
+from deltune.runs.exporting import merge
+from deltune.runs.folder import Run
+from deltune.runs.train import train
 
 
 @pytest.fixture(scope="module")

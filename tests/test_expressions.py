@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltune
-from deltune.algebra import ATTENTIONS, LAYERS, STACKS, Method, explicit
-from deltune.catalogue import TABLE
-from deltune.forms import ACTIVATIONS
+from deltune.algebra.catalogue import TABLE
+from deltune.algebra.elements import ATTENTIONS, LAYERS, STACKS, Method, explicit
+from deltune.mathematics.forms import ACTIVATIONS
 
 RANKS = st.integers(1, 4096)
 SHARES = st.floats(0, 1, exclude_max=True)

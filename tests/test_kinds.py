@@ -13,19 +13,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import tiny
-from deltune import checkpoints
-from deltune.choosing import CHOICE
-from deltune.encoding import IGNORED, collate
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate, predicted, rescore
-from deltune.generating import CAUSAL, LANGUAGE, SEQ2SEQ
-from deltune.inputs import of_file
-from deltune.kinds import Limits, Use
-from deltune.runs import Run
-from deltune.tagging import TAGGING
-from deltune.tasks import TASKS, find
-from deltune.templates import prompts
-from deltune.train import train
+from deltune.runs import checkpoints
+from deltune.runs.evaluate import evaluate, predicted, rescore
+from deltune.runs.folder import Run
+from deltune.runs.inputs import of_file
+from deltune.runs.train import train
+from deltune.tasks.choosing import CHOICE
+from deltune.tasks.encoding import IGNORED, collate
+from deltune.tasks.generating import CAUSAL, LANGUAGE, SEQ2SEQ
+from deltune.tasks.kinds import Limits, Use
+from deltune.tasks.table import TASKS, find
+from deltune.tasks.tagging import TAGGING
+from deltune.tasks.templates import prompts
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
 LIMITS = Limits(max_length=16, target_length=8)
@@ -178,7 +178,7 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
     """A tokenizer that cuts words: the first piece has the tag, the others and the special tokens none."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    from deltune.models import packaged
+    from deltune.sources.models import packaged
 
     tokenizer = AutoTokenizer.from_pretrained(packaged())
     model = AutoModelForTokenClassification.from_pretrained(packaged(), num_labels=3)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deltune import launching
+from deltune.cli import launching
+from deltune.cli.launching import launch, launched, sharded
 from deltune.errors import DeltuneError
-from deltune.launching import launch, launched, sharded
 
 
 def python(code: str) -> list[str]:
@@ -58,10 +58,11 @@ def test_one_that_fails_ends_all(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_they_end_with_their_launcher(how: signal.Signals, tmp_path: Path) -> None:
-    child = f"from deltune.launching import follow; follow(); open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))"
-    start = (
-        f"import sys; from deltune.launching import launch; sys.exit(launch(2, {python(child + '; time.sleep(60)')!r}))"
+    child = (
+        f"from deltune.cli.launching import follow; follow(); open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))"
     )
+    command = python(child + "; time.sleep(60)")
+    start = f"import sys; from deltune.cli.launching import launch; sys.exit(launch(2, {command!r}))"
     launcher = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL)
     while not all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"):
         assert launcher.poll() is None

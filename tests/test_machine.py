@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tiny
-from deltune import machine, processes
 from deltune.errors import DeltuneError
-from deltune.runs import Run
-from deltune.train import train
+from deltune.runs import machine, processes
+from deltune.runs.folder import Run
+from deltune.runs.train import train
 
 ACCELERATED = torch.accelerator.is_available()
 

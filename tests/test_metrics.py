@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.metrics import METRICS, score
+from deltune.metrics.table import METRICS, score
 
 CLASSES = [name for name, metric in METRICS.items() if metric.kind == "classes"]
 
@@ -124,10 +124,12 @@ def test_a_constant_has_no_correlation() -> None:
 
 def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["bertscore", "moverscore", "bleurt", "bleu", "meteor", "cider", "rougeL_coco"]
-    monkeypatch.setattr("deltune.metrics_captions.shutil.which", lambda program: None)
+    monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
     found = METRICS["bleu"].packages
     monkeypatch.setattr(
-        "deltune.measures.importlib.util.find_spec", lambda name: None if name in found else object(), raising=True
+        "deltune.metrics.measures.importlib.util.find_spec",
+        lambda name: None if name in found else object(),
+        raising=True,
     )
     got = score([*names, "exact_match"], ["a"], ["a"])
     assert list(got) == ["exact_match"] and list(got.omitted) == names
@@ -136,7 +138,7 @@ def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.Monke
 
 
 def test_without_java(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltune.metrics_captions.shutil.which", lambda program: None)
+    monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
     got = score(["meteor", "cider"], ["a b"], ["a b"])
     assert got.omitted["meteor"] == "needs Java: there is no java on the PATH"
     assert "tokenizer='13a'" in got.omitted["cider"]

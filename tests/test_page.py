@@ -12,12 +12,12 @@ import pytest
 
 import browser
 import made
-from deltune.outcomes import Outcome
-from deltune.page import Section, page
-from deltune.plots import draw
-from deltune.runlists import spark
-from deltune.tables import grid
-from deltune.views import Bars, Figure, Heat, Table
+from deltune.engine.outcomes import Outcome
+from deltune.reports.page import Section, page
+from deltune.reports.plots import draw
+from deltune.reports.runlists import spark
+from deltune.reports.tables import grid
+from deltune.reports.views import Bars, Figure, Heat, Table
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"

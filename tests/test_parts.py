@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 import tiny
-from deltune.models import load_model
-from deltune.parts import Parts
-from deltune.train import train
+from deltune.runs.parts import Parts
+from deltune.runs.train import train
+from deltune.sources.models import load_model
 
 
 def test_a_head_of_another_seed_is_built_around_the_same_weights(tmp_path: Path) -> None:

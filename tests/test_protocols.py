@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import tiny
+from deltune.algebra.protocols import PROTOCOLS, over
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate, predict
-from deltune.protocols import PROTOCOLS, over
-from deltune.runs import Run
-from deltune.series import aggregate
-from deltune.specs import RunSpec, read
-from deltune.store import delta_folder
-from deltune.tasks import TASKS
-from deltune.train import train
+from deltune.live.store import delta_folder
+from deltune.runs.evaluate import evaluate, predict
+from deltune.runs.folder import Run
+from deltune.runs.series import aggregate
+from deltune.runs.specs import RunSpec, read
+from deltune.runs.train import train
+from deltune.tasks.table import TASKS
 
 
 def spec(**values: Any) -> RunSpec:
@@ -169,7 +169,7 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
 def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several = tiny.spec(root, epochs=1, seeds=(0, 1, 2))
     whole = train(several, tmp_path / "whole")
-    import deltune.train as module
+    import deltune.runs.train as module
 
     once, done = module._train, []
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import tiny
-from deltune import quickstart
-from deltune.runs import Run
+from deltune.cli import quickstart
+from deltune.runs.folder import Run
 
 
 def test_its_story_on_a_tiny_model(

@@ -12,7 +12,7 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.studies import narrowed, of_file
+from deltune.studies.study import narrowed, of_file
 from test_engine import study
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from deltune import runs
 from deltune.errors import DeltuneError
-from deltune.runs import Run, write
-from deltune.specs import RunSpec
+from deltune.runs import folder as runs
+from deltune.runs.folder import Run, write
+from deltune.runs.specs import RunSpec
 
 SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
 FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from deltune.errors import DeltuneError
-from deltune.specs import RunSpec, read, read_values
+from deltune.runs.specs import RunSpec, read, read_values
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from deltune.stats import (
+from deltune.findings.stats import (
     Estimate,
     average_ranks,
     bootstrap,

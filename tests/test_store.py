@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import deltune
-from deltune import store
+from deltune.live import store
 from laws.families import FAMILIES
 from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 

@@ -14,23 +14,23 @@ import matplotlib.pyplot as plt
 import pytest
 
 import tiny
-from deltune import grids, plots
-from deltune.claims_papers import CLAIMS
-from deltune.engine import Drive
+from deltune.engine.drive import Drive
+from deltune.engine.outcomes import Outcome
+from deltune.engine.results import Results, Row
+from deltune.engine.works import Work, of_run
 from deltune.errors import DeltuneError
-from deltune.families import PAPER, SMALLER
-from deltune.findings import findings
-from deltune.outcomes import Outcome
-from deltune.progress import Bar
-from deltune.results import Results, Row
-from deltune.scales import RATES, Place, choices, crossed, joined, rate
-from deltune.specs import RunSpec
-from deltune.studies import Study
-from deltune.studies_papers import STUDIES, study
-from deltune.tasks import TASKS
-from deltune.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
-from deltune.views import Figure, Table, names
-from deltune.works import Work, of_run
+from deltune.findings.claims_papers import CLAIMS
+from deltune.findings.verdicts import findings
+from deltune.reports import grids, plots
+from deltune.reports.views import Figure, Table, names
+from deltune.runs.progress import Bar
+from deltune.runs.specs import RunSpec
+from deltune.studies.families import PAPER, SMALLER
+from deltune.studies.papers import STUDIES, study
+from deltune.studies.scales import RATES, Place, choices, crossed, joined, rate
+from deltune.studies.study import Study
+from deltune.studies.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
+from deltune.tasks.table import TASKS
 from test_engine import Here
 
 BOTH = [(name, scale) for name in STUDIES for scale in ("small", "paper")]
@@ -196,7 +196,7 @@ def test_sizes_of_the_groups() -> None:
     """The N of every group is what its method trains."""
     from transformers import BertConfig, T5Config
 
-    from deltune.counting import count
+    from deltune.algebra.counting import count
 
     bert = {"minilm-d128": (128, 2), "minilm-d192": (192, 3), "minilm-d256": (256, 4), "bert-small": (512, 4),
             "bert-base": (768, 12)}  # fmt: skip

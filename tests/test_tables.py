@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import made
+from deltune.engine.outcomes import Outcome
 from deltune.errors import DeltuneError
-from deltune.facts import Unit, gather
-from deltune.grids import Entry, Grid, flagged, grid, share
-from deltune.outcomes import Outcome
-from deltune.tables import csv, escaped, latex, mark, markdown
-from deltune.views import Table
+from deltune.reports.facts import Unit, gather
+from deltune.reports.grids import Entry, Grid, flagged, grid, share
+from deltune.reports.tables import csv, escaped, latex, mark, markdown
+from deltune.reports.views import Table
 
 FORMATS = {"markdown": markdown, "latex": latex, "csv": csv}
 

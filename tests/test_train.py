@@ -18,11 +18,12 @@ import pytest
 from safetensors.torch import load_file
 
 import tiny
-from deltune import checkpoints, runs
 from deltune.errors import DeltuneError
-from deltune.runs import Run
-from deltune.train import train
-from deltune.trainer import DeltaTrainer
+from deltune.runs import checkpoints
+from deltune.runs import folder as runs
+from deltune.runs.folder import Run
+from deltune.runs.train import train
+from deltune.runs.trainer import DeltaTrainer
 
 TIMES = ("seconds",)
 

@@ -21,13 +21,13 @@ from transformers import (
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate, predict, ready
-from deltune.kinds import Limits, Use
-from deltune.listing import entities, listed, tags_of, type_of
-from deltune.models import fit_padding
-from deltune.ranking import CHOICES, CLASSES, CLASSES_AFTER, joined
-from deltune.runs import Run
-from deltune.train import train
+from deltune.runs.evaluate import evaluate, predict, ready
+from deltune.runs.folder import Run
+from deltune.runs.train import train
+from deltune.sources.models import fit_padding
+from deltune.tasks.kinds import Limits, Use
+from deltune.tasks.listing import entities, listed, tags_of, type_of
+from deltune.tasks.ranking import CHOICES, CLASSES, CLASSES_AFTER, joined
 from test_kinds import places
 
 __all__ = ["places"]
@@ -188,7 +188,7 @@ def test_tags_that_are_no_entities(places: Path) -> None:
         AutoTokenizer.from_pretrained(places / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(places / "t5"),
     )
-    from deltune.listing import LISTS
+    from deltune.tasks.listing import LISTS
 
     with pytest.raises(DeltuneError, match="here are NOUN, VERB"):
         LISTS.encode(tokenizer, model, {"tokens": [["a"]]}, Limits(words={"NOUN": "", "VERB": "", "O": ""}), False)
@@ -260,7 +260,7 @@ def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
 
 
 def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from deltune.cli import app
+    from deltune.cli.commands import app
 
     def said(*arguments: str) -> str:
         app([*arguments], standalone_mode=False)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import tiny
-from deltune import data as reading
+from deltune.engine.timing import turns
+from deltune.engine.works import do, of_run, of_terms, of_time, of_transfer
 from deltune.errors import DeltuneError
-from deltune.evaluate import evaluate
-from deltune.models import load_model
-from deltune.parts import Parts
-from deltune.timing import turns
-from deltune.works import do, of_run, of_terms, of_time, of_transfer
+from deltune.runs.evaluate import evaluate
+from deltune.runs.parts import Parts
+from deltune.sources import data as reading
+from deltune.sources.models import load_model
 
 
 @pytest.fixture(scope="module")

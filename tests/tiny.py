@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deltune.specs import RunSpec
+from deltune.runs.specs import RunSpec
 
 WORDS = {
     "fruit": ("apple", "pear", "plum", "fig", "melon", "peach"),

@@ -6,18 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .algebra import Modification, Selection
-    from .attaching import attach, export, load, tuned
-    from .budget import fit
-    from .catalogue import methods, parse
-    from .compositions import Add, Gate, Scale, SigmoidGate
-    from .counting import Count, count
-    from .errors import DeltuneError
-    from .forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
-    from .handle import Tuned
-    from .heads import MultiHead, OwnMultiHead, Prefix
-    from .observe import inspect
-    from .recipes import (
+    from .algebra.budget import fit
+    from .algebra.catalogue import methods, parse
+    from .algebra.counting import Count, count
+    from .algebra.elements import Modification, Selection
+    from .algebra.recipes import (
         adapter,
         apet,
         ia3,
@@ -33,7 +26,14 @@ if TYPE_CHECKING:
         three_vectors,
         unipelt,
     )
-    from .selections import bitfit, diff_pruning, full, head, layernorm
+    from .algebra.selections import bitfit, diff_pruning, full, head, layernorm
+    from .anatomy.observe import inspect
+    from .errors import DeltuneError
+    from .live.attaching import attach, export, load, tuned
+    from .live.handle import Tuned
+    from .mathematics.compositions import Add, Gate, Scale, SigmoidGate
+    from .mathematics.forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
+    from .mathematics.heads import MultiHead, OwnMultiHead, Prefix
 
 __version__ = "0.1.0"
 
@@ -47,19 +47,19 @@ _SELECTIONS = ("bitfit", "diff_pruning", "full", "head", "layernorm")
 _HEADS = ("MultiHead", "OwnMultiHead", "Prefix")
 
 _HOME = {
-    **dict.fromkeys(("Modification", "Selection"), "algebra"),
-    **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "compositions"),
-    **dict.fromkeys(_FORMS, "forms"),
-    **dict.fromkeys(_HEADS, "heads"),
-    **dict.fromkeys(_RECIPES, "recipes"),
-    **dict.fromkeys(_SELECTIONS, "selections"),
-    **dict.fromkeys(("attach", "export", "load", "tuned"), "attaching"),
-    "Tuned": "handle",
-    **dict.fromkeys(("count", "Count"), "counting"),
-    **dict.fromkeys(("methods", "parse"), "catalogue"),
+    **dict.fromkeys(("Modification", "Selection"), "algebra.elements"),
+    **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "mathematics.compositions"),
+    **dict.fromkeys(_FORMS, "mathematics.forms"),
+    **dict.fromkeys(_HEADS, "mathematics.heads"),
+    **dict.fromkeys(_RECIPES, "algebra.recipes"),
+    **dict.fromkeys(_SELECTIONS, "algebra.selections"),
+    **dict.fromkeys(("attach", "export", "load", "tuned"), "live.attaching"),
+    "Tuned": "live.handle",
+    **dict.fromkeys(("count", "Count"), "algebra.counting"),
+    **dict.fromkeys(("methods", "parse"), "algebra.catalogue"),
     "DeltuneError": "errors",
-    "fit": "budget",
-    "inspect": "observe",
+    "fit": "algebra.budget",
+    "inspect": "anatomy.observe",
 }
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.catalogue import TABLE
-from deltune.trace import skeleton
+from deltune.algebra.catalogue import TABLE
+from deltune.anatomy.trace import skeleton
 
 from .families import FAMILIES, Family
 from .methods import ROWS, Row, refused

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import deltune
-from deltune.algebra import Masked
-from deltune.sparse import Side, Unit, draw, split
+from deltune.algebra.elements import Masked
+from deltune.mathematics.sparse import Side, Unit, draw, split
 
 from .families import FAMILIES
 from .specimens import batch, build, equal, forward, loss

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import deltune
-from deltune import recipes, selections
-from deltune.algebra import Modification
+from deltune.algebra import recipes, selections
+from deltune.algebra.elements import Modification
 
 from .families import FAMILIES
 from .specimens import batch, build, distance, equal, forward, stir

@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from deltune.launching import follow
-from deltune.specs import RunSpec
-from deltune.train import train
+from deltune.cli.launching import follow
+from deltune.runs.specs import RunSpec
+from deltune.runs.train import train
 
 if __name__ == "__main__":
     follow()

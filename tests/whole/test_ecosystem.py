@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import deltune
-from deltune import data, models
+from deltune.sources import data, models
 
 
 @pytest.fixture(scope="module")

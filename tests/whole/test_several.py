@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from deltune import checkpoints, runs
-from deltune.launching import launch
-from deltune.runs import Run
-from deltune.train import train
+from deltune.cli.launching import launch
+from deltune.runs import checkpoints
+from deltune.runs import folder as runs
+from deltune.runs.folder import Run
+from deltune.runs.train import train
 
 DRIVER = Path(__file__).with_name("several.py")
 SHARDED = ("none", "fsdp")

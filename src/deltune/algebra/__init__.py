@@ -1,0 +1,1 @@
+"""Methods as values: expressions, named methods, their places on an anatomy, their counts."""

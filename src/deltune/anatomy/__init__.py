@@ -1,0 +1,1 @@
+"""What the model is: its layers, attentions, FFNs and norms, observed in one recorded pass."""

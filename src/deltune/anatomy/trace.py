@@ -1,0 +1,311 @@
+"""One forward pass on the meta device, recorded as a graph of linears, norms, embeddings, attentions and additions.
+
+No arithmetic is done: parameters are replaced by meta tensors, every family's attention interface by a function that
+returns the right shape, and its masks by None. What remains is the order and the wiring, which is all observe.py reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from ..errors import DeltuneError
+from .graph import Node, Trace
+
+PORT = "_deltune_port"
+"""Where an attention module keeps its port: in __dict__, so that it is no sub-module and deepcopy carries it over."""
+
+OBSERVE = "deltune_observe"
+"""Name of the attention that only observes."""
+
+TOKENS = {"input_ids": 4, "decoder_input_ids": 3}
+"""Lengths of the two dummy inputs; unequal, so that a cross-attention shows."""
+
+_VIEWS = {
+    "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "slice", "select", "split", "chunk",
+    "split_with_sizes", "unbind", "unsqueeze", "squeeze", "alias", "detach", "clone", "_to_copy", "contiguous",
+    "unflatten", "flatten", "_reshape_alias", "as_strided", "unsafe_split", "lift_fresh", "to",
+}  # fmt: skip
+_PASSING = _VIEWS | {"native_dropout", "dropout", "bernoulli", "clamp", "nan_to_num", "div", "mul", "where"}
+_MIXING = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes a node per operation outside leaf modules; a leaf module or an attention is one opaque node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace([], {}, {})
+        self.producer: dict[int, Node] = {}
+        self.opaque = 0
+        self.direct: set[int] = set()
+        self.alive: list[Any] = []  # ids stay unique only while the tensors live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_") if not func._schema.name.endswith("__") else ""
+        if self.opaque:
+            if name in ("addmm", "mm", "matmul", "bmm"):  # the weight itself, not its transpose: (in, out), as Conv1D
+                self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
+            return out
+        inputs = list(_tensors((args, kwargs or {})))
+        kind = _kind(name, inputs, self.producer)
+        self.record(kind, inputs, list(_tensors(out)))
+        return out
+
+    def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **more: Any) -> Node:
+        produced = self.producer
+        sources = [produced.get(id(t)) for t in inputs]
+        parents = list({id(p): p for p in sources if p is not None}.values())
+        order = len(self.trace.nodes)
+        node = Node(kind, parents, order, inputs=inputs, sources=sources, outputs=outputs, **more)
+        for parent in parents:
+            parent.children.append(node)
+        produced.update((id(t), node) for t in outputs)
+        self.alive.extend((inputs, outputs))
+        self.trace.nodes.append(node)
+        return node
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _kind(name: str, inputs: list[torch.Tensor], produced: dict[int, Node]) -> str:
+    known = [t for t in inputs if id(t) in produced]
+    if name == "add" and len(known) == 2 and known[0].shape == known[1].shape and known[0].is_floating_point():
+        return "add"
+    if name in _VIEWS:
+        return "view"
+    if name in _MIXING:
+        return "mix"
+    # a product of two activations (a gate) does not hand one of them on; scaling by a number or a parameter does
+    if name in _PASSING and len(known) <= 1:
+        return "pass"
+    return "op"
+
+
+def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> str | None:
+    """What a module with parameters of its own and no children is, by the shapes it read and wrote."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
+        return None
+    read = next((t for t in inputs if t.is_floating_point()), None)
+    if weight.dim() == 2 and (read is None or any(not t.is_floating_point() for t in inputs)):
+        return "embedding"
+    if read is None:
+        return None
+    if weight.dim() == 1 and read.shape == output.shape and weight.shape[0] == read.shape[-1]:
+        return "norm"
+    if weight.dim() == 2 and sorted(weight.shape) == sorted((read.shape[-1], output.shape[-1])):
+        return "linear"
+    return "embedding" if weight.dim() == 2 and output.shape[-1] == weight.shape[1] else None
+
+
+_current: _Recorder | None = None
+
+
+def observing() -> bool:
+    """True while a model is only looked at: hooks then mark that they fired and compute nothing."""
+    return _current is not None
+
+
+def _observing_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out."""
+    if _current is None:
+        raise DeltuneError(f"attention {OBSERVE!r} only runs inside deltune.inspect; set attn_implementation='sdpa'")
+    port = module.__dict__.get(PORT)
+    if port is not None:
+        port.mark()
+    _current.opaque += 1
+    batch, heads, tokens, _ = query.shape
+    output = query.new_empty(batch, tokens, heads, value.shape[-1])
+    _current.opaque -= 1
+    _current.record("attention", [query, key, value], [output], module=module)
+    return output, None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+AttentionInterface.register(OBSERVE, _observing_attention)
+AttentionMaskInterface.register(OBSERVE, _no_mask)
+
+
+def configurations(model: torch.nn.Module) -> list[Any]:
+    """Every configuration object that a sub-module of the model reads (encoders and decoders keep copies)."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _attention(model: torch.nn.Module, name: str) -> Iterator[None]:
+    before = [(config, config._attn_implementation) for config in configurations(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, was in before:
+            config._attn_implementation = was
+
+
+@contextlib.contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.eval()  # layers must not be dropped while they are looked at
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head: itself where it has none. A wrapper that only hands its arguments on is passed by
+    (the decoder alone of an encoder-decoder stands in one)."""
+    base = model.base_model
+    while "input_ids" not in inspect.signature(base.forward).parameters:
+        inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+        if len(inner) != 1:
+            break
+        base = inner[0]
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """AutoModel of the configuration on the meta device: shapes without numbers."""
+    try:
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
+    except Exception as error:
+        raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
+
+
+def trace(model: PreTrainedModel, prefix: str = "") -> Trace:
+    """Run `model` (the part that is observed: the base model) on meta tensors; paths get `prefix` in front.
+
+    A family that computes attention itself may want its own masks; it is then traced with its eager attention, which
+    shows everything but the attention's inside.
+    Errors: a forward that cannot run on shapes alone is a DeltuneError that quotes the family's own message.
+    """
+    try:
+        return _trace(model, prefix, OBSERVE)
+    except DeltuneError as first:
+        try:
+            return _trace(model, prefix, "eager")
+        except DeltuneError:
+            raise first from None
+
+
+def _trace(model: PreTrainedModel, prefix: str, attention: str) -> Trace:
+    global _current
+    recorder = _Recorder()
+    paths = {module: f"{prefix}.{name}".strip(".") for name, module in model.named_modules()}
+    hooks = []
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        path = paths[module]
+        recorder.trace.runs[path] = recorder.trace.runs.get(path, 0) + 1
+        if path not in recorder.trace.entered:
+            recorder.trace.entered[path] = (module, set(kwargs) | _positional(module, args))
+        if _is_leaf(module):
+            recorder.opaque += 1
+
+    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not _is_leaf(module):
+            return
+        recorder.opaque -= 1
+        if recorder.opaque:
+            return
+        inputs = list(_tensors((args, kwargs)))
+        kind = _leaf_kind(module, inputs, output) or "op"
+        node = recorder.record(kind, inputs, list(_tensors(output)), path=paths[module], module=module)
+        node.transposed = kind == "linear" and id(module._parameters.get("weight")) in recorder.direct
+
+    state = {
+        name: torch.nn.Parameter(tensor.to("meta", _plain(tensor)), requires_grad=False)
+        if isinstance(tensor, torch.nn.Parameter)
+        else tensor.to("meta", _plain(tensor))
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
+    try:
+        for module in paths:
+            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=False))
+        _current = recorder
+        with torch.no_grad(), _attention(model, attention), _eval_mode(model), torch.device("meta"), recorder:
+            inputs = _dummy_inputs(model.forward)
+            for name, tensor in inputs.items():
+                if isinstance(tensor, torch.Tensor):
+                    recorder.record("input", [], [tensor], argument=name)
+            torch.func.functional_call(model, state, (), inputs, tie_weights=False)
+    except DeltuneError:
+        raise
+    except Exception as error:
+        raise DeltuneError(
+            f"{type(model).__name__} could not be observed: its forward pass does not run on shapes alone "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        ) from error
+    finally:
+        _current = None
+        for hook in hooks:
+            hook.remove()
+    return recorder.trace
+
+
+def _is_leaf(module: torch.nn.Module) -> bool:
+    return not module._modules and any(p is not None for p in module._parameters.values())
+
+
+def _plain(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
+
+
+def _positional(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:
+    names = [name for name in inspect.signature(module.forward).parameters]
+    return set(names[: len(args)])
+
+
+def _dummy_inputs(forward: Callable[..., Any]) -> dict[str, Any]:
+    accepted = inspect.signature(forward).parameters
+    inputs: dict[str, Any] = {}
+    for name, length in TOKENS.items():
+        if name in accepted:
+            inputs[name] = torch.zeros(1, length, dtype=torch.long)
+            mask = name.replace("input_ids", "attention_mask")
+            if mask in accepted:
+                inputs[mask] = torch.ones(1, length, dtype=torch.long)
+    if "input_ids" not in inputs:
+        raise DeltuneError("the model does not read input_ids: only language models can be observed")
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs

@@ -1,0 +1,189 @@
+"""`deltune study …`: run the studies of the papers or one's own, see how far they are, and report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import DeltuneError, all_problems, unknown
+from .notes import notes
+from .terminal import Json, Quiet, out
+
+if TYPE_CHECKING:
+    from ..engine.results import Row
+    from ..studies.study import Study
+
+app = typer.Typer(help="Run the studies of the papers, or one's own, and report.", no_args_is_help=True)
+
+Names = Annotated[list[str], typer.Argument(metavar="STUDY...", help="ln/nlu, uv/insertion, …, or a STUDY.yaml.")]
+Scale = Annotated[str, typer.Option(help="paper: its models, data and protocol; small: two cores suffice.")]
+DataRoot = Annotated[Path | None, typer.Option(help="Folder with the folders of known tasks.")]
+ModelRoot = Annotated[Path | None, typer.Option(help="Folder of small models [models beside the data root].")]
+Store = Annotated[Path, typer.Option(help="File of results; the runs are in a folder beside it.")]
+Only = Annotated[list[str] | None, typer.Option(help="Repeatable AXIS=LABEL: only such cells (* as a wild card).")]
+
+
+def studies(
+    asked: list[str], scale: str, data_root: Path | None, model_root: Path | None, only: list[str] | None = None
+) -> list[Study]:
+    """The studies of names or files. Errors: all that is wrong with any of them."""
+    from ..studies.papers import STUDIES
+    from ..studies.scales import Place
+    from ..studies.study import narrowed, of_file
+
+    place = Place(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
+    files = [name for name in asked if name.endswith((".yaml", ".yml"))]
+    wrong = [unknown("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
+    if wrong:
+        raise all_problems("these studies are not there", wrong)
+    found = [of_file(name, data_root) if name in files else STUDIES[name](place) for name in asked]
+    return [narrowed(study, only or []) for study in found]
+
+
+@app.command("list")
+def listed(as_json: Json = False) -> None:
+    """The papers' studies: what each asks."""
+    from ..studies.papers import STUDIES
+    from ..studies.scales import Place
+
+    facts = {name: make(Place("paper")).asks for name, make in STUDIES.items()}
+    out.print_json(data=facts) if as_json else out.print("\n".join(f"{n:18s} {text}" for n, text in facts.items()))
+
+
+@app.command()
+def run(
+    names: Names,
+    store: Store = Path("results.sqlite"),
+    scale: Scale = "small",
+    data_root: DataRoot = None,
+    model_root: ModelRoot = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, each with its share of the cores.")] = 1,
+    engine: Annotated[str, typer.Option(help="local, or ray: a cluster.")] = "local",
+    only: Only = None,
+    retry: Annotated[bool, typer.Option("--retry", help="What failed before is tried again.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and how long.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run what is not done yet; interrupted or killed, the same command goes on where it was."""
+    from ..engine import drive as engines
+    from ..engine.results import Results
+    from ..runs.progress import Bar
+
+    if engine not in ("local", "ray"):
+        raise DeltuneError(unknown("engine", engine, ("local", "ray")))
+    several = studies(names, scale, data_root, model_root, only)
+    with notes(quiet), Results(store) as results:
+        if dry_run:
+            out.print(_outlook(several, {row.name: row for row in results.rows()}, workers))
+            return
+        pool = _pool(engine, workers, results.runs)
+        drive = engines.Drive(lambda rows: [w for study in several for w in study.plan(rows)], results, pool, retry)
+        try:
+            with Bar(not quiet) as bar:
+                drive.run(bar)
+        except KeyboardInterrupt:
+            print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
+            raise typer.Exit(130) from None
+    failed = f", {len(drive.failed)} failed (deltune study status tells why)" if drive.failed else ""
+    out.print(f"{drive.done} done, {drive.found} were there{failed}; results in {store}")
+
+
+def _pool(engine: str, workers: int, runs: Path) -> Any:
+    if engine == "ray":
+        from ..engine.pools_ray import Cluster
+
+        return Cluster(workers, runs)
+    from ..engine.pools import Local
+
+    return Local(workers, runs)
+
+
+def _outlook(several: list[Study], rows: dict[str, Row], workers: int) -> str:
+    """What would run, and how long by what is known of works of its kind, model and task."""
+    lines = []
+    for study in several:
+        works = list(dict.fromkeys(one for work in study.plan(rows) for one in work.all()))
+        left = [work for work in works if work.name not in rows]
+        known: dict[tuple[Any, ...], list[float]] = {}
+        for row in rows.values():
+            known.setdefault(_sort(row.kind, row.spec), []).append(row.seconds)
+        told = [known[_sort(w.kind, w.spec)] for w in left if _sort(w.kind, w.spec) in known]
+        minutes = sum(sum(seconds) / len(seconds) for seconds in told) / 60 / workers
+        rest = len(left) - len(told)
+        said = f"about {minutes:.1f} minutes" + (f" and {rest} of which nothing is known" if rest else "")
+        lines.append(f"{study.name}: {len(works)} works, {len(works) - len(left)} done; {len(left)} left, {said}")
+    return "\n".join(lines)
+
+
+def _sort(kind: str, spec: Any) -> tuple[Any, ...]:
+    return (kind, *(str(spec.get(field)) for field in ("model", "task", "data", "max_train_rows", "epochs")))
+
+
+@app.command()
+def status(
+    names: Names,
+    store: Store = Path("results.sqlite"),
+    scale: Scale = "small",
+    data_root: DataRoot = None,
+    model_root: ModelRoot = None,
+    as_json: Json = False,
+) -> None:
+    """How far studies are: done, failed with its reason, left."""
+    from ..engine.results import Results
+
+    with Results(store) as results:
+        rows = {row.name: row for row in results.rows()}
+    facts: dict[str, dict[str, Any]] = {}
+    for study in studies(names, scale, data_root, model_root):
+        works = list(dict.fromkeys(one for work in study.plan(rows) for one in work.all()))
+        failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
+        left = sum(work.name not in rows for work in works)
+        facts[study.name] = {"works": len(works), "left": left, "failed": failed}
+    if as_json:
+        out.print_json(data=facts)
+        return
+    for name, fact in facts.items():
+        out.print(f"{name}: {fact['works']} works, {fact['left']} left, {len(fact['failed'])} failed")
+        for work, error in fact["failed"].items():
+            out.print(f"  {work}: {error.splitlines()[0]}")
+
+
+@app.command()
+def report(
+    names: Names,
+    store: Store = Path("results.sqlite"),
+    scale: Scale = "small",
+    data_root: DataRoot = None,
+    model_root: ModelRoot = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page there.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="A folder for tables (md, tex, csv) and figures (png, svg, pdf).")
+    ] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
+) -> None:
+    """Tables, figures and findings of studies: printed, as files, or as one page."""
+    from ..engine.results import Results
+    from ..findings.claims_papers import CLAIMS
+    from ..reports import page
+    from ..runs.folder import room, write
+    from ..studies import sections
+
+    with Results(store) as results:
+        rows = {row.name: row for row in results.rows()}
+    parts = [
+        sections.section(study, rows, CLAIMS.get(study.name, ()), paper)
+        for study in studies(names, scale, data_root, model_root)
+    ]
+    if html is not None:
+        with room(html):
+            html.parent.mkdir(parents=True, exist_ok=True)
+            write(html, page.page(parts))
+        print(f"{len(parts)} studies in {html}", file=sys.stderr)
+    if to is not None:
+        written = [path for part in parts for path in sections.files(part, to)]
+        print(f"{len(written)} files in {to}", file=sys.stderr)
+    if html is None and to is None:
+        out.print("\n".join(sections.as_markdown(part) for part in parts))

@@ -1,0 +1,1 @@
+"""Other libraries' files in terms of the algebra."""

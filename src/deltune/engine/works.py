@@ -1,0 +1,148 @@
+"""What a study asks to be done, piece by piece: named by its content, done in a worker, answered as JSON values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeltuneError
+from ..runs.assignments import kind_of
+from ..runs.evaluate import evaluate, rescored
+from ..runs.folder import Run
+from ..runs.parts import Parts
+from ..runs.specs import RunSpec
+from ..runs.train import train
+from ..sources.models import load_config
+from .terms import changes
+from .timing import turns
+
+CURVE = ("loss", "eval_")
+"""Beginnings of what a curve keeps of a log."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One piece of work: what kind it is, its values (JSON), and the works that must be done before."""
+
+    kind: str
+    spec: Mapping[str, Any]
+    needs: tuple[Work, ...] = ()
+
+    @cached_property
+    def name(self) -> str:
+        """The first 16 digits of the SHA-256 of kind and values: equal for works that mean the same."""
+        text = json.dumps([self.kind, self.spec], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Work) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def kin(self) -> tuple[Any, ...]:
+        """Works of one kin share a backbone and data: a worker does them one after the other."""
+        return tuple(self.spec.get(key) for key in ("model", "data", "task", "max_train_rows", "seed"))
+
+    def all(self) -> list[Work]:
+        """Itself, after everything that it needs."""
+        return [*(work for need in self.needs for work in need.all()), self]
+
+
+def of_run(spec: RunSpec) -> Work:
+    """The work of training and scoring what a spec says."""
+    return Work("run", spec.canonical())
+
+
+def run_folder(runs: Path, spec: RunSpec) -> Path:
+    """Where the run of a spec is, below a study's folder of runs."""
+    return runs / spec.name
+
+
+def _run(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    spec = RunSpec(**values)
+    folder = run_folder(runs, spec)
+    metrics = train(spec, folder, progress=False, parts=parts)
+    kept = Run(folder).kept
+    scored = rescored(kept.folder)
+    split = next((s for s in ("test", "validation") if s in metrics), None)
+    if split is None:
+        raise DeltuneError(
+            f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
+        )
+    lines = [json.loads(line) for line in kept.log_file.read_text(encoding="utf-8").splitlines()]
+    return {
+        "split": split,
+        "scores": metrics[split],
+        "validation": metrics.get("validation", {}),
+        "examples": {
+            name: [round(value, 6) for value in score.per_example]
+            for name, score in scored[split].items()
+            if score.per_example is not None
+        },
+        "count": metrics["count"],
+        "seconds": metrics["seconds"],
+        "best": metrics["best"],
+        "curve": [
+            {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE)}
+            for line in lines
+            if any(key.startswith(CURVE) for key in line)
+        ],
+        "signatures": metrics["signatures"],
+        "omitted": metrics["omitted"],
+    }
+
+
+def _transfer(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    """A run's delta on another task, as it is."""
+    folder = run_folder(runs, RunSpec(**values["run"]))
+    results = evaluate(folder, splits=("test",), other=values["other"])
+    return {"scores": results["test"], "count": Run(folder).metrics["count"], "seconds": 0.0}
+
+
+def _terms(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    """How far a run moved each gain and bias."""
+    spec = RunSpec(**values["run"])
+    run = Run(run_folder(runs, spec)).kept
+    kind = kind_of(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
+    return {"changes": changes(spec.model, kind.loads, run.delta), "seconds": 0.0}
+
+
+def _time(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+    """Methods side by side, by the clock."""
+    return {"turns": turns(**values), "seconds": 0.0}
+
+
+def of_transfer(spec: RunSpec, other: Mapping[str, Any]) -> Work:
+    """A run's delta on another task; `other`: fields of a spec (evaluate)."""
+    return Work("transfer", {"run": spec.canonical(), "other": dict(other)}, (of_run(spec),))
+
+
+def of_terms(spec: RunSpec) -> Work:
+    """How far a run moved each gain and bias."""
+    return Work("terms", {"run": spec.canonical()}, (of_run(spec),))
+
+
+def of_time(model: str, methods: Mapping[str, str], **options: Any) -> Work:
+    """Methods side by side, by the clock (timing.turns)."""
+    return Work("time", {"model": model, "methods": dict(methods), **options})
+
+
+DOES: dict[str, Callable[[Mapping[str, Any], Path, Parts], dict[str, Any]]] = {
+    "run": _run,
+    "transfer": _transfer,
+    "terms": _terms,
+    "time": _time,
+}
+"""Kind of work -> what does it: (its values, the folder of runs, what the worker's runs share) -> its result."""
+
+
+def do(work: Work, runs: Path, parts: Parts) -> dict[str, Any]:
+    """The result of a work. Errors: whatever is wrong with it."""
+    return DOES[work.kind](work.spec, runs, parts)

@@ -1,0 +1,1 @@
+"""What several runs say together: the papers' claims decided."""

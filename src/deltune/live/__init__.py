@@ -1,0 +1,1 @@
+"""A live model: deltas attached, used, merged, saved and loaded."""

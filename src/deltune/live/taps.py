@@ -1,0 +1,240 @@
+"""Hooks on observed modules: a Tap reads what an edit needs and writes what it changes, at one module.
+
+Hooks are bound methods of taps, and taps are reached through the tuned object, so that deepcopy and pickle carry both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..anatomy.trace import PORT, observing
+from ..anatomy.values import Anatomy
+from ..errors import DeltuneError
+from .edits import Edit
+from .gates import Change
+from .uses import Use, edits_of, single
+from .weights import Sparse
+
+
+class Tap:
+    """All edits in use that read or write at one module."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        module = model.get_submodule(path)
+        self.path = path
+        self.reads: list[tuple[Edit, Use]] = []
+        self.writes_input: list[tuple[Edit, Use]] = []
+        self.writes_output: list[tuple[Edit, Use]] = []
+        self.handles = [
+            module.register_forward_pre_hook(self.before, with_kwargs=True),
+            module.register_forward_hook(self.after, with_kwargs=True),
+        ]
+
+    def serve(self, uses: Sequence[Use]) -> None:
+        """Take over the edits in use that concern this module."""
+        edits = edits_of(uses)
+        self.reads = [(e, u) for e, u in edits if e.place.source is not None and e.place.source.path == self.path]
+        own = [(e, u) for e, u in edits if e.place.target.path == self.path]
+        self.writes_input = [(e, u) for e, u in own if e.place.target.side == "input"]
+        self.writes_output = [(e, u) for e, u in own if e.place.target.side == "output"]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
+        if not (self.reads or self.writes_input):
+            return None
+        key = None if args else next(iter(kwargs))
+        h = args[0] if key is None else kwargs[key]
+        for edit, use in self.writes_input:
+            h = self.applied(edit, use, h, module)
+        for edit, use in self.reads:
+            edit.seen = use.pick(h)
+        if not self.writes_input:
+            return None
+        return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Change the module's output (its first element, when it is a tuple)."""
+        if not self.writes_output:
+            return None
+        h = output if isinstance(output, torch.Tensor) else output[0]
+        for edit, use in self.writes_output:
+            h = self.applied(edit, use, h, module)
+        return h if isinstance(output, torch.Tensor) else (h, *output[1:])
+
+    def applied(self, edit: Edit, use: Use, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """h with the edit, in the rows that use it."""
+        if observing():
+            self.mark(edit)
+            return h
+        if use.rows is None:
+            return edit.apply_to(h, module)
+        with use.lending(module):
+            return use.put(h, edit.apply_to(use.pick(h), module))
+
+    @staticmethod
+    def mark(edit: Edit) -> None:
+        """While the model is only looked at: the edit fired, if what it reads had been seen."""
+        edit.fired |= edit.place.source is None or edit.take() is not None
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class AttentionPort:
+    """The edits in use inside one attention; the attention function finds them through the module."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        self.path, self.module = path, model.get_submodule(path)
+        self.active: list[tuple[Edit, Use]] = []
+        self.module.__dict__[PORT] = self
+
+    def serve(self, uses: Sequence[Use]) -> None:
+        here = [(e, u) for e, u in edits_of(uses) if e.place.target.path == self.path]
+        self.active = [(e, u) for e, u in here if e.place.target.side == "attention"]
+
+    def edits(self) -> list[tuple[Edit, Use]]:
+        return self.active
+
+    def mark(self) -> None:
+        for edit, _ in self.active:
+            Tap.mark(edit)
+
+    def remove(self) -> None:
+        self.module.__dict__.pop(PORT, None)
+
+
+class StatesTap:
+    """The edits in use that read all hidden states of a stack and change the last, at the module around its layers."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        stack = next(s for s in anatomy.stacks if s.container == path)
+        container = model.get_submodule(path)
+        self.active: list[tuple[Edit, Use]] = []
+        self.states: list[torch.Tensor] | None = None
+        self.handles = [container.register_forward_pre_hook(self.open), container.register_forward_hook(self.close)]
+        for layer in anatomy.layers:
+            if layer.stack == stack.name:
+                module = model.get_submodule(layer.path)
+                self.handles.append(module.register_forward_pre_hook(self.collect, with_kwargs=True))
+
+    def serve(self, uses: Sequence[Use]) -> None:
+        self.active = [(e, u) for e, u in edits_of(uses) if e.place.target.side == "states"]
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        self.states = [] if self.active else None
+
+    def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A layer's input is the state before it; outside the container's own pass (recomputation) nothing is kept."""
+        if self.states is not None:
+            self.states.append(args[0] if args else next(iter(kwargs.values())))
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The container's first output is the last state."""
+        states, self.states = self.states, None
+        if not states:
+            return None
+        if observing():
+            for edit, _ in self.active:
+                Tap.mark(edit)
+            return None
+        before = last = output if isinstance(output, torch.Tensor) else output[0]
+        states = [*(h[:, -last.shape[1] :] for h in states), last]
+        for edit, use in self.active:
+            whole = torch.stack([use.pick(h) for h in states])
+            last = use.put(last, edit.change(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training)))
+        return _replaced(output, before, last)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "states": None}
+
+
+class WeightTap:
+    """A tensor trained in part: while a module of it runs, the base's value with the trained entries is in its slot."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        tensor = next(t for t in anatomy.tensors if t.name == path)
+        self.name = path
+        self.sparse: Sparse | Change | None = None
+        self.displaced: dict[str, nn.Parameter | None] = {}
+        self.handles = []
+        for name in (tensor.name, *tensor.aliases):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            self.handles.append(owner.register_forward_pre_hook(self.before))
+            self.handles.append(owner.register_forward_hook(self.after, always_call=True))
+
+    def serve(self, uses: Sequence[Use]) -> None:
+        """Rows that differ are served by a RowTap."""
+        self.sparse = dict(uses[0].delta.masked()).get(self.name) if uses and single(uses) else None
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self.sparse is not None and not observing():
+            leaf = self.name.rpartition(".")[2]
+            self.displaced[leaf] = own = module._parameters[leaf]
+            assert own is not None
+            module._parameters[leaf] = self.sparse.on(own.detach())  # type: ignore[assignment]
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        for leaf, own in self.displaced.items():
+            module._parameters[leaf] = own
+        self.displaced = {}
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class RowTap:
+    """A module of which deltas have tensors of their own, while each row of a batch uses its own delta: it runs again
+    with each, on its rows."""
+
+    def __init__(self, module: nn.Module, uses: Sequence[Use]) -> None:
+        self.uses = [use for use in uses if module in use.own]
+        self.rest = len({row for use in self.uses for row in use.rows or ()}) < uses[0].of
+        # first of all, so that what edits add is added to this
+        self.handle = module.register_forward_hook(self.after, with_kwargs=True, prepend=True)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if observing():
+            return None
+        parts = []
+        for use in self.uses:
+            with use.lending(module):
+                mine = [use.pick(a) if isinstance(a, torch.Tensor) else a for a in args]
+                named = {k: use.pick(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+                parts.append((use, module.forward(*mine, **named)))
+        if not isinstance(output, torch.Tensor):
+            raise DeltuneError(f"a {type(module).__name__} gives no plain tensor, so its rows cannot differ")
+        widths = [part.shape[-1] for _, part in parts] + ([output.shape[-1]] if self.rest else [])
+        whole = _widened(output[..., : max(widths)], max(widths))
+        for use, part in parts:
+            whole = use.put(whole, _widened(part, max(widths)))
+        return whole
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+
+def _widened(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Logits up to a number of labels; those that a head does not have are -inf."""
+    return nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
+
+
+def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+    """The output with one tensor in place of another wherever it stands: alone, in a tuple, among the hidden states."""
+    if output is before:
+        return after
+    if isinstance(output, tuple | list):
+        return type(output)(_replaced(value, before, after) for value in output)
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = _replaced(value, before, after)
+    return output

@@ -1,0 +1,244 @@
+"""APET: which N scalars of a method are trained (AP §5.1; METHODS §4). Drawn on the CPU, memory in proportion to N.
+
+N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
+product with their shared rank: of those, ranks are drawn first and then entries of both factors within these ranks, so
+that every kept scalar can move the output. Draws depend on (seed, name) alone: the same on every device.
+For one seed what N keeps is kept by N + 1 too, except where a product opens one more rank: that takes two scalars, so
+one of the others is given up (below twice the rank at every other N; along rows at each new rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import DeltuneError
+
+Indices = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A tensor of one factor: its entries a rank, and where entry j of rank k lies: offsets[k] + j * stride."""
+
+    leaf: str
+    width: int
+    offsets: np.ndarray
+    stride: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is drawn at once: a plain weight (`shape`), or a product of two sides that share `rank` ranks."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    leaf: str = ""
+    rank: int = 0
+    down: tuple[Side, ...] = ()
+    up: tuple[Side, ...] = ()
+
+    @property
+    def size(self) -> int:
+        if not self.rank:
+            return math.prod(self.shape)
+        return self.rank * (_width(self.down) + _width(self.up))
+
+    @property
+    def least(self) -> int:
+        """The fewest scalars that are live: one, or one on each side of a product."""
+        return 2 if self.rank else 1
+
+
+def _width(sides: Sequence[Side]) -> int:
+    return sum(side.width for side in sides)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """How many scalars of each unit are kept, and how they lie; drawn when asked for."""
+
+    quotas: tuple[tuple[Unit, int], ...]
+    pattern: str
+    along: str
+    seed: int
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self.quotas)
+
+    def indices(self) -> Indices:
+        """Sorted flat indices by tensor; tensors without any are absent."""
+        found: Indices = {}
+        for unit, count in self.quotas:
+            found |= draw(unit, count, self.pattern, self.along, self.seed)
+        return found
+
+
+def split(units: Sequence[Unit], total: int) -> list[int]:
+    """`total` over the units in proportion to size by largest remainder; a product gets none or at least two.
+
+    Error: more than there is, or fewer than one live set, with the bounds.
+    """
+    whole = sum(unit.size for unit in units)
+    least = min((unit.least for unit in units), default=1)
+    if not least <= total <= whole:
+        raise DeltuneError(f"parameters={total:,}: this method has {whole:,} scalars here; give {least} to {whole:,}")
+    shares = [(unit.size * total // whole, unit.size * total % whole) for unit in units]
+    quotas = [share for share, _ in shares]
+    order = sorted(range(len(units)), key=lambda i: (-shares[i][1], i))
+    for i in order[: total - sum(quotas)]:
+        quotas[i] += 1
+    lonely = [i for i in order if 0 < quotas[i] < units[i].least]
+    while len(lonely) > 1:  # two products with one scalar each make one with two
+        quotas[lonely.pop(0)] += 1
+        quotas[lonely.pop()] -= 1
+    for i in lonely:
+        quotas[i] = 0
+        taker = next((j for j in order if units[j].least <= quotas[j] + 1 <= units[j].size and j != i), None)
+        if taker is None:  # one scalar is left over and nobody else can be opened: take one more from another
+            giver = next(j for j in order if quotas[j] > units[j].least)
+            quotas[giver], quotas[i] = quotas[giver] - 1, 2
+        else:
+            quotas[taker] += 1
+    return quotas
+
+
+def draw(unit: Unit, count: int, pattern: str, along: str, seed: int) -> Indices:
+    """The flat indices that a unit keeps, by tensor, `count` in all.
+
+    discrete: uniform without replacement. adjacent: consecutive whole rows (along="rows") or columns, the last ragged.
+    """
+    stream = _Stream(seed, unit.name)
+    if not unit.rank:
+        return {unit.leaf: _plain(unit.shape, count, pattern, along, stream)}
+    if count == unit.size:
+        entries = {side.leaf: _entries(side, range(unit.rank)) for side in (*unit.down, *unit.up)}
+        return {leaf: np.sort(index) for leaf, index in entries.items()}
+    return _product(unit, count, pattern, along, stream)
+
+
+def _plain(shape: tuple[int, ...], count: int, pattern: str, along: str, stream: _Stream) -> np.ndarray:
+    size = math.prod(shape)
+    if pattern == "discrete":
+        return np.sort(stream.distinct(size, count))
+    rows, columns = (1, size) if len(shape) < 2 else (shape[0], size // shape[0])
+    if len(shape) < 2 or along == "rows":
+        return _run(size, columns if rows > 1 else 1, count, stream)
+    index = _run(size, rows, count, stream)  # position in column-major order
+    return np.sort(index % rows * columns + index // rows)
+
+
+def _run(size: int, block: int, count: int, stream: _Stream) -> np.ndarray:
+    """`count` consecutive positions from the start of a random block on; past the end it grows backwards."""
+    start = int(stream.number(0) % (size // block)) * block
+    start = min(start, size - count)
+    return np.arange(start, start + count, dtype=np.int64)
+
+
+def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) -> Indices:
+    wide, up_width = _width(unit.down), _width(unit.up)
+    by_rank = pattern == "adjacent" and along == "rows"
+    ranks = min(unit.rank, -(-count // (wide + up_width)) if by_rank else count // 2)
+    if pattern == "adjacent":  # from a random rank on; past the end it grows backwards
+        start = int(stream.number(0) % unit.rank)
+        chosen = np.concatenate([np.arange(start, unit.rank), np.arange(start - 1, -1, -1)])[:ranks]
+    else:
+        chosen = stream.distinct(unit.rank, ranks)
+    if by_rank:
+        return _whole_ranks(unit, chosen, count, wide, up_width)
+    down = min(max(round(count * wide / (wide + up_width)), ranks), ranks * wide, count - ranks)
+    down = max(down, count - ranks * up_width)
+    kept: dict[str, list[np.ndarray]] = {}
+    for sides, part in ((unit.down, down), (unit.up, count - down)):
+        width = _width(sides)
+        if pattern == "adjacent":  # whole columns of the product's side: every chosen rank, entry after entry
+            first = int(stream.number(width) % width) * ranks
+            flat = min(first, width * ranks - part) + np.arange(part)
+            entry, rank = flat // ranks, flat % ranks
+        else:  # one entry for every rank, the rest anywhere within the ranks
+            rank = np.arange(ranks)
+            entry = stream.numbers(width, ranks) % width
+            taken = set((rank * width + entry).tolist())
+            rest = [i for i in stream.distinct(ranks * width, min(ranks * width, part)).tolist() if i not in taken]
+            flat = np.array(sorted(taken) + rest[: part - ranks], dtype=np.int64)
+            rank, entry = flat // width, flat % width
+        _place(kept, sides, chosen[rank], entry)
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+
+
+def _whole_ranks(unit: Unit, chosen: np.ndarray, count: int, wide: int, up_width: int) -> Indices:
+    """Consecutive whole ranks, the last one ragged but with both sides live."""
+    kept: dict[str, list[np.ndarray]] = {}
+    full, left = len(chosen) - 1, count - (len(chosen) - 1) * (wide + up_width)
+    short = 1 if left == 1 else 0  # a lone scalar is dead: one of the rank before joins it
+    for position, rank in enumerate(chosen):
+        have = left + short if position == full else wide + up_width - (short if position == full - 1 else 0)
+        down = min(max(round(have * wide / (wide + up_width)), 1), wide, have - 1)
+        down = max(down, have - up_width)
+        for sides, part in ((unit.down, down), (unit.up, have - down)):
+            _place(kept, sides, np.full(part, rank), np.arange(part))
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+
+
+def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Side], ranks: np.ndarray, entries: np.ndarray) -> None:
+    """Flat indices of (rank, entry) pairs, the sides' tensors laid end to end."""
+    start = 0
+    for side in sides:
+        here = (entries >= start) & (entries < start + side.width)
+        if here.any():
+            index = side.offsets[ranks[here]] + (entries[here] - start) * side.stride
+            kept.setdefault(side.leaf, []).append(index.astype(np.int64))
+        start += side.width
+
+
+def _entries(side: Side, ranks: range) -> np.ndarray:
+    return (side.offsets[list(ranks)][:, None] + np.arange(side.width)[None] * side.stride).reshape(-1)
+
+
+class _Stream:
+    """Numbers that depend on (seed, name) and a position alone."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        self.keys = np.frombuffer(digest, dtype=np.uint64)
+
+    def numbers(self, start: int, count: int) -> np.ndarray:
+        """Non-negative numbers for the positions start ... start + count - 1."""
+        with np.errstate(over="ignore"):
+            return (_mixed(np.arange(start, start + count, dtype=np.uint64), self.keys[0]) >> np.uint64(1)).astype(
+                np.int64
+            )
+
+    def number(self, position: int) -> int:
+        return int(self.numbers(position, 1)[0])
+
+    def distinct(self, size: int, count: int) -> np.ndarray:
+        """The first `count` values of a fixed permutation of 0 ... size - 1: nested in `count`, memory O(count).
+
+        A four-round Feistel network on the smallest even number of bits that holds `size`; values beyond it walk on.
+        """
+        half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+        mask = np.uint64((1 << half) - 1)
+        values = np.arange(count, dtype=np.uint64)
+        beyond = np.ones(count, dtype=bool)
+        with np.errstate(over="ignore"):
+            while beyond.any():
+                left, right = values[beyond] >> np.uint64(half), values[beyond] & mask
+                for key in self.keys:
+                    left, right = right, left ^ (_mixed(right, key) & mask)
+                values[beyond] = (left << np.uint64(half)) | right
+                beyond = values >= np.uint64(size)
+        return values.astype(np.int64)
+
+
+def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """splitmix64's finaliser, keyed."""
+    z = (values + key) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

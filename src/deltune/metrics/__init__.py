@@ -1,0 +1,1 @@
+"""Metrics, each with statistics of every example and a signature."""

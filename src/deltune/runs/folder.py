@@ -1,0 +1,273 @@
+"""A run is a directory: its spec, delta, metrics, log, environment and predictions. All writes are all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import Busy, DeltuneError, Full
+from .specs import RunSpec, read
+
+PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
+OWN = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def writing(method: Callable[..., None]) -> Callable[..., None]:
+    """What only the run's writer does; other processes at the run pass over it."""
+
+    @functools.wraps(method)
+    def written(self: Run, *args: Any) -> None:
+        if self.writer:
+            method(self, *args)
+
+    return written
+
+
+class Run:
+    """The folder of one run.
+
+    finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs.
+    runs: the folders of the single runs, where the spec is of several.
+    writer: of several processes at one run, one writes.
+    """
+
+    def __init__(self, folder: str | Path, writer: bool = True) -> None:
+        self.folder, self.writer = Path(folder).expanduser(), writer
+        self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in OWN[:4])
+        self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in OWN[4:])
+
+    @property
+    def exists(self) -> bool:
+        return self.spec_file.is_file()
+
+    @property
+    def finished(self) -> bool:
+        return self.exists and self.metrics_file.is_file()
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec it was begun with. Error: the folder is no run."""
+        if not self.exists:
+            if not self.folder.is_dir():
+                raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
+            held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
+            raise DeltuneError(f"{self.folder} is no RUN folder: spec.yaml is missing (it holds {held or 'nothing'})")
+        return read(self.spec_file)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds. Error: the run is not finished."""
+        if not self.finished:
+            raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
+        return _read_json(self.metrics_file)
+
+    @property
+    def kept(self) -> Run:
+        """The single run whose delta this folder has: itself, or the best of several."""
+        return Run(self.runs / self.metrics["best"]["run"]) if self.spec.several else self
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        return _read_json(self.environment_file) if self.environment_file.is_file() else {}
+
+    def check(self, spec: RunSpec) -> None:
+        """The folder is free, or holds this very spec. Errors: other files, a run of another spec (what differs)."""
+        if self.exists:
+            differing = self.spec.differences(spec)
+            if differing:
+                listed = "".join(f"\n  - {line}" for line in differing)
+                raise DeltuneError(
+                    f"{self.folder} holds a run of another spec:{listed}\n"
+                    "Choose another output folder, or start afresh there (--fresh)"
+                )
+        elif self.folder.is_dir():
+            foreign = sorted(p.name for p in self.folder.iterdir())
+            if foreign:
+                raise DeltuneError(f"{self.folder} is no RUN folder, it holds {', '.join(foreign[:5])}; choose another")
+        elif self.folder.exists():
+            raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
+
+    @writing
+    def clear(self) -> None:
+        """Remove what a run wrote here: metrics first, so that it is unfinished, the spec last, so that it is a run."""
+        if self.exists:
+            self.sweep()
+            for path in (self.metrics_file, *(self.folder / name for name in OWN[1:]), self.spec_file):
+                _remove(path)
+
+    @writing
+    def sweep(self) -> None:
+        """Remove what an interrupted write left behind."""
+        for name in OWN:
+            for left in (*self.folder.glob(f".{name}-*"), *self.predictions.glob(".*-*")):
+                _remove(left)
+
+    @writing
+    def open(self, spec: RunSpec) -> None:
+        """Write the spec, where it is not there."""
+        if not self.exists:
+            write(self.spec_file, spec.yaml())
+
+    @writing
+    def point(self, name: str, to: Path) -> None:
+        """Make `name` a link to another place below this folder, in place of what it was."""
+        fresh = self.folder / f".{name}-link"
+        fresh.unlink(missing_ok=True)
+        os.symlink(to, fresh)
+        os.replace(fresh, self.folder / name)
+
+    @writing
+    def begin(self, spec: RunSpec, environment: dict[str, Any]) -> None:
+        """Write spec and environment; for a run that was begun before, remove what an interrupted write left.
+
+        Error: its data is no longer what it was.
+        """
+        self.sweep()
+        before = self.environment.get("data", {}).get("fingerprint") if self.exists else None
+        if before not in (None, environment["data"]["fingerprint"]):
+            raise DeltuneError(
+                f"the data {spec.data} changed since the run in {self.folder} was begun; start afresh (--fresh)"
+            )
+        self.open(spec)
+        write_json(self.environment_file, environment)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else works on this run inside the context; a folder made for it goes again if it holds no run."""
+        made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise DeltuneError(f"{self.folder} cannot be made or opened: {error}") from error
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+            except OSError as error:
+                raise Busy(f"another process is at work on {self.folder}; wait for it or stop it") from error
+            yield
+        finally:
+            os.close(handle)
+            for path in () if self.exists else made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+    @writing
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line to log.jsonl."""
+        with open(self.log_file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    @writing
+    def rewind(self, step: int) -> None:
+        """Cut from the log what came after a step, and a line that was not written to its end."""
+        if not self.log_file.is_file():
+            return
+        kept = []
+        for line in self.log_file.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line).get("step", 0) <= step:
+                    kept.append(line + "\n")
+            except ValueError:
+                continue
+        write(self.log_file, "".join(kept))
+
+    @writing
+    def predicted(self, split: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Write predictions/SPLIT.jsonl."""
+        self.predictions.mkdir(exist_ok=True)
+        write_lines(self.predictions / f"{split}.jsonl", rows)
+
+    @writing
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """Write metrics.json and drop the checkpoint: the run is finished."""
+        write_json(self.metrics_file, metrics)
+        _remove(self.checkpoint)
+
+
+def environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Versions, machine and what else is to be known of a run: its device and its data."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "deltune": __version__,
+        "python": platform.python_version(),
+        "packages": versions,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        **facts,
+    }
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a file beside it, flushed to the disk, takes its place."""
+    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(fresh, 0o644)
+        os.replace(fresh, path)
+    except BaseException:
+        _remove(Path(fresh))
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+@contextlib.contextmanager
+def room(where: str | Path) -> Iterator[None]:
+    """A file that cannot be written inside the context, as on a full disk, becomes one clear error."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):  # of a tracker, not of the disk
+        raise
+    except OSError as error:
+        raise write_failed(where, error) from error
+
+
+def write_failed(where: str | Path, error: Exception) -> DeltuneError:
+    """The error for a write that the system, or safetensors for it, refused."""
+    told = str(error).lower()
+    if getattr(error, "errno", None) in FULL or "no space" in told or "file too large" in told:
+        return Full(f"no space left for {where}; what is there is whole. Make room and run the same command again")
+    return DeltuneError(f"{where} cannot be written or read: {error}; what is there is whole")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DeltuneError(f"{path} is no JSON object")
+    return found
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,123 @@
+"""The state of a run under way: its parts, the best delta so far, patience and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..algebra.catalogue import rate
+from ..errors import Diverged
+from ..live.handle import Tuned
+from ..metrics.table import METRICS
+from ..sources.data import Data
+from ..tasks.encoding import Batches, Encoded
+from ..tasks.kinds import Columns, Kind, Limits, Use
+from . import checkpoints, processes, sharding
+from .folder import Run
+from .progress import Bar
+from .scoring import Scored, scored
+from .specs import RunSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Job:
+    """All that one run works with."""
+
+    spec: RunSpec
+    run: Run
+    tuned: Tuned
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    kind: Kind
+    metrics: tuple[str, ...]
+    limits: Limits
+    columns: Mapping[str, Columns]
+    encoded: dict[str, Encoded]
+    batches: Batches
+    precision: str
+    best: dict[str, Any] = field(default_factory=dict)
+    stale: int = 0  # validations since the best
+    before: float = 0.0  # seconds of earlier processes
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.tuned.model
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.began
+
+    @property
+    def stopped(self) -> bool:
+        """Patience is at its end."""
+        return self.spec.patience is not None and self.stale >= self.spec.patience
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {"best": self.best, "stale": self.stale, "seconds": self.seconds}
+
+    @property
+    def metric(self) -> str:
+        """What chooses the best epoch."""
+        return self.spec.metric or self.metrics[0]
+
+    def scored(self, split: str, bar: Bar | None = None, loss_only: bool = False) -> Scored:
+        """The model's answers to a split, and their metrics.
+
+        Each of several processes answers every row: where a model is shared out all must run together, through as
+        many passes, and the passes of generation are not known before. So none waits for another either.
+        """
+        advance = bar.advance if bar else None
+        use = Use(
+            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(processes.count()),
+            self.precision, advance, loss_only=loss_only,
+        )  # fmt: skip
+        options = self.spec.metric_options
+        result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics, options)
+        metrics = processes.of_main(lambda: result.metrics)  # rounding must not let processes decide differently
+        result = replace(result, metrics=metrics)
+        if not math.isfinite(result.metrics["loss"]):
+            raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
+        return result
+
+    def keep(self) -> None:
+        """Save the delta as it is."""
+        with sharding.whole(self.tuned):
+            processes.of_main(lambda: self.tuned.save(self.run.delta))
+
+    def judge(self, metrics: dict[str, float], epoch: float, step: int) -> bool:
+        """Keep the delta if these validation metrics are the best so far; returns whether they are."""
+        value = metrics[self.metric]
+        lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
+        rank = [-value if lower else value, -metrics["loss"]]
+        if self.best and rank <= self.best["rank"]:
+            self.stale += 1
+            return False
+        self.keep()
+        self.best = {"epoch": passes(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
+        self.stale = 0
+        return True
+
+
+def passes(epoch: float) -> float:
+    """Passes over the rows, to a hundredth; a whole number of them as such."""
+    return round(epoch) if abs(epoch - round(epoch)) < 1e-6 else round(epoch, 2)
+
+
+def diverged(job: Job, what: str) -> Diverged:
+    """The error for a loss that is no number; a run without any checkpoint leaves nothing behind."""
+    kept = "the run stays as it was after its last good epoch"
+    if checkpoints.latest(job.run.checkpoint) is None:
+        job.run.clear()
+        kept = "nothing is kept"
+    return Diverged(
+        f"{what}: training diverged at a learning rate of {job.spec.rate:g}; {kept}. "
+        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, rate(job.spec.method)):g}, or a warm-up"
+    )

@@ -1,0 +1,327 @@
+"""The spec of one run: a frozen value, validated all at once, named by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
+from pydantic import model_validator as validator
+
+from ..algebra import protocols
+from ..algebra.catalogue import parse, rate
+from ..algebra.elements import explicit
+from ..errors import DeltuneError, all_problems, unknown
+from ..metrics.table import METRICS
+from ..tasks.kinds import Limits
+from ..tasks.table import TASKS
+from . import faults
+
+SILENT = ("protocol", "report_to", "device_batch_size")
+"""Fields that cannot change the result, and so do not count in a spec's name: a protocol's values count by themselves;
+a step's rows and its loss are the same however they are cut. What is left are rounding and the draws of dropout, as
+with another device or number of processes, which no spec names either."""
+
+UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
+"""Fields that are the same in all runs of a spec."""
+
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class RunSpec(BaseModel):
+    """Everything that decides the result of one run; where the result goes is no part of it.
+
+    A folder given as model or data is kept as an absolute path, a method as its shortest expression. Errors:
+    DeltuneError with every problem of the values at once.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, description="hub id, folder or minilm")
+    data: str | None = Field(
+        default=None, min_length=1, description="folder with train, validation and test files, or a hub id"
+    )
+    task: str | None = Field(default=None, description="a known task, or with data the kind of task it is for")
+    data_root: str | None = Field(default=None, description="folder with the folders of known tasks")
+    method: str = Field(description='expression, such as "prefix(length=16) + layernorm"')
+    protocol: str | None = Field(default=None, description="a paper's values for what is not given (protocols)")
+    head: Literal["train", "freeze"] = Field(
+        default="train", description="train the task head with the method, or freeze it"
+    )
+    answer: Literal["head", "words"] = Field(
+        default="head", description="by a head over the labels, or in words of a language model"
+    )
+    words: dict[str, str] | None = Field(
+        default=None, description="the word of each label; default the task's, else the label's own name"
+    )
+    columns: dict[str, str] | tuple[str, ...] | None = Field(
+        default=None, description="the columns of text, (pair,) label; or of another kind of task"
+    )
+    labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
+    relabel: dict[str, str] | None = Field(default=None, description="label: its new name; several may become one")
+    max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
+    validation_rows: int | None = Field(default=None, ge=1, description="validate on a sample of that many rows")
+    test_rows: int | None = Field(default=None, ge=1, description="score on a sample of that many test rows")
+    epochs: int = Field(default=3, ge=1, description="passes over the training rows, at most")
+    steps: int | None = Field(default=None, ge=1, description="of the optimiser, in place of epochs")
+    validate_every: int | None = Field(default=None, ge=1, description="steps; default: each epoch")
+    lr: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
+    )
+    batch_size: int = Field(default=32, ge=1, description="rows a step, over all devices")
+    batch_tokens: int | None = Field(
+        default=None, ge=1, description="tokens a step, padding included, instead of batch_size: rows of similar length"
+    )
+    device_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows at a time on one device; the gradient is accumulated up to batch_size; default: all",
+    )
+    max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
+    target_length: int = Field(default=64, ge=1, description="tokens of a target, at most; what is longer is cut")
+    max_generated: int | None = Field(
+        default=None, ge=1, description="tokens of a generated answer, at most; default: target_length"
+    )
+    template: str | None = Field(default=None, description="what a model that answers in words is given")
+    beams: int = Field(default=1, ge=1, description="of generation")
+    min_target_length: int = Field(default=0, ge=0, description="tokens of a generated answer, at least")
+    no_repeat_ngram: int = Field(
+        default=0, ge=0, description="no n tokens in a row occur twice in an answer; 0: they may"
+    )
+    length_penalty: float = Field(default=1.0, allow_inf_nan=False, description="of beams: above 0 longer ones win")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
+    seeds: tuple[int, ...] = Field(default=(), description="in place of seed: a run of each, and their aggregate")
+    aggregate: Literal["mean", "median"] = Field(default="mean", description="of the scores of several seeds")
+    search: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="field: values in order of priority, the next only if validation is better"
+    )
+    patience: int | None = Field(
+        default=None, ge=1, description="stop after that many validations (epochs) without a better one"
+    )
+    schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
+        default="linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
+    )
+    warmup: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="share of all steps if below 1, else steps"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="of AdamW")
+    clip: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit"
+    )
+    precision: Literal["fp32", "bf16", "auto"] = Field(
+        default="fp32", description="fp32, bf16 by autocast, or auto: bf16 on an accelerator that has it, else fp32"
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of every label spread over all")
+    adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of AdamW")
+    adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")
+    metrics: tuple[str, ...] = Field(default=(), description="what is measured; default: the task's")
+    metric_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="metric: its options, such as bertscore: {model: FOLDER}"
+    )
+    metric: str | None = Field(
+        default=None,
+        description="chooses the best epoch, equal ones by the lower validation loss; default: the first metric",
+    )
+    report_to: tuple[Tracker, ...] = Field(default=(), description="tensorboard, wandb, mlflow")
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method(cls, value: Any) -> str:
+        try:
+            return repr(parse(value))
+        except DeltuneError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("model", "data", "data_root")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is None or value == "minilm" or not Path(value).expanduser().exists():
+            return value
+        return str(Path(value).expanduser().resolve())
+
+    @field_validator("metrics")
+    @classmethod
+    def _measured(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [unknown("metric", name, METRICS) for name in value if name not in METRICS]:
+            raise ValueError(" ".join(wrong))
+        return value
+
+    @field_validator("metric_options")
+    @classmethod
+    def _optional(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        wrong = [unknown("metric", name, METRICS) for name in value if name not in METRICS]
+        wrong += [
+            unknown("option", option, METRICS[name].options, name)
+            for name, options in value.items()
+            if name in METRICS
+            for option in options
+            if option not in METRICS[name].options
+        ]
+        if wrong:
+            raise ValueError(" ".join(wrong))
+        return value
+
+    @field_validator("metric")
+    @classmethod
+    def _chooses(cls, value: str | None) -> str | None:
+        if value not in (None, "loss", *METRICS):
+            raise ValueError(unknown("metric", str(value), ["loss", *METRICS]))
+        return value
+
+    @field_validator("seeds")
+    @classmethod
+    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"seeds are different ones, not {value}")
+        return value
+
+    @field_validator("search")
+    @classmethod
+    def _searched(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        wrong = [unknown("option", name, cls.model_fields) for name in value if name not in cls.model_fields]
+        wrong += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
+        wrong += [f"no values for {name}" for name, values in value.items() if not values]
+        if wrong:
+            raise ValueError(" ".join(wrong))
+        return value
+
+    @field_validator("columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
+        if not isinstance(value, str):
+            return value
+        items = [item.strip() for item in value.split(",") if item.strip()]
+        if items and all("=" in item for item in items):
+            return {key.strip(): name.strip() for key, name in (item.split("=", 1) for item in items)}
+        return tuple(items)
+
+    @validator(mode="wrap")
+    @classmethod
+    def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
+        fields = cls.model_fields
+        given = isinstance(values, dict)
+        problems = [*faults.source(values, fields), *faults.sizes(values, fields)] if given else []
+        try:
+            values = protocols.filled(values) if isinstance(values, dict) else values
+        except DeltuneError as error:
+            problems.append(str(error))
+        try:
+            made = handler(values)
+        except ValidationError as error:
+            problems = [faults.problem(e, fields) for e in error.errors()] + problems
+        if problems:
+            raise all_problems("the spec is wrong", problems)
+        for field, several in made.search.items():  # as the field makes of them: "1e-3" is a number
+            made.search[field] = tuple(getattr(made.single(**{field: value}), field) for value in several)
+        return made
+
+    @property
+    def several(self) -> bool:
+        """Whether this is more than one run: several seeds, or values to try."""
+        return bool(self.seeds or self.search)
+
+    def tries(self) -> list[RunSpec]:
+        """The single runs of the first seed, one for each combination of values to try, in order of priority."""
+        first = self.seeds[0] if self.seeds else self.seed
+        return [
+            self.single(seed=first, **dict(zip(self.search, values, strict=True)))
+            for values in itertools.product(*self.search.values())
+        ]
+
+    def single(self, **changes: Any) -> RunSpec:
+        """One run of these. Errors: a value that its field does not take."""
+        values = self.model_dump(exclude={"seeds", "search", "aggregate", "protocol"})
+        return type(self)(**{**values, **changes}) if self.several else self
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: lr, or what the method says (catalogue.rate)."""
+        return rate(self.method) if self.lr is None else self.lr
+
+    def limits(self, template: str, words: Mapping[str, str]) -> Limits:
+        """How long inputs and outputs may be, and how outputs are searched for.
+
+        template: the task's. words: of all labels, in order.
+        """
+        generate = {
+            "num_beams": self.beams, "min_new_tokens": self.min_target_length, "length_penalty": self.length_penalty,
+            "no_repeat_ngram_size": self.no_repeat_ngram, "max_new_tokens": self.max_generated or self.target_length,
+        }  # fmt: skip
+        own = template if self.template is None else self.template
+        return Limits(self.max_length, self.target_length, own, words, generate)
+
+    def rows(self, processes: int = 1) -> int:
+        """Rows at a time on one device. Error: those of all processes do not add up to batch_size."""
+        unit = processes * (self.device_batch_size or 1)
+        if self.batch_tokens is None and self.batch_size % unit:
+            below, (share, rest) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
+            sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+            fitting = ", ".join(str(rows) for rows in range(1, share + 1) if share % rows == 0)
+            raise DeltuneError(
+                f"batch_size={self.batch_size} is no multiple of {processes} process{'es' if processes > 1 else ''}"
+                + (f" of {self.device_batch_size} rows at a time" if self.device_batch_size else "")
+                + f": give a batch_size of {sizes}"
+                + ("" if rest else f"; or a device_batch_size of {fitting}")
+            )
+        return self.device_batch_size or max(1, self.batch_size // processes)
+
+    def canonical(self) -> dict[str, Any]:
+        """The fields that are not at their default and can change the result, as JSON values."""
+        values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
+        idle = [("lr", self.lr == rate(self.method) and "method" not in self.search), ("seed", bool(self.seeds))]
+        idle += [("epochs", self.steps is not None), ("aggregate", not self.seeds)]
+        idle += [("max_generated", self.max_generated == self.target_length and "target_length" not in self.search)]
+        idle += [("data_root", self.data is not None)]
+        if self.data is None and TASKS[str(self.task)].version > 1:
+            values["task_version"] = TASKS[str(self.task)].version
+        return {field: value for field, value in values.items() if (field, True) not in idle}
+
+    @property
+    def name(self) -> str:
+        """The first 16 digits of the SHA-256 of the canonical JSON: equal for specs that mean the same run."""
+        text = json.dumps(self.canonical(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """Fields that differ, with both values; empty for specs of the same name."""
+        mine, theirs = self.canonical(), other.canonical()
+        fields = [f for f in type(self).model_fields if mine.get(f) != theirs.get(f)]
+        return [f"{f}: {_value(self, f)!r} there, {_value(other, f)!r} now" for f in fields]
+
+    def yaml(self) -> str:
+        """The whole spec, defaults written out, so that the file outlives a change of them."""
+        values = self.model_dump(mode="json") | {"method": explicit(parse(self.method))}
+        if "method" not in self.search:  # then each method may have a rate of its own
+            values["lr"] = self.rate
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _value(spec: RunSpec, field: str) -> Any:
+    return spec.rate if field == "lr" else getattr(spec, field)
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The mapping of a YAML file, unchecked. Errors: no such file, broken YAML, anything but a mapping."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise DeltuneError(f"{path} is no spec: wanted is a mapping such as `model: minilm`")
+    return values
+
+
+def read(path: str | Path) -> RunSpec:
+    """The spec of a YAML file."""
+    return RunSpec(**read_values(path))

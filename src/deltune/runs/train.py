@@ -1,0 +1,257 @@
+"""One run: a method tuned on labelled text, on transformers' Trainer; only the delta is checkpointed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from transformers import TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
+
+from ..errors import DeltuneError, unknown
+from ..live.attaching import attach, load
+from ..sources.data import Data
+from ..sources.models import fit_padding
+from ..tasks import caching
+from ..tasks.encoding import Batches, Encoded, check_causal, check_length
+from ..tasks.kinds import Kind
+from . import checkpoints, machine, processes, sharding
+from .assignments import assignment, limits_of
+from .evaluate import SPLITS
+from .folder import Run, environment, room
+from .jobs import Job
+from .parts import Parts
+from .progress import Bar
+from .scoring import lines
+from .series import together
+from .specs import RunSpec
+from .trainer import DeltaTrainer, Reports
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARDED = ("none", "fsdp")
+SCHEDULES = {"constant": "constant_with_warmup"}
+"""Names of the Trainer that differ from ours."""
+LINES = 20  # of the log, an epoch
+
+told = logging.getLogger("deltune")
+
+
+def train(
+    spec: RunSpec,
+    output: str | Path,
+    resume: bool = True,
+    progress: bool = True,
+    devices: str = "auto",
+    sharded: str = "none",
+    parts: Parts | None = None,
+) -> dict[str, Any]:
+    """Tune spec.method on spec.data, keep the best delta, score it; returns what metrics.json holds.
+
+    The folder `output` becomes the RUN. A finished run of the same spec is not repeated, an unfinished one goes on
+    where it was, with the same numbers in the end; resume=False starts afresh. progress: a bar, on a terminal.
+    devices: auto (the accelerator where there is one), cpu, cuda, cuda:1 or mps. In several processes (torchrun,
+    accelerate launch, `deltune train --launch N`) each comes here; the first of them writes. sharded: none, each has
+    the model (DDP); fsdp, each has a share of it. parts: what several runs of one process share.
+    The best epoch is that of the best validation spec.metric, of equal ones that of the lower validation loss, then
+    the first; without a validation split it is the last.
+    Errors (DeltuneError): whatever is wrong with spec, data, model, method or folder, before anything is written; a
+    loss that is no number; no space left.
+    A spec of several runs (seeds, search) makes a folder of these, and their aggregate (series.together).
+    """
+    device = machine.device(devices)
+    processes.join(device)
+    run = Run(output, writer=processes.main())
+    found = processes.of_main(lambda: _finished(spec, run, resume))
+    if found is not None:
+        told.info("%s is finished; nothing to do", run.folder)
+        return found
+    shared = parts or Parts()
+    with contextlib.ExitStack() as held:
+        held.enter_context(room(run.folder))
+        processes.of_main(lambda: held.enter_context(run.locked()))
+        if spec.several:
+            if not resume:
+                run.clear()
+            return together(spec, run, lambda one, at: train(one, at, True, progress, devices, sharded, shared))
+        try:
+            return _train(spec, run, resume, progress, device, sharded, shared)
+        except BaseException:
+            shared.drop()
+            raise
+
+
+def _finished(spec: RunSpec, run: Run, resume: bool) -> dict[str, Any] | None:
+    """The metrics of a run that needs no training. Error: the folder holds something else."""
+    if resume or not run.exists:
+        run.check(spec)
+    return run.metrics if resume and run.finished else None
+
+
+def _train(
+    spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.device, sharded: str, parts: Parts
+) -> dict[str, Any]:
+    job, source = processes.together(lambda: _job(spec, run, device, sharded, parts))
+    arguments = _arguments(job, device)
+    if not resume:
+        run.clear()
+    facts = {"device": str(arguments.device), "precision": job.precision, "processes": processes.count()}
+    processes.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
+    with Bar(progress and processes.main()) as bar:
+        _fit(job, arguments, bar)
+        return _finish(job, bar)
+
+
+def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Parts) -> tuple[Job, dict[str, Any]]:
+    """All that the run works with, and what is to be known of its data."""
+    precision = machine.precision(spec.precision, device)
+    rows = spec.rows(processes.count())
+    if sharded not in SHARDED:
+        raise DeltuneError(unknown("sharding", sharded, SHARDED))
+    asked = assignment(spec, read=parts.data)
+    found, kind = asked.data, asked.kind
+    if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
+        raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
+    limits = limits_of(spec, kind, found.labels)
+    tokenizer = parts.tokenizer(spec.model)
+    model = _base(spec, kind, found, tokenizer, parts)
+    if kind.loads == "causal-lm":
+        check_causal(model)
+    set_seed(spec.seed)
+    tuned = attach(model, spec.method, head=spec.head)
+    if not any(True for _ in tuned.trained()):
+        raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
+    check_length(model, kind.positions(limits))
+    columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
+    encoded = {
+        split: caching.encoded(kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}")
+        for split, rows in columns.items()
+    }
+    source = {
+        "source": found.source,
+        "fingerprint": found.fingerprint,
+        "kind": found.kind,
+        "columns": found.columns,
+        "rows": {split: len(rows["id"]) for split, rows in columns.items()},
+    }
+    if sharded == "fsdp":
+        sharding.shard(tuned, device)
+        parts.drop()  # its weights are shared out now
+    batches = _batches(spec, encoded["train"], rows)
+    held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision)
+    return Job(spec, run, tuned, tokenizer, *held), source
+
+
+def _base(spec: RunSpec, kind: Kind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: Parts) -> PreTrainedModel:
+    """The model that a spec names, as it is before any tuning."""
+    model = parts.model(spec.model, kind.loads, data.labels or None, spec.seed)
+    fit_padding(model, tokenizer)
+    return model
+
+
+def _batches(spec: RunSpec, train: Encoded, rows: int) -> Batches:
+    """The training rows, step by step, each step cut for the devices into batches of so many rows."""
+    if spec.batch_tokens is not None:
+        return Batches(train.sizes, 0, spec.seed, processes.count(), spec.batch_tokens)
+    return Batches(train.lengths, spec.batch_size, spec.seed, spec.batch_size // rows)
+
+
+def _arguments(job: Job, device: torch.device) -> TrainingArguments:
+    spec, batches = job.spec, job.batches
+    moments = "epoch" if spec.validate_every is None else "steps"
+    arguments = TrainingArguments(
+        output_dir=str(job.run.folder),
+        num_train_epochs=spec.epochs,
+        max_steps=spec.steps or -1,
+        per_device_train_batch_size=spec.rows(processes.count()),
+        gradient_accumulation_steps=batches.chunks // processes.count(),
+        learning_rate=spec.rate,
+        lr_scheduler_type=SCHEDULES.get(spec.schedule, spec.schedule),
+        warmup_steps=spec.warmup,
+        weight_decay=spec.weight_decay,
+        max_grad_norm=spec.clip,
+        adam_beta1=spec.adam_betas[0],
+        adam_beta2=spec.adam_betas[1],
+        adam_epsilon=spec.adam_epsilon,
+        label_smoothing_factor=spec.label_smoothing,
+        bf16=job.precision == "bf16",
+        use_cpu=device.type == "cpu",
+        seed=spec.seed,
+        eval_strategy=moments if "validation" in job.encoded else "no",
+        eval_steps=spec.validate_every,
+        save_strategy=moments,
+        save_steps=spec.validate_every or 500,
+        logging_steps=max(1, batches.per_epoch // LINES),
+        logging_nan_inf_filter=False,  # a loss that is no number is an error here
+        disable_tqdm=True,
+        report_to=list(spec.report_to) or "none",
+        remove_unused_columns=False,
+        accelerator_config={"even_batches": False},  # steps are cut evenly already, no row is repeated
+        dataloader_pin_memory=device.type != "cpu",
+    )
+    if device.index is not None:  # the Trainer takes the first one
+        torch.accelerator.set_device_index(device.index)
+        arguments.__dict__["_setup_devices"] = PartialState().device = device
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # DataParallel would copy the model, and hooks stay with the first
+    return arguments
+
+
+def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
+    """Train from the newest checkpoint, or from the start, to the last epoch or the end of patience."""
+    checkpoint = processes.of_main(lambda: checkpoints.latest(job.run.checkpoint))
+    if checkpoint is None:
+        job.run.rewind(-1)
+        if job.spec.columns is None and job.spec.data is not None:
+            told.info("columns: %s", ", ".join(f"{role}={name}" for role, name in job.data.columns.items()))
+        for split, rows in job.encoded.items():
+            if rows.truncated:
+                told.info(
+                    "%d of %d %s rows are cut to %d tokens", rows.truncated, len(rows), split, job.spec.max_length
+                )
+        job.run.log({"step": 0, "event": "start", "truncated": {s: e.truncated for s, e in job.encoded.items()}})
+    else:
+        kept = checkpoints.facts(checkpoint)
+        job.best, job.stale, job.before = kept["best"], kept["stale"], kept["seconds"]
+        job.run.rewind(int(checkpoint.name))
+        told.info("resuming %s after step %s", job.run.folder, checkpoint.name)
+    if job.stopped:
+        return
+    trainer = DeltaTrainer(job, arguments)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Reports(job, bar))
+    processes.part_ways(job.spec.seed)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
+
+
+def _finish(job: Job, bar: Bar) -> dict[str, Any]:
+    """Score the kept delta as it is on the disk, and write predictions and metrics."""
+    seconds = job.seconds
+    count = job.tuned.count().as_dict()
+    sharded, device = sharding.sharded(job.model), job.model.device
+    model = _base(job.spec, job.kind, job.data, job.tokenizer, Parts()) if sharded else job.tuned.detach()
+    job.tuned = load(model, job.run.delta)
+    if sharded:
+        sharding.shard(job.tuned, device)
+    results: dict[str, Any] = {}
+    signatures: dict[str, str] = {}
+    omitted: dict[str, str] = {}
+    splits = [split for split in SPLITS if split in job.encoded]
+    bar.start("evaluate", sum(len(job.encoded[split]) for split in splits))
+    for split in splits:
+        result = job.scored(split, bar)
+        results[split], signatures, omitted = result.metrics, result.signatures, result.omitted
+        job.run.predicted(split, lines(job.kind, job.columns[split], result, job.data.labels))
+    best = {key: value for key, value in job.best.items() if key != "rank"}
+    truncated = {split: rows.truncated for split, rows in job.encoded.items()}
+    metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, "truncated": truncated}
+    metrics |= {"signatures": signatures, "omitted": omitted}
+    job.tuned.detach()
+    job.run.finish(metrics)
+    return metrics

@@ -1,0 +1,1 @@
+"""What comes from outside: models, and rows of data checked before any training."""

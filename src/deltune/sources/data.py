@@ -1,0 +1,223 @@
+"""Reading a task's data: a folder of train, validation and test files, or a hub id, checked before any training."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deltune.errors import DeltuneError, unknown
+from deltune.sources.columns import KINDS, Column, Fields, check, chosen, kind_of
+from deltune.sources.files import READERS, File, brief, failure, read, suffix_of
+from deltune.sources.labels import Ids, ids_of
+from deltune.sources.models import first_line, why_not_on_hub
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}  # -> names of its file
+
+
+@dataclass(frozen=True)
+class Data:
+    """Splits with the column id and those of the kind's roles; labels and tags are indices into `labels`.
+
+    columns: role -> column of the source. fingerprint: hash of the labels and of every split's contents, the same for
+    the same content in any file format.
+    """
+
+    splits: dict[str, Dataset]
+    labels: tuple[str, ...]
+    columns: dict[str, str]
+    source: str
+    fingerprint: str
+    kind: str = "classification"
+
+
+@dataclass
+class _Raw:
+    """A source as read: files by split, column names in order (or by role), label names by column ("": of any)."""
+
+    files: dict[str, File]
+    fields: Fields | None = None
+    names: dict[str, Sequence[str]] = field(default_factory=dict)
+
+
+def load(
+    source: str,
+    columns: Fields | None = None,
+    labels: Sequence[str] | None = None,
+    max_rows: Mapping[str, int] | None = None,
+    seed: int = 0,
+    training: bool = True,
+    kind: str | None = None,
+) -> Data:
+    """Read a folder of train/validation/test files (.jsonl, .json, .csv, also with .gz, or .parquet) or a hub id.
+
+    A hub id may name a configuration: nyu-mll/glue:rte. kind: one of columns.KINDS; default: what the names of the
+    columns tell, else classification. columns: {"text": …, "pair": …, "label": …}, or the names in the order of the
+    kind's roles; default: found among the `fields` of meta.json or all columns. labels: names in the order of their
+    ids; default: `label_names` of meta.json, else what train holds, sorted. max_rows: split -> size of a sample of it,
+    of train drawn under `seed`, of the others always the same. Validation and test may be absent; with training=False
+    (labels given) train too, but not all three. Raises one DeltuneError that lists what is wrong, with file and line.
+    """
+    problems: list[str] = []
+    for split, wanted in (max_rows or {}).items():
+        if wanted < 1:
+            problems.append(f"max_rows of {split} must be at least 1, not {wanted}")
+    if kind is not None and kind not in KINDS:
+        raise DeltuneError(unknown("kind of task", kind, KINDS))
+    folder = Path(source).expanduser()
+    needed = ("train",) if training else tuple(SPLITS)
+    raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed)
+    files = raw.files
+    first = next((files[split] for split in needed if split in files), None)
+    kind = kind or (kind_of(first, raw.fields) if first and not columns else "classification")
+    used = chosen(kind, first, columns, raw.fields, problems) if first else {}
+    if not used or not first or not first.rows:
+        raise failure(f"data {source}", problems)
+    check(files, kind, used, problems)
+    labelled = next((c.role for c in KINDS[kind] if c.holds in ("label", "labels")), None)
+    names: tuple[str, ...] = ()
+    ids: Ids = {split: [] for split in files}
+    if labelled is not None:
+        known = labels or raw.names.get(used[labelled]) or raw.names.get("")
+        names, ids = ids_of(files, used[labelled], known, problems)
+    if problems:
+        raise failure(f"data {source}", problems)
+
+    splits: dict[str, dict[str, list]] = {}
+    for split in ids:
+        rows = [row for _, row in files[split].rows]
+        own = [str(row["id"]) for row in rows if "id" in row]
+        if len(set(own)) < len(rows):
+            own = [f"{split}-{i + 1}" for i in range(len(rows))]
+        found = {c.role: [_plain(c, row[used[c.role]]) for row in rows] for c in KINDS[kind] if c.role in used}
+        if labelled is not None:
+            found[labelled] = [i if labelled == "tags" else i[0] for i in ids[split]]
+        splits[split] = {"id": own, **found}
+    for split, wanted in (max_rows or {}).items():
+        if split in splits and wanted < len(splits[split]["id"]):
+            drawn = random.Random(seed if split == "train" else 0).sample(range(len(splits[split]["id"])), wanted)
+            chance = sorted(drawn)
+            splits[split] = {key: [values[i] for i in chance] for key, values in splits[split].items()}
+    content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
+    fingerprint = hashlib.sha256(json.dumps([names, content], sort_keys=True).encode()).hexdigest()
+
+    from datasets import Dataset
+
+    found_splits = {split: Dataset.from_dict(s) for split, s in splits.items()}
+    return Data(found_splits, names, used, source, fingerprint, kind)
+
+
+def relabelled(data: Data, names: Mapping[str, str]) -> Data:
+    """The data with other names for its labels, several of which may become one; its ids follow these, sorted.
+
+    Errors: data without labels of whole rows, a label without a new name, a name of no label, one label only.
+    """
+    problems = [unknown("label", name, data.labels) for name in names if name not in data.labels]
+    problems += [f"label {name!r} has no new name" for name in data.labels if name not in names]
+    labels = tuple(sorted(set(names.values())))
+    if data.kind != "classification":
+        problems = [f"{data.kind} has no labels to be named anew"]
+    elif len(labels) < 2 and not problems:
+        problems.append(f"all labels become {labels[0]!r}; two are needed")
+    if problems:
+        raise failure(f"relabel {data.source}", problems)
+    ids = [labels.index(names[name]) for name in data.labels]
+    splits = {
+        split: rows.remove_columns("label").add_column("label", [ids[old] for old in rows["label"]])
+        for split, rows in data.splits.items()
+    }
+    said = json.dumps([data.fingerprint, sorted(names.items())])
+    return replace(data, splits=splits, labels=labels, fingerprint=hashlib.sha256(said.encode()).hexdigest())
+
+
+def _plain(column: Column, value: Any) -> Any:
+    """A value in its plainest form: answers as a list, an index as a number."""
+    if column.holds == "answers":
+        return [value] if isinstance(value, str) else value
+    return int(value) if column.holds == "index" else value
+
+
+def _folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _Raw:
+    """The files of a folder by split, one of `needed` among them, and what its meta.json says of them."""
+    there = sorted(folder.iterdir())
+    raw = _Raw({})
+    paths = {
+        split: [p for p in there if suffix_of(p) in READERS and p.name.removesuffix(suffix_of(p)) in stems]
+        for split, stems in SPLITS.items()
+    }
+    for split, found in paths.items():
+        if len(found) > 1:
+            problems.append(f"more than one file for {split}: {', '.join(p.name for p in found)}. Keep one")
+        elif found:
+            raw.files[split] = read(found[0], problems)
+    if not any(paths[split] for split in needed):
+        held = ", ".join(p.name for p in there[:20]) or "nothing"
+        names = f"{needed[0]}{f', {needed[0]}'.join(READERS)}"
+        problems.append(f"no {' or '.join(needed)} file ({names}); the folder holds: {held}")
+    meta = folder / "meta.json"
+    if meta.is_file():
+        try:
+            told = json.loads(meta.read_text(encoding="utf-8"))
+            fields, names = told.get("fields"), told.get("label_names")
+        except (ValueError, AttributeError) as error:
+            problems.append(f"meta.json is not a JSON object: {error}")
+            return raw
+        raw.fields = _names(fields) if isinstance(fields, str) else fields
+        if not isinstance(fields, str | list | dict | None):
+            problems.append(f"meta.json: fields names the columns, it is not {brief(fields)}")
+            raw.fields = None
+        if isinstance(names, list):
+            raw.names[""] = names
+        elif names is not None:
+            problems.append(f"meta.json: label_names is a list, not {brief(names)}")
+    return raw
+
+
+def _names(listed: str) -> list[str]:
+    """The names in a list such as "context, answer (index)"."""
+    return [name.strip() for name in re.sub(r"\([^)]*\)", "", listed).split(",") if name.strip()]
+
+
+def _hub(source: str, needed: Sequence[str]) -> _Raw:
+    """The splits of a data set of the hub; where it cannot be reached, of the copy that `datasets` keeps."""
+    from datasets import load_dataset
+
+    name, _, part = source.partition(":")
+    reason = why_not_on_hub(name, "dataset")
+    try:
+        with _offline() if reason else contextlib.nullcontext():
+            found = load_dataset(name, part or None)
+    except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
+        parent = Path(source).expanduser().parent
+        beside = sorted(str(p) for p in parent.iterdir() if p.is_dir())[:20] if parent.is_dir() else []
+        reason = reason or f"the hub's copy cannot be read ({first_line(error)})"
+        todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
+        problem = f"{unknown('data set', source, beside)} There is no such folder here, and {reason}. {todo}."
+        raise DeltuneError(problem) from error
+    splits = {stem: split for split, stems in SPLITS.items() for stem in stems}
+    raw = _Raw({splits[s]: File(s, list(enumerate(d.to_list(), 1)), "row") for s, d in found.items() if s in splits})
+    if not any(split in raw.files for split in needed):
+        raise DeltuneError(f"data {source} has no {' or '.join(needed)} split; it has: {', '.join(found)}.")
+    raw.names = {n: f.names for d in found.values() for n, f in d.features.items() if hasattr(f, "names")}
+    return raw
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Let the hub's client read its caches only, so that it does not try an unreachable hub again and again."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -1,0 +1,1 @@
+"""The papers' studies as values, at both scales."""

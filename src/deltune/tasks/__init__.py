@@ -1,0 +1,1 @@
+"""Tasks as values, and the kinds of tasks: rows to batches, outputs to predictions."""
