@@ -146,6 +146,12 @@ def test_a_failed_cell_is_told_and_nothing_is_decided(form: Form, outcomes: list
     assert "diverged at step 3" in found.note and "more\n" not in found.note
 
 
+def test_a_cell_that_waits_is_told_apart() -> None:
+    waiting = [replace(o, error="not run yet", waiting=True) if o.cell["seed"] == 0 else o for o in METHODS]
+    found = decided(FORMS[0][0], waiting)
+    assert found.verdict == "undecided" and "waiting: " in found.note and "failed" not in found.note
+
+
 def test_a_missing_cell_is_told() -> None:
     kept = [o for o in METHODS if o.cell != {"task": "cb", "method": "b", "seed": 2}]
     found = decided(Beats(A, B), kept)

@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
-    assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.runs/*"))
+    assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
     told = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet").stdout
     assert "6 done, 0 were there, 2 failed" in told
     return root
@@ -70,6 +70,18 @@ def test_a_report_as_a_page(place: Path) -> None:
     assert "layernorm" in text and "decoder" in text, "every run's spec, and why one failed"
 
 
+def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
+    """A third seed of the same study, of which nothing was run: told apart from what failed, on every way out."""
+    store = place / "r.sqlite"
+    text = (place / "mine.yaml").read_text()
+    more = place / "more.yaml"
+    more.write_text(text.replace("- 1\n", "- 1\n- 2\n") if "- 1\n" in text else text.replace("[0, 1]", "[0, 1, 2]"))
+    told = deltune("report", more, "--store", store).stdout
+    assert "3 of 9: not run yet" in told and "2 of 9: " in told
+    deltune("report", more, "--store", store, "--html", place / "more.html")
+    assert "9 runs, 2 failed, 3 not run yet" in (place / "more.html").read_text()
+
+
 def test_only_some_cells(place: Path) -> None:
     whole = of_file(place / "mine.yaml")
     some = narrowed(whole, ["method=low*", "seed=1"])
@@ -84,5 +96,8 @@ def test_what_is_not_there_is_told(place: Path, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("name: x\nmodels: minilm\n")
     assert "tasks is missing" in deltune("run", tmp_path / "x.yaml", code=2).stderr
     assert "unknown engine" in deltune("run", place / "mine.yaml", "--engine", "rai", code=2).stderr
+    for command in ("status", "report"):
+        told = deltune(command, place / "mine.yaml", "--store", tmp_path / "mistyped.sqlite", code=2).stderr
+        assert "there are no results" in told and not list(tmp_path.glob("mistyped*"))
     tiny.lines(tmp_path / "no.sqlite", [{"a": 1}] * 100)
     assert "damaged" in deltune("status", place / "mine.yaml", "--store", tmp_path / "no.sqlite", code=2).stderr

@@ -43,6 +43,16 @@ def studies(
     return [narrowed(study, only or []) for study in found]
 
 
+def _rows(store: Path) -> dict[str, Row]:
+    """What was done, by name. Error: no such file (asking for results makes none)."""
+    from ..engine.results import Results
+
+    if not store.exists():
+        raise DeltuneError(f"there are no results {str(store)!r}; `deltune study run … --store {store}` makes them")
+    with Results(store) as results:
+        return {row.name: row for row in results.rows()}
+
+
 @app.command("list")
 def listed(as_json: Json = False) -> None:
     """The papers' studies: what each asks."""
@@ -75,10 +85,10 @@ def run(
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown("engine", engine, ("local", "ray")))
     several = studies(names, scale, data_root, model_root, only)
+    if dry_run:
+        out.print(_outlook(several, _rows(store) if store.exists() else {}, workers))
+        return
     with notes(quiet), Results(store) as results:
-        if dry_run:
-            out.print(_outlook(several, {row.name: row for row in results.rows()}, workers))
-            return
         pool = _pool(engine, workers, results.runs)
         drive = engines.Drive(lambda rows: [w for study in several for w in study.plan(rows)], results, pool, retry)
         try:
@@ -132,10 +142,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """How far studies are: done, failed with its reason, left."""
-    from ..engine.results import Results
-
-    with Results(store) as results:
-        rows = {row.name: row for row in results.rows()}
+    rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
     for study in studies(names, scale, data_root, model_root):
         works = list(dict.fromkeys(one for work in study.plan(rows) for one in work.all()))
@@ -165,14 +172,12 @@ def report(
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Tables, figures and findings of studies: printed, as files, or as one page."""
-    from ..engine.results import Results
     from ..findings.claims_papers import CLAIMS
     from ..reports import page
     from ..runs.folder import room, write
     from ..studies import sections
 
-    with Results(store) as results:
-        rows = {row.name: row for row in results.rows()}
+    rows = _rows(store)
     parts = [
         sections.section(study, rows, CLAIMS.get(study.name, ()), paper)
         for study in studies(names, scale, data_root, model_root)

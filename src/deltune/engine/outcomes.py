@@ -12,7 +12,7 @@ Cell = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job gave; with `error`, why it gave nothing.
+    """What one job gave; with `error`, why it gave nothing: it failed, or, `waiting`, was not run yet.
 
     scores: metric -> value on the test split. count: `Count.as_dict()`. examples: metric -> a number for each example
     of the test split, where the metric is their mean. curve: lines of the log. extra: what only its kind of job has.
@@ -26,4 +26,5 @@ class Outcome:
     curve: Sequence[Mapping[str, Any]] = ()
     seconds: float = 0.0
     error: str | None = None
+    waiting: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -51,7 +51,7 @@ def said(where: Mapping[str, Any]) -> str:
     )
 
 
-class Grid:
+class Cells:
     """The outcomes of a study by their cells."""
 
     def __init__(self, outcomes: Sequence[Outcome], asked: Asked) -> None:
@@ -65,10 +65,10 @@ class Grid:
             self.cells[key] = outcome
         self._read: dict[tuple[Reading, Key], Number | str] = {}
 
-    def without(self, off: Where) -> Grid:
+    def without(self, off: Where) -> Cells:
         """The grid less the cells with one of the labels."""
         kept = [o for o in self.outcomes if not any(o.cell.get(a) in _labels(v) for a, v in off.items())]
-        return Grid(kept, self.asked) if off else self
+        return Cells(kept, self.asked) if off else self
 
     def labels(self, axis: str, where: Where) -> list[Any]:
         """Labels of an axis among the cells that a choice leaves, in order of appearance."""
@@ -130,7 +130,8 @@ class Grid:
         if outcome is None:
             raise Lacking([f"missing: {said(full)}"])
         if outcome.error is not None:
-            raise Lacking([f"failed: {said(full)} ({(outcome.error.splitlines() or [''])[0]})"])
+            state = "waiting" if outcome.waiting else "failed"
+            raise Lacking([f"{state}: {said(full)} ({(outcome.error.splitlines() or [''])[0]})"])
         key = (reading, self._key(full, self.axes))
         if key not in self._read:
             group = [outcome]

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.outcomes import Cell, Outcome
 from ..errors import DeltuneError
-from .cells import EVERY, Grid, Key, Lacking, Where, said, seeds_of
+from .cells import EVERY, Cells, Key, Lacking, Where, said, seeds_of
 from .effects import (
     Check,
     Comparison,
@@ -41,7 +41,7 @@ class Beats:
     def __post_init__(self) -> None:
         _same_axes(self.better, self.worse)
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         units = difference(grid, self.better, self.worse, self.reading)
         text = f"{said(self.better)} − {said(self.worse)}"
         return [Comparison(text, units, self.margin, math.inf, self.reading.unit)]
@@ -60,7 +60,7 @@ class Within:
     def __post_init__(self) -> None:
         _same_axes(self.what, self.reference)
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         units = difference(grid, self.what, self.reference, self.reading)
         text = f"{said(self.what)} − {said(self.reference)}"
         return [Comparison(text, units, -self.points, self.points if self.both else math.inf, self.reading.unit)]
@@ -79,10 +79,10 @@ class Rises:
     margin: float = 0.0
     reading: Reading = SCORE
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         return [self._comparison(grid, self.margin, math.inf)]
 
-    def _comparison(self, grid: Grid, low: float, high: float) -> Comparison:
+    def _comparison(self, grid: Cells, low: float, high: float) -> Comparison:
         wheres = [self.of] if self.less is None else [self.of, self.less]
 
         def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
@@ -103,7 +103,7 @@ class Rises:
 class Falls(Rises):
     """The same slope < margin."""
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         return [self._comparison(grid, -math.inf, self.margin)]
 
 
@@ -121,7 +121,7 @@ class Shrinks:
     of: Where = field(default_factory=dict)
     reading: Reading = SCORE
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         where = {**self.of, self.over: self.of.get(self.over, EVERY), self.along: EVERY}
         units, reasons = {}, []
         for setting, members in grid.strata([where]):
@@ -134,7 +134,7 @@ class Shrinks:
         text = f"slope along {self.along} of the gap over {self.over}"
         return [Comparison(text, units, -math.inf, 0.0, f"{self.reading.unit} a decade of {self.along}")]
 
-    def _slopes(self, grid: Grid, where: Where, members: Sequence[Outcome], setting: Key) -> dict[Hashable, Number]:
+    def _slopes(self, grid: Cells, where: Where, members: Sequence[Outcome], setting: Key) -> dict[Hashable, Number]:
         seeds = seeds_of(members)
         if len(seeds) < 2:
             raise Lacking([one_seed(setting)])
@@ -168,7 +168,7 @@ class Fewer:
     def __post_init__(self) -> None:
         _same_axes(self.fewer, self.more)
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         largest = 0.0
         for setting, members in grid.strata([self.fewer, self.more]):
             sizes = []
@@ -189,7 +189,7 @@ class Best:
     but: tuple[Any, ...] = ()
     reading: Reading = SCORE
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         rest = {axis: label for axis, label in self.what.items() if axis != self.over}
         rivals = [r for r in grid.labels(self.over, rest) if r not in (self.what[self.over], *self.but)]
         if not rivals:
@@ -208,7 +208,7 @@ class Alike:
     of: Where = field(default_factory=dict)
     reading: Reading = SCORE
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         where = {**self.of, self.over: self.of.get(self.over, EVERY)}
         pairs = list(itertools.combinations(grid.labels(self.over, where), 2))
         if not pairs:
@@ -223,7 +223,7 @@ class Both:
 
     parts: tuple[Form, ...]
 
-    def checks(self, grid: Grid) -> list[Check]:
+    def checks(self, grid: Cells) -> list[Check]:
         return _all_checks(grid, self.parts)
 
 
@@ -240,7 +240,7 @@ class Claim:
     off: Where = field(default_factory=dict)
 
 
-def _all_checks(grid: Grid, forms: Sequence[Form]) -> list[Check]:
+def _all_checks(grid: Cells, forms: Sequence[Form]) -> list[Check]:
     found: list[Check] = []
     reasons: list[str] = []
     for form in forms:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.outcomes import Cell, Outcome
-from .cells import DATA, EVERY, Grid, Key, Lacking, Where, said, seeds_of
+from .cells import DATA, EVERY, Cells, Key, Lacking, Where, said, seeds_of
 from .readings import Number, Reading
 from .stats import slope_weights
 
@@ -48,7 +48,7 @@ class Exact:
 Check = Comparison | Exact
 
 
-def difference(grid: Grid, one: Where, other: Where, reading: Reading) -> Units:
+def difference(grid: Cells, one: Where, other: Where, reading: Reading) -> Units:
     sign = -1.0 if reading.lower else 1.0
 
     def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
@@ -59,7 +59,7 @@ def difference(grid: Grid, one: Where, other: Where, reading: Reading) -> Units:
 
 
 def linear(
-    grid: Grid, wheres: Sequence[Where], terms: Callable[[Key, Sequence[Outcome]], list[Term]], reading: Reading
+    grid: Cells, wheres: Sequence[Where], terms: Callable[[Key, Sequence[Outcome]], list[Term]], reading: Reading
 ) -> Units:
     """The weighted sum of cells for each setting and seed. Raises Lacking with every cell that is not there."""
     found: dict[Key, dict[Hashable, Number]] = {}
@@ -91,7 +91,7 @@ def mean_of(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
     return [(weight / len(cells), cell) for cell in cells]
 
 
-def weighted_sum(grid: Grid, terms: Sequence[Term], reading: Reading, seed: Hashable) -> Number:
+def weighted_sum(grid: Cells, terms: Sequence[Term], reading: Reading, seed: Hashable) -> Number:
     numbers: list[tuple[float, Number]] = []
     reasons: list[str] = []
     for weight, cell in terms:
@@ -115,7 +115,7 @@ def combined(terms: Sequence[tuple[float, Number]], aligned: bool = True) -> Num
     return Number(value, np.sum(rows, axis=0) if same else None, slack)
 
 
-def levels(grid: Grid, axis: str, where: Where, members: Sequence[Outcome], setting: Key) -> list[tuple[Any, float]]:
+def levels(grid: Cells, axis: str, where: Where, members: Sequence[Outcome], setting: Key) -> list[tuple[Any, float]]:
     """Labels of an ordered axis in one stratum with the weights of the slope on their log10."""
     cells = grid.picked({**where, axis: EVERY}, members, setting)
     labels = list(dict.fromkeys(cell[axis] for cell in cells))

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ..engine.outcomes import Outcome
-from .cells import DATA, Grid, Lacking
+from .cells import DATA, Cells, Lacking
 from .claims import Claim
 from .effects import Check, Comparison
 from .readings import Asked, opened
@@ -87,7 +87,7 @@ def findings(
     cell that is missing or failed, is undecided and its note says which. Raises DeltuneError for two outcomes of one
     cell.
     """
-    grid = Grid(opened(outcomes), Asked(metric, lower))
+    grid = Cells(opened(outcomes), Asked(metric, lower))
     results = [_tested(claim, grid, estimate) for claim in claims]
     tested = [i for i, result in enumerate(results) if isinstance(result, _Tested) and result.p is not None]
     given = [_p(results[i]) for i in tested]
@@ -106,7 +106,7 @@ def _p(result: _Tested | str) -> float:
     return result.p
 
 
-def _tested(claim: Claim, grid: Grid, estimate: Estimator) -> _Tested | str:
+def _tested(claim: Claim, grid: Cells, estimate: Estimator) -> _Tested | str:
     """A claim's comparisons made, or why they cannot be."""
     try:
         checks = tuple(claim.form.checks(grid.without(claim.off)))

@@ -90,6 +90,7 @@ class Fact:
     value: float | None
     error: str | None
     metric: str
+    waiting: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def expand(view: View, outcomes: Iterable[Outcome], number_names: Numbers, axes:
             if METRIC in axes:
                 for name in wanted or ("",):
                     if not name:
-                        facts.append(Fact(cell, None, error or "no scores", ""))
+                        facts.append(Fact(cell, None, error or "no scores", "", outcome.waiting))
                         continue
                     has = name in outcome.scores or error
                     why = error if has else f"no {name} among its scores"
@@ -176,7 +177,7 @@ def expand(view: View, outcomes: Iterable[Outcome], number_names: Numbers, axes:
 
 def _fact(cell: Cell, outcome: Outcome, entry: Mapping[str, Any], wanted: Sequence[str], error: str | None) -> Fact:
     if error:
-        return Fact(cell, None, error, "")
+        return Fact(cell, None, error, "", outcome.waiting)
     for name in wanted:
         value = number(outcome, name, entry)
         if value is not None:
@@ -257,8 +258,13 @@ def _spread(facts: Sequence[Fact], seeds: Sequence[Any]) -> Spread:
         where = f"differ in {', '.join(differing)}: name it in the view" if differing else "are of the same cell"
         raise DeltuneError(f"{len(told)} outcomes would share one place of the view; they {where}.")
     values = [fact.value for fact in facts if fact.value is not None]
-    reasons = _reasons([(fact.cell.get(SEED), fact.error) for fact in facts if fact.error], len(seeds) > 1)
+    lacking = [fact for fact in facts if fact.error]
+    reasons, waiting = (
+        _reasons([(fact.cell.get(SEED), str(fact.error)) for fact in lacking if fact.waiting == still], len(seeds) > 1)
+        for still in (False, True)
+    )
     absent = tuple(f"seed {seed} not run" for seed in seeds if seed not in told) if told != [None] else ()
+    absent = (*waiting, *absent)
     if not values:
         return Spread(None, failed=reasons, absent=absent)
     std = statistics.stdev(values) if len(values) > 1 else None

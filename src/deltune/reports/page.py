@@ -90,9 +90,12 @@ def _study(section: Section, at: int) -> dict[str, Any]:
 
 
 def _facts(outcomes: Sequence[Outcome], findings: Iterable[Finding]) -> str:
-    """ "216 runs, 3 failed · 2 hold, 1 does not, 1 undecided"."""
-    failed = sum(outcome.error is not None for outcome in outcomes)
-    parts = [f"{len(outcomes):,} run{'s' * (len(outcomes) != 1)}" + (f", {failed:,} failed" if failed else "")]
+    """ "216 runs, 3 failed, 2 not run yet · 2 hold, 1 does not, 1 undecided"."""
+    waiting = sum(outcome.waiting for outcome in outcomes)
+    failed = sum(outcome.error is not None for outcome in outcomes) - waiting
+    runs = f"{len(outcomes):,} run{'s' * (len(outcomes) != 1)}"
+    told = [f"{n:,} {word}" for n, word in ((failed, "failed"), (waiting, "not run yet")) if n]
+    parts = [", ".join([runs, *told])]
     count = Counter(finding.verdict for finding in findings)
     if count:
         words = {

@@ -25,13 +25,14 @@ PLAIN = ("scores", "count", "examples", "curve", "seconds")
 class Want:
     """A cell and the work that fills it; None where what is done so far does not tell which it is, with the reason.
 
-    extra: what other works say of this cell.
+    extra: what other works say of this cell. lost: it will never be told, because what would tell it failed.
     """
 
     cell: Cell
     work: Work | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     why: str = "not run yet"
+    lost: bool = False
 
 
 Tell = Callable[[Want, Row], list[Outcome]]
@@ -69,13 +70,13 @@ class Study:
         return list(dict.fromkeys(want.work for want in self.wanted(rows) if want.work is not None))
 
     def outcomes(self, rows: Rows) -> list[Outcome]:
-        """What came of every cell; one that is not done yet says so as its error."""
+        """What came of every cell; one that is not done yet is waiting, or failed where its search did."""
         found: list[Outcome] = []
         for want in self.wanted(rows):
             row = None if want.work is None else rows.get(want.work.name)
             if row is None:
                 spec = {} if want.work is None else want.work.spec
-                found.append(Outcome(want.cell, spec, error=want.why))
+                found.append(Outcome(want.cell, spec, error=want.why, waiting=not want.lost))
             else:
                 found += self.tell(want, row)
         return found
@@ -107,7 +108,7 @@ def _want(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Row
     if row is None:
         return Want(planned.cell, None)
     if row.result is None:
-        return Want(planned.cell, None, why=f"the search under the first seed failed: {row.error}")
+        return Want(planned.cell, None, why=f"the search under the first seed failed: {row.error}", lost=True)
     chosen = {name: row.result["best"][name] for name in planned.spec.search}
     return Want(planned.cell, of_run(planned.spec.single(**chosen)))
 
