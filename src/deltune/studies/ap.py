@@ -102,8 +102,7 @@ def structure(place: Place) -> Study:
     """AP figure 5."""
     tasks = ("sst2",) if place.small else CLASSES
     parts = [
-        _grid(place, "ap/structure", label, model, tasks, family.twins(model),
-              **({"max_train_rows": 500} if place.small else {}))
+        _grid(place, "ap/structure", label, model, tasks, family.twins(model))
         for label, family in _families(place).items() for model in _ends(place, family)
     ]  # fmt: skip
     return Study(
@@ -120,7 +119,7 @@ def structure(place: Place) -> Study:
         ),
         "accuracy",
         "The drawings are from vectors, low rank and adapters together, whatever the group. " + _note(place)
-        + (" Prompts have 10 vectors; SST-2 alone, 500 rows." if place.small else ""),
+        + (" Prompts have 10 vectors; SST-2 alone." if place.small else ""),
     )  # fmt: skip
 
 
