@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -251,6 +252,17 @@ def test_thresholds_are_marked() -> None:
     picture = draw(made.THRESHOLDS, made.thresholds())
     assert {"mark low LoRA, base", "mark high adapter, small"} <= artists(picture.figure)
     assert "LoRA, small: low between 60 and 150" in picture.text
+
+
+def test_a_threshold_beyond_every_size_is_marked_as_that() -> None:
+    """One seed that met neither threshold is no failed run of the largest size."""
+    outcomes = [
+        replace(o, extra={"low": (64, None), "high": (64, None)}) if o.extra and o.cell["method"] == "lora" else o
+        for o in made.thresholds()
+    ]
+    picture = draw(made.THRESHOLDS, outcomes)
+    assert "LoRA, small: high beyond 64" in picture.text
+    assert not any("LoRA" in note for note in picture.notes)
 
 
 @pytest.mark.parametrize("view", [Scatter(), Curves(), Bars(), Heat(rows="a", columns="b"), Curves(gap=True, log=True)])

@@ -264,7 +264,7 @@ def test_what_is_never_reached_has_no_bracket() -> None:
         rows[work.name] = Row(work.name, "score", {}, held, None, 1.0)
     (last,) = [want for want in wants(one, rows) if "N" not in want.cell]
     assert last.work is None, "the low threshold is still looked for"
-    assert "high" not in last.extra
+    assert last.extra == {"high": [2**14, None]}, "beyond every size"
 
 
 def test_a_failed_run_is_told() -> None:

@@ -158,6 +158,11 @@ def _marks(page: Sheet, strip: Axes, marked: list[Outcome], panel: Label, inked:
             held = outcome.extra[mark]
             low, high = (held, held) if isinstance(held, (int, float)) else held
             y, look = rows.index(one), inked[one]
+            if high is None:
+                (end,) = strip.plot([low], [y], ">", color=look.colour, markerfacecolor="white", markersize=6)
+                end.set_label(f"mark {mark} {called(one, view)}")
+                page.text.append(f"{called(one, view)}: {view.write(mark)} beyond {short(low)}")
+                continue
             strip.plot([low, high], [y, y], color=look.colour, linewidth=3.2, solid_capstyle="butt", alpha=0.55)
             middle, marker = (
                 (low * high) ** 0.5 if low > 0 else (low + high) / 2,

@@ -110,7 +110,8 @@ class Curves(Figure):
 
     x: "step" (of the curves of runs), an axis with numbers (N), or a number such as "denominator_size".
     series: as in Scatter, the second by dash. marks: keys of `extra` with an x or an interval (low, high) of x, shown
-    in a strip below, a row for each series. gap: a strip below with best minus worst series at each x.
+    in a strip below, a row for each series; high is None for what lies beyond low. gap: a strip below with best minus
+    worst series at each x.
     """
 
     x: str = "step"

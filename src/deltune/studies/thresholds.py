@@ -107,7 +107,7 @@ def wants(climb: Climb, rows: Rows) -> list[Want]:
     done = all(bracket is not None for _, bracket in brackets.values())
     # The bracket's own work is one that has ended: a failed one, else the largest N, for its count and its spec.
     at = failed[0] if failed else climb.sizes[-1]
-    extra = {name: list(b) for name, (_, b) in brackets.items() if b is not None and b[1] is not None}
+    extra = {name: list(b) for name, (_, b) in brackets.items() if b is not None}  # [largest, None]: beyond all sizes
     return [*found, Want(climb.cell, climb.run(at) if done or failed else None, extra)]
 
 
