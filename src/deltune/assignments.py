@@ -13,6 +13,7 @@ from .data import Data
 from .errors import DeltuneError, all_problems, unknown
 from .generating import CAUSAL, LANGUAGE, SEQ2SEQ
 from .kinds import Kind, Limits
+from .layouts import Layout
 from .listing import LISTS
 from .metrics import METRICS
 from .models import SPEAKING, load_config
@@ -63,17 +64,21 @@ def assignment(
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """
     config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
-    task, columns, kind, where = None, spec.columns, spec.task, spec.data
+    task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
     if spec.data is None:
         assert spec.task is not None
         task, where = find(spec.task, spec.data_root)
-        kind, columns = task.kind, spec.columns or dict(task.columns)
-    assert where is not None
+        kind = task.kind
+        if isinstance(where, Layout):
+            source, layout = where.source, where
+        else:
+            source, columns = where, spec.columns or dict(task.columns)
+    assert source is not None
     asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
     asked["train"] = asked["train"] if training else None
     samples = {split: rows for split, rows in asked.items() if rows is not None}
     known = spec.labels if spec.relabel else labels or spec.labels
-    found = read(where, columns, known, samples, spec.seed, training, kind)
+    found = read(source, columns, known, samples, spec.seed, training, kind, layout)
     if spec.relabel:
         found = reading.relabelled(found, spec.relabel)
     chosen = kind_of(found.kind, config, spec.answer)

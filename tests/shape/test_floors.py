@@ -21,7 +21,7 @@ FLOORS = (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
         "wiring", "store", "handle", "interchange", "attaching",
     ),
-    ("machine", "models", "files", "columns", "labels", "data"),
+    ("machine", "models", "files", "columns", "labels", "layouts", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "stats", "tasks"),
     ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
      "listing", "caching"),
