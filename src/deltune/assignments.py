@@ -13,17 +13,18 @@ from .data import Data
 from .errors import DeltuneError, all_problems, unknown
 from .generating import CAUSAL, LANGUAGE, SEQ2SEQ
 from .kinds import Kind, Limits
+from .languages import codes, speak
 from .layouts import Layout
 from .listing import LISTS
 from .metrics import METRICS
-from .models import SPEAKING, load_config
+from .models import SPEAKING, load_config, load_tokenizer
 from .ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
 from .specs import RunSpec
 from .tagging import TAGGING
 from .tasks import TASKS, find
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class Ways(NamedTuple):
@@ -91,6 +92,17 @@ def assignment(
         metrics = (*metrics, str(spec.metric))
     check_fits(chosen, metrics)
     return Assignment(found, chosen, metrics)
+
+
+def tokenizer_of(spec: RunSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer of a spec's model, told the languages of the spec, or else of its task where it has languages.
+
+    Errors: a language that it lacks; any, where it has none.
+    """
+    tokenizer = load_tokenizer(spec.model)
+    source, target = TASKS[str(spec.task)].languages if spec.data is None and codes(tokenizer) else (None, None)
+    speak(tokenizer, spec.source_language or source, spec.target_language or target)
+    return tokenizer
 
 
 def kind_of(name: str, config: PreTrainedConfig, answer: str = "head") -> Kind:

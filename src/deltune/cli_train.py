@@ -52,6 +52,8 @@ def train(
     template: Annotated[
         str | None, typer.Option(help='What is said to a model that answers in words: "{source}".')
     ] = None,
+    source_language: Annotated[str | None, typer.Option(help="For a multilingual tokenizer: en [the task's].")] = None,
+    target_language: Annotated[str | None, typer.Option(help="The same of targets and answers: ro.")] = None,
     max_generated: Annotated[int | None, typer.Option(help="Tokens of a generated answer [target length].")] = None,
     min_target_length: Annotated[int | None, typer.Option(help="Tokens of a generated answer, at least [0].")] = None,
     no_repeat_ngram: Annotated[int | None, typer.Option(help="No n tokens in a row twice in an answer [0].")] = None,
@@ -101,6 +103,7 @@ def train(
         "steps": steps, "validate_every": validate_every, "max_generated": max_generated, "seeds": seeds,
         "min_target_length": min_target_length, "no_repeat_ngram": no_repeat_ngram, "length_penalty": length_penalty,
         "aggregate": aggregate, "search": _searched(search), "label_smoothing": label_smoothing,
+        "source_language": source_language, "target_language": target_language,
     }  # fmt: skip
     from . import protocols, show, specs
 

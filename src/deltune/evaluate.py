@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import caching, machine
 from . import data as reading
-from .assignments import assignment, by_name, check_fits, kind_of, limits_of
+from .assignments import assignment, by_name, check_fits, kind_of, limits_of, tokenizer_of
 from .attaching import load, tuned
 from .classifying import CLASSIFICATION, logits
 from .encoding import Encoded, check_length
@@ -18,7 +18,7 @@ from .errors import DeltuneError, all_problems, unknown
 from .inputs import Input, columns_of
 from .kinds import Kind, Limits, Use
 from .measures import Scores
-from .models import LABELLED, fit_padding, load_config, load_model, load_tokenizer
+from .models import LABELLED, fit_padding, load_config, load_model
 from .progress import Bar
 from .runs import Run, room, write_lines
 from .scoring import lines, measured, scored
@@ -75,7 +75,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     labels = {name: _labels(place) for name, place in runs.items()}
     name = first.environment.get("data", {}).get("kind", "classification")
     kind = kind_of(name, load_config(spec.model), spec.answer)
-    tokenizer = load_tokenizer(spec.model)
+    tokenizer = tokenizer_of(spec)
     own = labels[next(iter(runs))] if kind.name in LABELLED else None
     model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
     fit_padding(model, tokenizer)

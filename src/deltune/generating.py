@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .encoding import IGNORED, Encoded, Row
 from .kinds import Answers, Columns, Kind, Limits, Use
+from .languages import beginning
 from .templates import prompts
 
 
@@ -103,6 +104,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             "max_new_tokens": use.limits.target_length,
             "do_sample": False,
             "num_beams": 1,
+            **(beginning(use.tokenizer, use.model) if both else {}),
             **use.limits.generate,
         }
         found = use.model.generate(**inputs, **options)  # type: ignore[operator]

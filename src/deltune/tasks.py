@@ -16,7 +16,7 @@ class Task:
 
     folder: below a data root. hub: where the hub has it, and what is called otherwise there. columns: role -> column.
     template: what a model that answers in words is given, with the roles in braces. words: the text of each label.
-    version: raised when anything changes what a score means.
+    version: raised when anything changes what a score means. languages: of a translation, from and to (ISO 639-1).
     """
 
     kind: str
@@ -27,6 +27,7 @@ class Task:
     template: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
     version: int = 1
+    languages: tuple[str, str] | tuple[None, None] = (None, None)
 
 
 ACCURACY = ("accuracy", "f1", "f1_macro", "matthews")
@@ -174,7 +175,7 @@ TASKS: Mapping[str, Task] = {
             "wmt/wmt16:ro-en",
             columns={"source": inside("translation", "en"), "targets": inside("translation", "ro")},
         ),
-        "{source}\nIn Romanian:",
+        "{source}\nIn Romanian:", languages=("en", "ro"),
     ),
     "g2p_us_to_gb": Task("generation", "g2p_us_to_gb", SOURCE, ("exact", "per"), template="{source}\n"),
     "nq_open": Task(

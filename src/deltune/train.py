@@ -117,7 +117,7 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
         raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
     limits = limits_of(spec, kind, found.labels)
-    tokenizer = parts.tokenizer(spec.model)
+    tokenizer = parts.tokenizer(spec)
     model = _base(spec, kind, found, tokenizer, parts)
     if kind.loads == "causal-lm":
         check_causal(model)

@@ -23,7 +23,7 @@ FLOORS = (
     ),
     ("machine", "models", "files", "columns", "labels", "layouts", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "stats", "tasks"),
-    ("encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
+    ("encoding", "languages", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
      "listing", "caching"),
     (
         "faults", "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress",
