@@ -10,10 +10,10 @@ import torch
 from .errors import DeltuneError, unknown
 
 PAIRS = """
-    af=afr ar=arb az=azj bn=ben bg=bul ca=cat cs=ces da=dan de=deu el=ell en=eng es=spa et=est fa=pes fi=fin fr=fra gl=glg
-    gu=guj he=heb hi=hin hr=hrv hu=hun id=ind it=ita ja=jpn ka=kat kk=kaz km=khm ko=kor lt=lit lv=lvs mk=mkd ml=mal mn=khk
-    mr=mar my=mya ne=npi nl=nld no=nob pl=pol ps=pbt pt=por ro=ron ru=rus si=sin sk=slk sl=slv sv=swe sw=swh ta=tam te=tel
-    th=tha tl=tgl tr=tur uk=ukr ur=urd uz=uzn vi=vie xh=xho zh=zho
+    af=afr ar=arb az=azj bn=ben bg=bul ca=cat cs=ces da=dan de=deu el=ell en=eng es=spa et=est fa=pes fi=fin
+    fr=fra gl=glg gu=guj he=heb hi=hin hr=hrv hu=hun id=ind it=ita ja=jpn ka=kat kk=kaz km=khm ko=kor lt=lit
+    lv=lvs mk=mkd ml=mal mn=khk mr=mar my=mya ne=npi nl=nld no=nob pl=pol ps=pbt pt=por ro=ron ru=rus si=sin
+    sk=slk sl=slv sv=swe sw=swh ta=tam te=tel th=tha tl=tgl tr=tur uk=ukr ur=urd uz=uzn vi=vie xh=xho zh=zho
 """
 THREE = dict(pair.split("=") for pair in PAIRS.split())
 """ISO 639-1 -> ISO 639-3, of a macrolanguage its standard variety, for tokenizers that write the latter."""
