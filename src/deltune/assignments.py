@@ -21,7 +21,7 @@ from .models import SPEAKING, load_config, load_tokenizer
 from .ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
 from .specs import RunSpec
 from .tagging import TAGGING
-from .tasks import TASKS, find
+from .tasks import TASKS, Task, find
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -65,6 +65,26 @@ def assignment(
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """
     config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
+    task, found = data_of(spec, training, labels, read)
+    chosen = kind_of(found.kind, config, spec.answer)
+    metrics = spec.metrics or (task.metrics if task else chosen.metrics)
+    if len(found.labels) != 2:
+        if "f1" in spec.metrics or spec.metric == "f1":
+            raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
+        metrics = tuple(name for name in metrics if name != "f1")
+    if spec.metric not in (None, "loss", *metrics):
+        metrics = (*metrics, str(spec.metric))
+    check_fits(chosen, metrics)
+    return Assignment(found, chosen, metrics)
+
+
+def data_of(
+    spec: RunSpec,
+    training: bool = True,
+    labels: tuple[str, ...] | None = None,
+    read: Callable[..., Data] = reading.load,
+) -> tuple[Task | None, Data]:
+    """The known task of a spec, where it has one, and its data as read; the arguments are those of `assignment`."""
     task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
     if spec.data is None:
         assert spec.task is not None
@@ -82,16 +102,7 @@ def assignment(
     found = read(source, columns, known, samples, spec.seed, training, kind, layout)
     if spec.relabel:
         found = reading.relabelled(found, spec.relabel)
-    chosen = kind_of(found.kind, config, spec.answer)
-    metrics = spec.metrics or (task.metrics if task else chosen.metrics)
-    if len(found.labels) != 2:
-        if "f1" in spec.metrics or spec.metric == "f1":
-            raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
-        metrics = tuple(name for name in metrics if name != "f1")
-    if spec.metric not in (None, "loss", *metrics):
-        metrics = (*metrics, str(spec.metric))
-    check_fits(chosen, metrics)
-    return Assignment(found, chosen, metrics)
+    return task, found
 
 
 def tokenizer_of(spec: RunSpec) -> PreTrainedTokenizerBase:

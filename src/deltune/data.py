@@ -30,7 +30,7 @@ class Data:
     """Splits with the column id and those of the kind's roles; labels and tags are indices into `labels`.
 
     columns: role -> column of the source. fingerprint: hash of the labels and of every split's contents, the same for
-    the same content in any file format.
+    the same content in any file format. digests: of each split's contents alone.
     """
 
     splits: dict[str, Dataset]
@@ -39,6 +39,14 @@ class Data:
     source: str
     fingerprint: str
     kind: str = "classification"
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is to be known of the data of a run, as JSON values."""
+        rows = {split: len(found) for split, found in self.splits.items()}
+        told = {name: getattr(self, name) for name in ("source", "fingerprint", "kind", "columns", "digests")}
+        return {**told, "labels": list(self.labels), "rows": rows}
 
 
 @dataclass
@@ -118,12 +126,12 @@ def load(
             chance = sorted(drawn)
             splits[split] = {key: [values[i] for i in chance] for key, values in splits[split].items()}
     content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
-    fingerprint = hashlib.sha256(json.dumps([names, content], sort_keys=True).encode()).hexdigest()
+    digests = {split: _digest(values)[:16] for split, values in content.items()}
 
     from datasets import Dataset
 
     found_splits = {split: Dataset.from_dict(s) for split, s in splits.items()}
-    return Data(found_splits, names, used, source, fingerprint, kind)
+    return Data(found_splits, names, used, source, _digest([names, content]), kind, digests)
 
 
 def relabelled(data: Data, names: Mapping[str, str]) -> Data:
@@ -145,8 +153,12 @@ def relabelled(data: Data, names: Mapping[str, str]) -> Data:
         split: rows.remove_columns("label").add_column("label", [ids[old] for old in rows["label"]])
         for split, rows in data.splits.items()
     }
-    said = json.dumps([data.fingerprint, sorted(names.items())])
-    return replace(data, splits=splits, labels=labels, fingerprint=hashlib.sha256(said.encode()).hexdigest())
+    said = _digest([data.fingerprint, sorted(names.items())])
+    return replace(data, splits=splits, labels=labels, fingerprint=said)
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(column: Column, value: Any) -> Any:

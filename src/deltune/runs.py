@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,28 @@ class Run:
         elif self.folder.exists():
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
 
+    def check_data(self, now: Mapping[str, Any]) -> None:
+        """The run's data (Data.facts) is still what it was. Error: it is not, and what changed."""
+        before = self.environment.get("data", {}) if self.exists else {}
+        if before.get("fingerprint") in (None, now["fingerprint"]):
+            return
+        rows = [found.get("rows", {}) for found in (before, now)]
+        digests = [found.get("digests", {}) for found in (before, now)]
+        changed = [
+            f"{split} ({rows[0].get(split, 0)} rows then, {rows[1].get(split, 0)} now)"
+            for split in {**rows[0], **rows[1]}
+            if digests[0].get(split) != digests[1].get(split)
+        ]
+        changed += [
+            f"{n} ({before.get(n)} then, {now.get(n)} now)"
+            for n in ("labels", "columns")
+            if before.get(n) != now.get(n)
+        ]
+        raise DeltuneError(
+            f"the data {now.get('source')} changed since the run in {self.folder} was begun: {', '.join(changed)}. "
+            "Bring back what it was, choose another output folder, or start afresh there (--fresh)"
+        )
+
     @writing
     def clear(self) -> None:
         """Remove what a run wrote here: metrics first, so that it is unfinished, the spec last, so that it is a run."""
@@ -136,11 +158,7 @@ class Run:
         Error: its data is no longer what it was.
         """
         self.sweep()
-        before = self.environment.get("data", {}).get("fingerprint") if self.exists else None
-        if before not in (None, environment["data"]["fingerprint"]):
-            raise DeltuneError(
-                f"the data {spec.data} changed since the run in {self.folder} was begun; start afresh (--fresh)"
-            )
+        self.check_data(environment["data"])
         self.open(spec)
         write_json(self.environment_file, environment)
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from . import caching, checkpoints, machine, processes, sharding
-from .assignments import assignment, limits_of
+from .assignments import assignment, data_of, limits_of
 from .attaching import attach, load
 from .data import Data
 from .encoding import Batches, Encoded, check_causal, check_length
@@ -66,11 +66,11 @@ def train(
     device = machine.device(devices)
     processes.join(device)
     run = Run(output, writer=processes.main())
-    found = processes.of_main(lambda: _finished(spec, run, resume))
+    shared = parts or Parts()
+    found = processes.of_main(lambda: _finished(spec, run, resume, shared))
     if found is not None:
         told.info("%s is finished; nothing to do", run.folder)
         return found
-    shared = parts or Parts()
     with contextlib.ExitStack() as held:
         held.enter_context(room(run.folder))
         processes.of_main(lambda: held.enter_context(run.locked()))
@@ -85,11 +85,14 @@ def train(
             raise
 
 
-def _finished(spec: RunSpec, run: Run, resume: bool) -> dict[str, Any] | None:
-    """The metrics of a run that needs no training. Error: the folder holds something else."""
+def _finished(spec: RunSpec, run: Run, resume: bool, parts: Parts) -> dict[str, Any] | None:
+    """The metrics of a run that needs no training. Errors: the folder holds something else; its data changed."""
     if resume or not run.exists:
         run.check(spec)
-    return run.metrics if resume and run.finished else None
+    if not resume or not run.finished:
+        return None
+    run.kept.check_data(data_of(run.kept.spec, read=parts.data)[1].facts)
+    return run.metrics
 
 
 def _train(
@@ -131,19 +134,12 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
         split: caching.encoded(kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}")
         for split, rows in columns.items()
     }
-    source = {
-        "source": found.source,
-        "fingerprint": found.fingerprint,
-        "kind": found.kind,
-        "columns": found.columns,
-        "rows": {split: len(rows["id"]) for split, rows in columns.items()},
-    }
     if sharded == "fsdp":
         sharding.shard(tuned, device)
         parts.drop()  # its weights are shared out now
     batches = _batches(spec, encoded["train"], rows)
     held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision)
-    return Job(spec, run, tuned, tokenizer, *held), source
+    return Job(spec, run, tuned, tokenizer, *held), found.facts
 
 
 def _base(spec: RunSpec, kind: Kind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: Parts) -> PreTrainedModel:
