@@ -91,7 +91,8 @@ def test_a_run_holds_what_it_should(whole: Run, root: Path) -> None:
 
 def test_the_log_has_losses_and_validations(whole: Run) -> None:
     lines = log(whole)
-    assert lines[0] == {"step": 0, "event": "start", "truncated": {"train": 0, "validation": 0, "test": 0}}
+    none = {"train": 0, "validation": 0, "test": 0}
+    assert lines[0] == {"step": 0, "event": "start", "truncated": none, "truncated_targets": none}
     assert [line["step"] for line in lines if "loss" in line][-1] == 18, "3 epochs of 6 steps"
     assert [line["step"] for line in lines if "eval_loss" in line] == [6, 12, 18]
 

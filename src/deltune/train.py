@@ -205,11 +205,13 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
         if job.spec.columns is None and job.spec.data is not None:
             told.info("columns: %s", ", ".join(f"{role}={name}" for role, name in job.data.columns.items()))
         for split, rows in job.encoded.items():
-            if rows.truncated:
-                told.info(
-                    "%d of %d %s rows are cut to %d tokens", rows.truncated, len(rows), split, job.spec.max_length
-                )
-        job.run.log({"step": 0, "event": "start", "truncated": {s: e.truncated for s, e in job.encoded.items()}})
+            for cut, what, length in (
+                (rows.truncated, "inputs", job.limits.max_length),
+                (rows.truncated_targets, "targets", job.limits.target_length),
+            ):
+                if cut:
+                    told.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, what, length)
+        job.run.log({"step": 0, "event": "start", **job.truncated})
     else:
         kept = checkpoints.facts(checkpoint)
         job.best, job.stale, job.before = kept["best"], kept["stale"], kept["seconds"]
@@ -244,8 +246,7 @@ def _finish(job: Job, bar: Bar) -> dict[str, Any]:
         results[split], signatures, omitted = result.metrics, result.signatures, result.omitted
         job.run.predicted(split, lines(job.kind, job.columns[split], result, job.data.labels))
     best = {key: value for key, value in job.best.items() if key != "rank"}
-    truncated = {split: rows.truncated for split, rows in job.encoded.items()}
-    metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, "truncated": truncated}
+    metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, **job.truncated}
     metrics |= {"signatures": signatures, "omitted": omitted}
     job.tuned.detach()
     job.run.finish(metrics)

@@ -23,8 +23,10 @@ FLOORS = (
     ),
     ("machine", "models", "files", "columns", "labels", "layouts", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "stats", "tasks"),
-    ("encoding", "languages", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
-     "listing", "caching"),
+    (
+        "encoding", "languages", "joining", "kinds", "templates", "classifying", "tagging", "choosing", "generating",
+        "ranking", "listing", "caching",
+    ),
     (
         "faults", "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress",
         "stopping", "scoring", "inputs", "evaluate", "exporting",
