@@ -14,7 +14,7 @@ from deltune.evaluate import evaluate, predict
 from deltune.protocols import PROTOCOLS, over
 from deltune.runs import Run
 from deltune.series import aggregate
-from deltune.specs import RunSpec, read
+from deltune.specs import UNSEARCHED, RunSpec, read
 from deltune.store import delta_folder
 from deltune.tasks import TASKS
 from deltune.train import train
@@ -109,6 +109,15 @@ def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
 def test_what_is_wrong_is_told(values: dict[str, Any], said: str) -> None:
     with pytest.raises(DeltuneError, match=said):
         spec(**values)
+
+
+@pytest.mark.parametrize("field", UNSEARCHED)
+def test_what_is_the_same_in_all_runs_is_not_searched(field: str) -> None:
+    """The documentation names every such field."""
+    with pytest.raises(DeltuneError, match=f"{field} is not searched but given"):
+        spec(search={field: ["a"]})
+    told = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text()
+    assert f"`{field}`" in told.partition("Any field may be searched")[2].partition("`metrics.json`")[0]
 
 
 def test_names_tell_runs_apart() -> None:

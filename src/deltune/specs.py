@@ -195,7 +195,9 @@ class RunSpec(BaseModel):
             raise ValueError(" ".join(wrong))
         return value
 
-    @field_validator("columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", mode="before")
+    @field_validator(
+        "columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", "adam_betas", mode="before"
+    )
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
