@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from . import processes, sharding
+from .disk import refused
 from .errors import DeltuneError
-from .runs import write_failed, write_json
+from .runs import write_json
 
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
@@ -87,7 +88,7 @@ def _write(
     except (OSError, safetensors.SafetensorError) as error:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
-        raise write_failed(folder.parent, error) from error
+        raise refused(folder.parent, error) from error
     for older in folder.iterdir():
         if older != target:
             shutil.rmtree(older, ignore_errors=True)

@@ -12,7 +12,7 @@ from deltune.catalogue import TABLE
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 FLOORS = (
-    ("errors", "expressions"),
+    ("errors", "disk", "expressions"),
     ("anatomy", "graph", "trace", "sublayers", "observe"),
     ("sparse", "forms", "heads", "compositions"),
     ("algebra", "selections", "recipes", "catalogue", "protocols", "sites", "planning", "counting", "budget"),
