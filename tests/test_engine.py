@@ -17,6 +17,7 @@ import pytest
 
 import tiny
 from deltune import results as module
+from deltune.disk import refused
 from deltune.engine import Drive
 from deltune.errors import DeltuneError
 from deltune.outcomes import Outcome
@@ -24,7 +25,6 @@ from deltune.parts import Parts
 from deltune.pools import Answer, Local, answer
 from deltune.progress import Bar
 from deltune.results import Results, Row
-from deltune.runs import write_failed
 from deltune.sweeps import Sweep
 from deltune.works import DOES, Work
 
@@ -198,7 +198,7 @@ def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pyte
     """It ends the drive; the same command then does what is left."""
 
     def full(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
-        raise write_failed("there", OSError(28, "No space left on device"))
+        raise refused("there", OSError(28, "No space left on device"))
 
     with Results(tmp_path / "r.sqlite") as file:
         with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):
