@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +136,27 @@ def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path:
     other = deltune("train", path)
     assert other.code == 2 and "seed: 4 there, 0 now" in other.err
     assert deltune("train", path, "--fresh").code == 0 and Run(tmp_path / "run").spec.seed == 0
+
+
+FILES_ALONE = {"metric_options"}
+"""Fields of a spec without an option: a mapping of mappings."""
+
+
+def test_every_field_of_a_spec_is_an_option(deltune: Command, root: Path, tmp_path: Path) -> None:
+    """By its name, and what is given arrives in the spec."""
+    from deltune.cli.train import train
+    from deltune.runs.specs import RunSpec
+
+    assert set(signature(train).parameters) >= set(RunSpec.model_fields) - FILES_ALONE
+    given: dict[str, object] = {
+        "adam-betas": "0.9,0.98", "adam-epsilon": "1e-6", "test-rows": "5",
+        "relabel": "beast=alive,fruit=alive,tool=not",
+    }  # fmt: skip
+    assert deltune("train", *options(root, output=tmp_path / "run", **given)).code == 0
+    assert deltune("train", *options(root, output=tmp_path / "bad"), "--adam-betas", "0.9").code == 2
+    spec = Run(tmp_path / "run").spec
+    assert (spec.adam_betas, spec.adam_epsilon, spec.test_rows) == ((0.9, 0.98), 1e-6, 5)
+    assert len(Run(tmp_path / "run").environment["data"]["labels"]) == 2
 
 
 def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> None:

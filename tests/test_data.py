@@ -261,14 +261,15 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Dataset.from_dict({"idx": [0, 1], "sentence": ["ay", "nay"], "label": [1, 0]}, features)
     asked = []
 
-    def load_dataset(*args: object) -> DatasetDict:
-        asked.append(args)
+    def load_dataset(*args: object, revision: str | None) -> DatasetDict:
+        asked.append((*args, revision))
         return DatasetDict(train=table, dev=table, other=table)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr(data, "why_not_on_hub", lambda name, kind: "")
     got = data.load("some/set:part")
-    assert asked == [("some/set", "part")]
+    data.load("some/set@refs/pr/4")
+    assert asked == [("some/set", "part", None), ("some/set", None, "refs/pr/4")]
     assert got.labels == ("no", "yes") and got.columns == {"text": "sentence", "label": "label"}
     assert {split: d["label"][:] for split, d in got.splits.items()} == {"train": [1, 0], "validation": [1, 0]}
 

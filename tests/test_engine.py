@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import tiny
+from deltune.disk import refused
 from deltune.engine import results as module
 from deltune.engine.drive import Drive
 from deltune.engine.outcomes import Outcome
@@ -24,7 +25,6 @@ from deltune.engine.results import Results, Row
 from deltune.engine.sweeps import Sweep
 from deltune.engine.works import DOES, Work
 from deltune.errors import DeltuneError
-from deltune.runs.folder import write_failed
 from deltune.runs.parts import Parts
 from deltune.runs.progress import Bar
 
@@ -198,7 +198,7 @@ def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pyte
     """It ends the drive; the same command then does what is left."""
 
     def full(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
-        raise write_failed("there", OSError(28, "No space left on device"))
+        raise refused("there", OSError(28, "No space left on device"))
 
     with Results(tmp_path / "r.sqlite") as file:
         with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):

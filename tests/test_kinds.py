@@ -284,6 +284,7 @@ def test_tasks_by_name(shared: Path) -> None:
     for name, task in TASKS.items():
         if task.folder in there:
             found, where = find(name, str(shared / "data"))
+            assert isinstance(where, str)
             assert found is task and Path(where).name == task.folder
             told = json.loads((Path(where) / "meta.json").read_text())["fields"]
             listed = told if isinstance(told, list) else [f.split("(")[0].strip() for f in told.split(",")]
@@ -291,7 +292,7 @@ def test_tasks_by_name(shared: Path) -> None:
     with pytest.raises(DeltuneError, match="Did you mean 'sst2'"):
         find("sst-2", None)
     with pytest.raises(DeltuneError, match="has no hub id; give data_root"):
-        find("conll04", None)
+        find("g2p_us_to_gb", None)
 
 
 def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:

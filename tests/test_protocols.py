@@ -15,7 +15,7 @@ from deltune.live.store import delta_folder
 from deltune.runs.evaluate import evaluate, predict
 from deltune.runs.folder import Run
 from deltune.runs.series import aggregate
-from deltune.runs.specs import RunSpec, read
+from deltune.runs.specs import UNSEARCHED, RunSpec, read
 from deltune.runs.train import train
 from deltune.tasks.table import TASKS
 
@@ -39,10 +39,10 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
         "steps": 100_000, "batch_size": 64, "lr": 5e-5, "label_smoothing": 0.1, "clip": 0.1, "weight_decay": 0.01,
         "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial", "max_length": 512,
         "target_length": 128, "beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3,
-        "validation_rows": 1600, "metric": "rouge2"}),
+        "validation_rows": 1600, "metric": "rouge2", "template": "{source}"}),
     ("uv_enro", "wmt16_en_ro", "mam", {
         "steps": 50_000, "batch_tokens": 16_384, "lr": 5e-5, "clip": 1.0, "warmup": 0.0, "max_length": 150,
-        "beams": 5, "min_target_length": 1, "max_generated": 200, "metric": "loss"}),
+        "beams": 5, "min_target_length": 1, "max_generated": 200, "metric": "loss", "template": "{source}"}),
     ("uv_glue", "sst2", "mam", {"lr": 1e-4, "epochs": 10, "batch_size": 32, "warmup": 0.06, "weight_decay": 0.1,
                                 "clip": 1.0, "max_length": 512, "seeds": (0, 1, 2, 3, 4), "aggregate": "median"}),
     ("ap", "sst2", "lora(rank=8)", {"lr": 3e-4, "batch_size": 32, "warmup": 0.0, "max_length": 128}),
@@ -73,6 +73,8 @@ def test_what_is_given_wins() -> None:
     assert (found.epochs, found.lr, found.seed, found.seeds, found.search) == (2, 5e-3, 7, (), {})
     assert found.patience == 10 and not found.several
     assert spec(protocol="uv_xsum", task="xsum", epochs=2).steps is None
+    assert spec(protocol="uv_xsum", task="xsum", template="{source} In short:").template == "{source} In short:"
+    assert spec(protocol="uv_xsum", task="samsum").template is None  # that of its task
     assert over({"steps": 9, "search": {"lr": [1, 2], "clip": [1]}}, {"epochs": 3, "lr": 1}) == {
         "epochs": 3, "lr": 1, "search": {"clip": [1]}
     }  # fmt: skip
@@ -107,6 +109,15 @@ def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
 def test_what_is_wrong_is_told(values: dict[str, Any], said: str) -> None:
     with pytest.raises(DeltuneError, match=said):
         spec(**values)
+
+
+@pytest.mark.parametrize("field", UNSEARCHED)
+def test_what_is_the_same_in_all_runs_is_not_searched(field: str) -> None:
+    """The documentation names every such field."""
+    with pytest.raises(DeltuneError, match=f"{field} is not searched but given"):
+        spec(search={field: ["a"]})
+    told = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text()
+    assert f"`{field}`" in told.partition("Any field may be searched")[2].partition("`metrics.json`")[0]
 
 
 def test_names_tell_runs_apart() -> None:

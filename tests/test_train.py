@@ -92,7 +92,8 @@ def test_a_run_holds_what_it_should(whole: Run, root: Path) -> None:
 
 def test_the_log_has_losses_and_validations(whole: Run) -> None:
     lines = log(whole)
-    assert lines[0] == {"step": 0, "event": "start", "truncated": {"train": 0, "validation": 0, "test": 0}}
+    none = {"train": 0, "validation": 0, "test": 0}
+    assert lines[0] == {"step": 0, "event": "start", "truncated": none, "truncated_targets": none}
     assert [line["step"] for line in lines if "loss" in line][-1] == 18, "3 epochs of 6 steps"
     assert [line["step"] for line in lines if "eval_loss" in line] == [6, 12, 18]
 
@@ -403,5 +404,23 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
         patch.setattr(Run, "finish", interrupted)
         train(spec, tmp_path / "run")
     shutil.copy(data / "test.jsonl", data / "train.jsonl")
-    with pytest.raises(DeltuneError, match="changed since"):
+    with pytest.raises(DeltuneError, match=r"changed since .* train \(48 rows then, 24 now\). Bring back"):
         train(spec, tmp_path / "run")
+
+
+@pytest.mark.parametrize("several", [{}, {"seeds": (0, 1)}])
+def test_changed_data_of_a_finished_run(several: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """The old result is not given for new data; brought back, or left unread in a fresh start, all is well."""
+    data, run = tiny.data(tmp_path / "data"), tmp_path / "run"
+    spec = tiny.spec(root, data=str(data), epochs=1, max_train_rows=40, **several)
+    metrics = train(spec, run)
+    text = (data / "test.jsonl").read_text()
+    assert train(spec, run) == metrics
+    (data / "test.jsonl").write_text(text.replace("old", "new"))
+    with pytest.raises(DeltuneError, match=r"changed since .*: test \(24 rows then, 24 now\). .*\(--fresh\)"):
+        train(spec, run)
+    (data / "test.jsonl").write_text(text)
+    assert train(spec, run) == metrics
+    (data / "test.jsonl").write_text(text.replace("old", "new"))
+    train(spec, run, resume=False)
+    assert train(spec, run)["test"].keys() == metrics["test"].keys()

@@ -25,9 +25,12 @@ from deltune.runs.evaluate import evaluate, predict, ready
 from deltune.runs.folder import Run
 from deltune.runs.train import train
 from deltune.sources.models import fit_padding
+from deltune.tasks.encoding import IGNORED
+from deltune.tasks.generating import CAUSAL, SEQ2SEQ
+from deltune.tasks.joining import joined
 from deltune.tasks.kinds import Limits, Use
 from deltune.tasks.listing import entities, listed, tags_of, type_of
-from deltune.tasks.ranking import CHOICES, CLASSES, CLASSES_AFTER, joined
+from deltune.tasks.ranking import CHOICES, CLASSES, CLASSES_AFTER, split
 from test_kinds import places
 
 __all__ = ["places"]
@@ -48,11 +51,13 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
     """Prompt and word together are the tokens of their text; the prompt's own are the same for every word."""
     if name == "byte level":
         tokenizer: Any = byte_level()
-        assert tokenizer.convert_ids_to_tokens(next(joined(tokenizer, ["It was "], [["great"]]))[1][0]) == ["Ġgreat"]
+        alone, wholes, _ = next(joined(tokenizer, ["It was "], [["great"]]))
+        assert tokenizer.convert_ids_to_tokens(split(alone, wholes)[1][0]) == ["Ġgreat"]
     else:
         tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
     for prompt, word in PAIRS:
-        start, owns, end = next(joined(tokenizer, [prompt], [[word, "bad"]]))
+        alone, wholes, end = next(joined(tokenizer, [prompt], [[word, "bad"]]))
+        start, owns = split(alone, wholes)
         text = prompt + ("" if not prompt or prompt[-1].isspace() else " ") + word
         assert [*start, *owns[0]] == tokenizer(text)["input_ids"] and end == (tokenizer.eos_token_id,)
         assert tokenizer.decode(owns[0]).strip() == word
@@ -61,9 +66,46 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
 def test_the_end_is_the_tokenizers_own(shared: Path) -> None:
     """Of an encoder-decoder the target stands between the tokens that the tokenizer puts around it."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "g2p-en-us-bart")
-    start, owns, end = next(joined(tokenizer, [""], [["abc", "ab"]], "text_target"))
+    alone, wholes, end = next(joined(tokenizer, [""], [["abc", "ab"]], "text_target"))
+    start, owns = split(alone, wholes)
     ids = tokenizer.convert_tokens_to_ids
     assert (start, end) == ((ids("<s>"),), (ids("</s>"),)) and owns == [tuple(ids([*"abc"])), tuple(ids([*"ab"]))]
+
+
+@pytest.mark.parametrize("name", ["byte level", "stories260k-llama", "babyllama-char-llama"])
+def test_a_target_stands_where_it_would_in_the_text(name: str, places: Path, request: pytest.FixtureRequest) -> None:
+    """Prompt and target are the tokens of their text; the prompt's are the same with and without a target, and where a
+    token would be of both, the text is still the same."""
+    tokenizer: Any = byte_level()
+    if name != "byte level":
+        tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
+    model, limits = AutoModelForCausalLM.from_pretrained(places / "gpt2"), Limits(32, 16, "{source}")
+    for prompt, word in PAIRS[:1] + PAIRS[2:3] + PAIRS[4:]:
+        told = CAUSAL.encode(tokenizer, model, {"source": [prompt], "targets": [[word, "bad"]]}, limits, True).rows
+        asked = CAUSAL.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
+        text = prompt + ("" if prompt[-1].isspace() else " ") + word
+        assert told[0]["input_ids"] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        assert all(row["input_ids"][: row["prompt"]] == asked["input_ids"] for row in told)
+        assert tokenizer.decode(told[0]["labels"][asked["prompt"] : -1]).strip() == word
+    both = CAUSAL.encode(tokenizer, model, {"source": ["It was "], "targets": [["great"]]}, limits, True).rows[0]
+    assert tokenizer.decode(both["input_ids"], skip_special_tokens=True).replace("  ", " ").strip() == "It was great"
+
+
+def test_what_is_cut_is_counted(places: Path) -> None:
+    """Inputs and targets apart: with an end of the tokenizer's, an end of ours, after a prompt, and of candidates."""
+    t5, gpt2 = (AutoTokenizer.from_pretrained(places / name) for name in ("t5", "gpt2"))
+    both = AutoModelForSeq2SeqLM.from_pretrained(places / "t5")
+    after = AutoModelForCausalLM.from_pretrained(places / "gpt2")
+    columns = {"source": ["the fig " * 9, "a saw"], "targets": [["fig", "the old fig and saw"], ["a fig is a saw"]]}
+    limits = Limits(8, 5)
+    for kind, tokenizer, model in ((SEQ2SEQ, t5, both), (CAUSAL, byte_level(), after), (CAUSAL, gpt2, after)):
+        found = kind.encode(tokenizer, model, columns, limits, True)
+        room = [sum(label != IGNORED for label in row["labels"]) for row in found.rows]
+        assert found.truncated == 1 and found.truncated_targets == sum(n >= 5 for n in room) >= 2, kind.loads
+        assert kind.encode(tokenizer, model, columns, Limits(64, 32), True).truncated_targets == 0
+    choices = {"question": ["the saw"], "choices": [["the old fig and saw", "fig"]], "answer": [1]}
+    assert CHOICES.encode(t5, both, choices, limits, False).truncated_targets == 1
+    assert CHOICES.encode(t5, both, choices, limits, True).truncated_targets == 0
 
 
 def read(shared: Path, folder: str, rows: int) -> list[dict[str, Any]]:

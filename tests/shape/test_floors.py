@@ -12,7 +12,7 @@ from deltune.algebra.catalogue import TABLE
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 FLOORS = {
-    "": ("errors", "expressions"),
+    "": ("errors", "disk", "expressions"),
     "anatomy": ("values", "graph", "trace", "sublayers", "observe"),
     "mathematics": ("sparse", "forms", "heads", "compositions"),
     "algebra": (
@@ -23,11 +23,11 @@ FLOORS = {
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "wiring",
         "mixing", "store", "handle", "interchange", "attaching",
     ),
-    "sources": ("models", "files", "columns", "labels", "data"),
+    "sources": ("models", "files", "columns", "labels", "layouts", "data"),
     "metrics": ("measures", "labels", "captions", "texts", "neural", "table"),
     "tasks": (
-        "table", "encoding", "kinds", "templates", "classifying", "tagging", "choosing", "generating", "ranking",
-        "listing", "caching",
+        "table", "encoding", "languages", "joining", "kinds", "templates", "classifying", "tagging", "choosing",
+        "generating", "ranking", "listing", "caching",
     ),
     "runs": (
         "machine", "faults", "specs", "assignments", "parts", "processes", "sharding", "folder", "checkpoints",

@@ -63,6 +63,7 @@ LN_NLU: Values = {
 }  # fmt: skip
 LN_RATES = Rule({"search": {"lr": (1e-2, 1e-3, 2e-4)}}, methods=("layernorm",))
 SUMMARY = {"beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3}
+PLAIN: Values = {"template": "{source}"}
 UNIFIED: Values = {"lr": 5e-5, "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial"}
 
 PROTOCOLS: Mapping[str, Protocol] = {
@@ -116,6 +117,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "weight_decay": 0.01, "max_length": 512, "target_length": 128, "validation_rows": 1600,
             "metric": "rouge2",
         },
+        (Rule(PLAIN, ("xsum",)),),
     ),
     "uv_enro": Protocol(
         "Unified View, table 8, appendix A",
@@ -124,6 +126,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "weight_decay": 0.01, "max_length": 150, "target_length": 150, "beams": 5, "min_target_length": 1,
             "max_generated": 200, "metric": "loss",
         },
+        (Rule(PLAIN, ("wmt16_en_ro",)),),
     ),
     "uv_glue": Protocol(
         "Unified View, table 8, appendix A",

@@ -1,4 +1,4 @@
-"""`deltune train`: every field of a spec as an option, over those of a file."""
+"""`deltune train`: the fields of a spec as options, over those of a file; metric_options stands in files alone."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def train(
         str | None, typer.Option(help="A paper's values for what is not given: ln_nlu, uv_glue, ap, …")
     ] = None,
     validation_rows: Annotated[int | None, typer.Option(help="Validate on a sample of that many rows.")] = None,
+    test_rows: Annotated[int | None, typer.Option(help="Score on a sample of that many test rows.")] = None,
+    relabel: Annotated[str | None, typer.Option(help="New names for labels: a=x,b=x,c=y.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training rows, at most [3].")] = None,
     steps: Annotated[int | None, typer.Option(help="Of the optimiser, in place of epochs.")] = None,
     validate_every: Annotated[int | None, typer.Option(help="Steps [each epoch].")] = None,
@@ -52,6 +54,8 @@ def train(
     template: Annotated[
         str | None, typer.Option(help='What is said to a model that answers in words: "{source}".')
     ] = None,
+    source_language: Annotated[str | None, typer.Option(help="For a multilingual tokenizer: en [the task's].")] = None,
+    target_language: Annotated[str | None, typer.Option(help="The same of targets and answers: ro.")] = None,
     max_generated: Annotated[int | None, typer.Option(help="Tokens of a generated answer [target length].")] = None,
     min_target_length: Annotated[int | None, typer.Option(help="Tokens of a generated answer, at least [0].")] = None,
     no_repeat_ngram: Annotated[int | None, typer.Option(help="No n tokens in a row twice in an answer [0].")] = None,
@@ -69,6 +73,8 @@ def train(
     warmup: Annotated[float | None, typer.Option(help="Share of all steps if below 1, else steps [0].")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [0].")] = None,
     clip: Annotated[float | None, typer.Option(help="Greatest norm of the gradient; 0: no limit [1].")] = None,
+    adam_betas: Annotated[str | None, typer.Option(help="Of AdamW [0.9,0.999].")] = None,
+    adam_epsilon: Annotated[float | None, typer.Option(help="Of AdamW [1e-8].")] = None,
     precision: Annotated[
         str | None, typer.Option(help="fp32 (default), bf16, or auto: bf16 where the device has it.")
     ] = None,
@@ -101,6 +107,8 @@ def train(
         "steps": steps, "validate_every": validate_every, "max_generated": max_generated, "seeds": seeds,
         "min_target_length": min_target_length, "no_repeat_ngram": no_repeat_ngram, "length_penalty": length_penalty,
         "aggregate": aggregate, "search": _searched(search), "label_smoothing": label_smoothing,
+        "test_rows": test_rows, "relabel": relabel, "adam_betas": adam_betas, "adam_epsilon": adam_epsilon,
+        "source_language": source_language, "target_language": target_language,
     }  # fmt: skip
     from ..algebra import protocols
     from ..runs import specs

@@ -6,7 +6,6 @@ mean there; everything else, from finding the shortest expression to listing wha
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -125,17 +124,6 @@ def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
 
 def is_foreign(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
-
-
-def read_options(path: Path) -> dict[str, Any]:
-    """A JSON object. Error: none there, or none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DeltuneError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DeltuneError(f"{path} holds no options, but {type(found).__name__}")
-    return found
 
 
 def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:

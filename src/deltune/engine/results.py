@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..disk import refused
 from ..errors import DeltuneError
 
 BORN = (
@@ -164,13 +165,10 @@ class Results:
             yield
         except (sqlite3.Error, OSError) as error:
             said = str(error)
-            if "is full" in said or "No space" in said:
-                todo = f"no space left for {self.path}; finished runs are whole in {self.runs}"
-                raise DeltuneError(f"{todo}. Make room and run the same command again") from error
             if "not a database" in said or "malformed" in said:
                 todo = f"move it away and run the same command again: finished runs are read from {self.runs}"
                 raise DeltuneError(f"{self.path} is no results file or is damaged ({said}); {todo}") from error
-            raise DeltuneError(f"{self.path} cannot be read or written: {said}") from error
+            raise refused(self.path, error, f"finished runs are whole in {self.runs}") from error
 
 
 def _text(value: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -19,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..dialects import adapterhub_files, peft_files, peft_writing
-from ..dialects.foreign import CONFIG, Content, Folder, Translation, read_options, read_tensors
+from ..dialects.foreign import CONFIG, Content, Folder, Translation, read_tensors
+from ..disk import read_object, refused
 from ..errors import DeltuneError, unknown
 from .handle import Tuned
 
@@ -45,7 +45,7 @@ KINDS = {
 def open_folder(folder: str | Path) -> Folder:
     """Everything in a folder of PEFT or AdapterHub. Errors: neither's, incomplete, truncated."""
     where = Path(folder)
-    options = read_options(where / CONFIG)
+    options = read_object(where / CONFIG)
     if "peft_type" in options:
         return Folder(where, options, read_tensors(where, peft_files.WEIGHTS))
     if "config" not in options or "model_type" not in options:
@@ -54,7 +54,7 @@ def open_folder(folder: str | Path) -> Folder:
     head = where / adapterhub_files.HEAD_CONFIG
     if not head.is_file():
         return Folder(where, options, tensors)
-    return Folder(where, options, tensors, read_options(head), read_tensors(where, adapterhub_files.HEAD_WEIGHTS))
+    return Folder(where, options, tensors, read_object(head), read_tensors(where, adapterhub_files.HEAD_WEIGHTS))
 
 
 def translated(handle: Tuned, folder: str | Path) -> Translation:
@@ -139,10 +139,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
         if not isinstance(error, OSError | safetensors.SafetensorError):
             raise
-        full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
-        raise DeltuneError(
-            f"{target} could not be written: {'no space left on the device' if full else error}; nothing was changed"
-        ) from error
+        raise refused(target, error, "nothing was changed there") from error
 
 
 def _task(name: str) -> str | None:

@@ -6,7 +6,6 @@ Writing is all or nothing; reading checks everything before the model is touched
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 from .. import __version__
 from ..algebra.elements import explicit
 from ..anatomy.values import Anatomy
+from ..disk import refused
 from ..errors import DeltuneError, all_problems
 from .edits import Delta
 
@@ -75,11 +75,7 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
         if old is not None:
             with contextlib.suppress(OSError):
                 old.rmdir()  # never a full one: that is what was there before
-        full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
-        reason = "no space left on the device" if full else str(error)
-        raise DeltuneError(
-            f"the delta could not be written to {target}: {reason}; nothing was changed there"
-        ) from error
+        raise refused(target, error, "nothing was changed there") from error
     return target
 
 

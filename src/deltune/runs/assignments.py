@@ -10,19 +10,21 @@ from ..errors import DeltuneError, all_problems, unknown
 from ..metrics.table import METRICS
 from ..sources import data as reading
 from ..sources.data import Data
-from ..sources.models import SPEAKING, load_config
+from ..sources.layouts import Layout
+from ..sources.models import SPEAKING, load_config, load_tokenizer
 from ..tasks.choosing import CHOICE
 from ..tasks.classifying import CLASSIFICATION
 from ..tasks.generating import CAUSAL, LANGUAGE, SEQ2SEQ
 from ..tasks.kinds import Kind, Limits
+from ..tasks.languages import codes, speak
 from ..tasks.listing import LISTS
 from ..tasks.ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
-from ..tasks.table import TASKS, find
+from ..tasks.table import TASKS, Task, find
 from ..tasks.tagging import TAGGING
 from .specs import RunSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class Ways(NamedTuple):
@@ -63,19 +65,7 @@ def assignment(
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """
     config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
-    task, columns, kind, where = None, spec.columns, spec.task, spec.data
-    if spec.data is None:
-        assert spec.task is not None
-        task, where = find(spec.task, spec.data_root)
-        kind, columns = task.kind, spec.columns or dict(task.columns)
-    assert where is not None
-    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
-    asked["train"] = asked["train"] if training else None
-    samples = {split: rows for split, rows in asked.items() if rows is not None}
-    known = spec.labels if spec.relabel else labels or spec.labels
-    found = read(where, columns, known, samples, spec.seed, training, kind)
-    if spec.relabel:
-        found = reading.relabelled(found, spec.relabel)
+    task, found = data_of(spec, training, labels, read)
     chosen = kind_of(found.kind, config, spec.answer)
     metrics = spec.metrics or (task.metrics if task else chosen.metrics)
     if len(found.labels) != 2:
@@ -86,6 +76,44 @@ def assignment(
         metrics = (*metrics, str(spec.metric))
     check_fits(chosen, metrics)
     return Assignment(found, chosen, metrics)
+
+
+def data_of(
+    spec: RunSpec,
+    training: bool = True,
+    labels: tuple[str, ...] | None = None,
+    read: Callable[..., Data] = reading.load,
+) -> tuple[Task | None, Data]:
+    """The known task of a spec, where it has one, and its data as read; the arguments are those of `assignment`."""
+    task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
+    if spec.data is None:
+        assert spec.task is not None
+        task, where = find(spec.task, spec.data_root)
+        kind = task.kind
+        if isinstance(where, Layout):
+            source, layout = where.source, where
+        else:
+            source, columns = where, spec.columns or dict(task.columns)
+    assert source is not None
+    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
+    asked["train"] = asked["train"] if training else None
+    samples = {split: rows for split, rows in asked.items() if rows is not None}
+    known = spec.labels if spec.relabel else labels or spec.labels
+    found = read(source, columns, known, samples, spec.seed, training, kind, layout)
+    if spec.relabel:
+        found = reading.relabelled(found, spec.relabel)
+    return task, found
+
+
+def tokenizer_of(spec: RunSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer of a spec's model, told the languages of the spec, or else of its task where it has languages.
+
+    Errors: a language that it lacks; any, where it has none.
+    """
+    tokenizer = load_tokenizer(spec.model)
+    source, target = TASKS[str(spec.task)].languages if spec.data is None and codes(tokenizer) else (None, None)
+    speak(tokenizer, spec.source_language or source, spec.target_language or target)
+    return tokenizer
 
 
 def kind_of(name: str, config: PreTrainedConfig, answer: str = "head") -> Kind:

@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ..disk import refused
 from ..errors import DeltuneError
 from . import processes, sharding
-from .folder import write_failed, write_json
+from .folder import write_json
 
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
@@ -87,7 +88,7 @@ def _write(
     except (OSError, safetensors.SafetensorError) as error:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
-        raise write_failed(folder.parent, error) from error
+        raise refused(folder.parent, error) from error
     for older in folder.iterdir():
         if older != target:
             shutil.rmtree(older, ignore_errors=True)

@@ -13,13 +13,13 @@ from ..live.attaching import load, tuned
 from ..live.store import delta_folder, read_facts
 from ..metrics.measures import Scores
 from ..sources import data as reading
-from ..sources.models import LABELLED, fit_padding, load_config, load_model, load_tokenizer
+from ..sources.models import LABELLED, fit_padding, load_config, load_model
 from ..tasks import caching
 from ..tasks.classifying import CLASSIFICATION, logits
 from ..tasks.encoding import Encoded, check_length
 from ..tasks.kinds import Kind, Limits, Use
 from . import machine
-from .assignments import assignment, by_name, check_fits, kind_of, limits_of
+from .assignments import assignment, by_name, check_fits, kind_of, limits_of, tokenizer_of
 from .folder import Run, room, write_lines
 from .inputs import Input, columns_of
 from .progress import Bar
@@ -76,7 +76,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     labels = {name: _labels(place) for name, place in runs.items()}
     name = first.environment.get("data", {}).get("kind", "classification")
     kind = kind_of(name, load_config(spec.model), spec.answer)
-    tokenizer = load_tokenizer(spec.model)
+    tokenizer = tokenizer_of(spec)
     own = labels[next(iter(runs))] if kind.name in LABELLED else None
     model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
     fit_padding(model, tokenizer)

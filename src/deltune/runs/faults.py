@@ -40,7 +40,7 @@ def problem(error: Any, fields: Fields) -> str:
     if error["type"] == "extra_forbidden":
         return unknown("option", error["loc"][0], [*fields, "output"])
     if error["type"] == "missing":
-        return f"{place} is missing: {fields[place].description}"
+        return f"{place} is missing: {fields[place.partition('.')[0]].description}"
     told = error.get("ctx", {}).get("error")
     message = str(told) if told is not None else error["msg"][0].lower() + error["msg"][1:]
     return f"{place}: {message}" + ("" if told is not None else f", not {error['input']!r}")

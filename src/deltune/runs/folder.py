@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import importlib.metadata
@@ -12,17 +11,17 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import Busy, DeltuneError, Full
+from ..disk import read_object, refused
+from ..errors import Busy, DeltuneError
 from .specs import RunSpec, read
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
 OWN = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def writing(method: Callable[..., None]) -> Callable[..., None]:
@@ -72,7 +71,7 @@ class Run:
         """What metrics.json holds. Error: the run is not finished."""
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
-        return _read_json(self.metrics_file)
+        return read_object(self.metrics_file)
 
     @property
     def kept(self) -> Run:
@@ -81,7 +80,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        return _read_json(self.environment_file) if self.environment_file.is_file() else {}
+        return read_object(self.environment_file) if self.environment_file.is_file() else {}
 
     def check(self, spec: RunSpec) -> None:
         """The folder is free, or holds this very spec. Errors: other files, a run of another spec (what differs)."""
@@ -99,6 +98,28 @@ class Run:
                 raise DeltuneError(f"{self.folder} is no RUN folder, it holds {', '.join(foreign[:5])}; choose another")
         elif self.folder.exists():
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
+
+    def check_data(self, now: Mapping[str, Any]) -> None:
+        """The run's data (Data.facts) is still what it was. Error: it is not, and what changed."""
+        before = self.environment.get("data", {}) if self.exists else {}
+        if before.get("fingerprint") in (None, now["fingerprint"]):
+            return
+        rows = [found.get("rows", {}) for found in (before, now)]
+        digests = [found.get("digests", {}) for found in (before, now)]
+        changed = [
+            f"{split} ({rows[0].get(split, 0)} rows then, {rows[1].get(split, 0)} now)"
+            for split in {**rows[0], **rows[1]}
+            if digests[0].get(split) != digests[1].get(split)
+        ]
+        changed += [
+            f"{n} ({before.get(n)} then, {now.get(n)} now)"
+            for n in ("labels", "columns")
+            if before.get(n) != now.get(n)
+        ]
+        raise DeltuneError(
+            f"the data {now.get('source')} changed since the run in {self.folder} was begun: {', '.join(changed)}. "
+            "Bring back what it was, choose another output folder, or start afresh there (--fresh)"
+        )
 
     @writing
     def clear(self) -> None:
@@ -136,11 +157,7 @@ class Run:
         Error: its data is no longer what it was.
         """
         self.sweep()
-        before = self.environment.get("data", {}).get("fingerprint") if self.exists else None
-        if before not in (None, environment["data"]["fingerprint"]):
-            raise DeltuneError(
-                f"the data {spec.data} changed since the run in {self.folder} was begun; start afresh (--fresh)"
-            )
+        self.check_data(environment["data"])
         self.open(spec)
         write_json(self.environment_file, environment)
 
@@ -245,25 +262,7 @@ def room(where: str | Path) -> Iterator[None]:
     except (ConnectionError, TimeoutError):  # of a tracker, not of the disk
         raise
     except OSError as error:
-        raise write_failed(where, error) from error
-
-
-def write_failed(where: str | Path, error: Exception) -> DeltuneError:
-    """The error for a write that the system, or safetensors for it, refused."""
-    told = str(error).lower()
-    if getattr(error, "errno", None) in FULL or "no space" in told or "file too large" in told:
-        return Full(f"no space left for {where}; what is there is whole. Make room and run the same command again")
-    return DeltuneError(f"{where} cannot be written or read: {error}; what is there is whole")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DeltuneError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DeltuneError(f"{path} is no JSON object")
-    return found
+        raise refused(where, error) from error
 
 
 def _remove(path: Path) -> None:

@@ -59,6 +59,12 @@ class Job:
         """Patience is at its end."""
         return self.spec.patience is not None and self.stale >= self.spec.patience
 
+    @property
+    def truncated(self) -> dict[str, dict[str, int]]:
+        """How many inputs of every split were cut, and how many targets."""
+        names = ("truncated", "truncated_targets")
+        return {name: {split: getattr(rows, name) for split, rows in self.encoded.items()} for name in names}
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
         return {"best": self.best, "stale": self.stale, "seconds": self.seconds}

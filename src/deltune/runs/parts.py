@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..sources import data as reading
 from ..sources.data import Data
-from ..sources.models import LABELLED, Kept, load_model, load_tokenizer
+from ..sources.models import LABELLED, Kept, load_model
+from .assignments import tokenizer_of
+from .specs import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +28,7 @@ class Parts:
     def __init__(self) -> None:
         self._model: tuple[Any, PreTrainedModel] | None = None
         self._weights: tuple[Any, Kept] | None = None
-        self._tokenizer: tuple[str, PreTrainedTokenizerBase] | None = None
+        self._tokenizer: tuple[Any, PreTrainedTokenizerBase] | None = None
         self._data: OrderedDict[str, Data] = OrderedDict()
         self.read = {"models": 0, "data": 0}
 
@@ -48,10 +50,11 @@ class Parts:
         """Forget the model: something may be attached to it still."""
         self._model = None
 
-    def tokenizer(self, name: str) -> PreTrainedTokenizerBase:
-        """As models.load_tokenizer."""
-        if self._tokenizer is None or self._tokenizer[0] != name:
-            self._tokenizer = (name, load_tokenizer(name))
+    def tokenizer(self, spec: RunSpec) -> PreTrainedTokenizerBase:
+        """As assignments.tokenizer_of."""
+        wanted = (spec.model, spec.source_language, spec.target_language, spec.task if spec.data is None else None)
+        if self._tokenizer is None or self._tokenizer[0] != wanted:
+            self._tokenizer = (wanted, tokenizer_of(spec))
         return self._tokenizer[1]
 
     def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, *rest: Any) -> Data:

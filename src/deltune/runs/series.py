@@ -42,7 +42,9 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
         run.point(name, Path("runs") / best["run"] / name)
     metrics = aggregate(kept, spec.aggregate) | {
         "seconds": round(sum(line["metrics"]["seconds"] for line in lines if line["metrics"]), 3),
-        **{name: best["metrics"][name] for name in ("count", "truncated", "signatures", "omitted")},
+        **{
+            name: best["metrics"][name] for name in ("count", "truncated", "truncated_targets", "signatures", "omitted")
+        },
         "best": {"run": best["run"], **best["tried"], **best["metrics"]["best"]},
         "runs": [_told(line) for line in lines],
     }

@@ -88,6 +88,12 @@ class RunSpec(BaseModel):
         default=None, ge=1, description="tokens of a generated answer, at most; default: target_length"
     )
     template: str | None = Field(default=None, description="what a model that answers in words is given")
+    source_language: str | None = Field(
+        default=None,
+        min_length=1,
+        description="for a multilingual tokenizer: en, or its own en_XX; default: the task's",
+    )
+    target_language: str | None = Field(default=None, min_length=1, description="the same of targets and answers")
     beams: int = Field(default=1, ge=1, description="of generation")
     min_target_length: int = Field(default=0, ge=0, description="tokens of a generated answer, at least")
     no_repeat_ngram: int = Field(
@@ -190,7 +196,9 @@ class RunSpec(BaseModel):
             raise ValueError(" ".join(wrong))
         return value
 
-    @field_validator("columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", mode="before")
+    @field_validator(
+        "columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", "adam_betas", mode="before"
+    )
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""

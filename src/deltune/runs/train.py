@@ -20,7 +20,7 @@ from ..tasks import caching
 from ..tasks.encoding import Batches, Encoded, check_causal, check_length
 from ..tasks.kinds import Kind
 from . import checkpoints, machine, processes, sharding
-from .assignments import assignment, limits_of
+from .assignments import assignment, data_of, limits_of
 from .evaluate import SPLITS
 from .folder import Run, environment, room
 from .jobs import Job
@@ -67,11 +67,11 @@ def train(
     device = machine.device(devices)
     processes.join(device)
     run = Run(output, writer=processes.main())
-    found = processes.of_main(lambda: _finished(spec, run, resume))
+    shared = parts or Parts()
+    found = processes.of_main(lambda: _finished(spec, run, resume, shared))
     if found is not None:
         told.info("%s is finished; nothing to do", run.folder)
         return found
-    shared = parts or Parts()
     with contextlib.ExitStack() as held:
         held.enter_context(room(run.folder))
         processes.of_main(lambda: held.enter_context(run.locked()))
@@ -86,11 +86,14 @@ def train(
             raise
 
 
-def _finished(spec: RunSpec, run: Run, resume: bool) -> dict[str, Any] | None:
-    """The metrics of a run that needs no training. Error: the folder holds something else."""
+def _finished(spec: RunSpec, run: Run, resume: bool, parts: Parts) -> dict[str, Any] | None:
+    """The metrics of a run that needs no training. Errors: the folder holds something else; its data changed."""
     if resume or not run.exists:
         run.check(spec)
-    return run.metrics if resume and run.finished else None
+    if not resume or not run.finished:
+        return None
+    run.kept.check_data(data_of(run.kept.spec, read=parts.data)[1].facts)
+    return run.metrics
 
 
 def _train(
@@ -118,7 +121,7 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
         raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
     limits = limits_of(spec, kind, found.labels)
-    tokenizer = parts.tokenizer(spec.model)
+    tokenizer = parts.tokenizer(spec)
     model = _base(spec, kind, found, tokenizer, parts)
     if kind.loads == "causal-lm":
         check_causal(model)
@@ -132,19 +135,12 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
         split: caching.encoded(kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}")
         for split, rows in columns.items()
     }
-    source = {
-        "source": found.source,
-        "fingerprint": found.fingerprint,
-        "kind": found.kind,
-        "columns": found.columns,
-        "rows": {split: len(rows["id"]) for split, rows in columns.items()},
-    }
     if sharded == "fsdp":
         sharding.shard(tuned, device)
         parts.drop()  # its weights are shared out now
     batches = _batches(spec, encoded["train"], rows)
     held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision)
-    return Job(spec, run, tuned, tokenizer, *held), source
+    return Job(spec, run, tuned, tokenizer, *held), found.facts
 
 
 def _base(spec: RunSpec, kind: Kind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: Parts) -> PreTrainedModel:
@@ -210,11 +206,13 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
         if job.spec.columns is None and job.spec.data is not None:
             told.info("columns: %s", ", ".join(f"{role}={name}" for role, name in job.data.columns.items()))
         for split, rows in job.encoded.items():
-            if rows.truncated:
-                told.info(
-                    "%d of %d %s rows are cut to %d tokens", rows.truncated, len(rows), split, job.spec.max_length
-                )
-        job.run.log({"step": 0, "event": "start", "truncated": {s: e.truncated for s, e in job.encoded.items()}})
+            for cut, what, length in (
+                (rows.truncated, "inputs", job.limits.max_length),
+                (rows.truncated_targets, "targets", job.limits.target_length),
+            ):
+                if cut:
+                    told.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, what, length)
+        job.run.log({"step": 0, "event": "start", **job.truncated})
     else:
         kept = checkpoints.facts(checkpoint)
         job.best, job.stale, job.before = kept["best"], kept["stale"], kept["seconds"]
@@ -249,8 +247,7 @@ def _finish(job: Job, bar: Bar) -> dict[str, Any]:
         results[split], signatures, omitted = result.metrics, result.signatures, result.omitted
         job.run.predicted(split, lines(job.kind, job.columns[split], result, job.data.labels))
     best = {key: value for key, value in job.best.items() if key != "rank"}
-    truncated = {split: rows.truncated for split, rows in job.encoded.items()}
-    metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, "truncated": truncated}
+    metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, **job.truncated}
     metrics |= {"signatures": signatures, "omitted": omitted}
     job.tuned.detach()
     job.run.finish(metrics)

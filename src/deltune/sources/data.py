@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltune.errors import DeltuneError, unknown
-from deltune.sources.columns import KINDS, Column, Fields, check, chosen, kind_of
-from deltune.sources.files import READERS, File, brief, failure, read, suffix_of
-from deltune.sources.labels import Ids, ids_of
-from deltune.sources.models import first_line, why_not_on_hub
+from ..errors import DeltuneError, unknown
+from .columns import KINDS, Column, Fields, check, chosen, kind_of
+from .files import READERS, File, brief, failure, read, suffix_of
+from .labels import Ids, ids_of, with_labels
+from .layouts import Layout, arrange
+from .models import first_line, why_not_on_hub
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}  # -> names of its file
 
@@ -29,7 +30,7 @@ class Data:
     """Splits with the column id and those of the kind's roles; labels and tags are indices into `labels`.
 
     columns: role -> column of the source. fingerprint: hash of the labels and of every split's contents, the same for
-    the same content in any file format.
+    the same content in any file format. digests: of each split's contents alone.
     """
 
     splits: dict[str, Dataset]
@@ -38,15 +39,25 @@ class Data:
     source: str
     fingerprint: str
     kind: str = "classification"
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is to be known of the data of a run, as JSON values."""
+        rows = {split: len(found) for split, found in self.splits.items()}
+        told = {name: getattr(self, name) for name in ("source", "fingerprint", "kind", "columns", "digests")}
+        return {**told, "labels": list(self.labels), "rows": rows}
 
 
 @dataclass
 class _Raw:
-    """A source as read: files by split, column names in order (or by role), label names by column ("": of any)."""
+    """A source as read: files by split, column names in order (or by role), label names by column ("": of any), and
+    columns in which -1 says that a row has no label."""
 
     files: dict[str, File]
     fields: Fields | None = None
     names: dict[str, Sequence[str]] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
 
 
 def load(
@@ -57,10 +68,12 @@ def load(
     seed: int = 0,
     training: bool = True,
     kind: str | None = None,
+    layout: Layout | None = None,
 ) -> Data:
     """Read a folder of train/validation/test files (.jsonl, .json, .csv, also with .gz, or .parquet) or a hub id.
 
-    A hub id may name a configuration: nyu-mll/glue:rte. kind: one of columns.KINDS; default: what the names of the
+    A hub id may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION. layout: how a hub id is laid
+    out, where columns and labels do not say otherwise. kind: one of columns.KINDS; default: what the names of the
     columns tell, else classification. columns: {"text": …, "pair": …, "label": …}, or the names in the order of the
     kind's roles; default: found among the `fields` of meta.json or all columns. labels: names in the order of their
     ids; default: `label_names` of meta.json, else what train holds, sorted. max_rows: split -> size of a sample of it,
@@ -75,8 +88,11 @@ def load(
         raise DeltuneError(unknown("kind of task", kind, KINDS))
     folder = Path(source).expanduser()
     needed = ("train",) if training else tuple(SPLITS)
-    raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed)
+    raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed, layout or Layout(source))
     files = raw.files
+    if layout is not None:
+        arrange(files, layout, problems)
+        columns, labels = columns or layout.named, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
     kind = kind or (kind_of(first, raw.fields) if first and not columns else "classification")
     used = chosen(kind, first, columns, raw.fields, problems) if first else {}
@@ -88,6 +104,8 @@ def load(
     ids: Ids = {split: [] for split in files}
     if labelled is not None:
         known = labels or raw.names.get(used[labelled]) or raw.names.get("")
+        if used[labelled] in raw.hidden:
+            files = {split: with_labels(file, used[labelled]) for split, file in files.items()}
         names, ids = ids_of(files, used[labelled], known, problems)
     if problems:
         raise failure(f"data {source}", problems)
@@ -108,12 +126,12 @@ def load(
             chance = sorted(drawn)
             splits[split] = {key: [values[i] for i in chance] for key, values in splits[split].items()}
     content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
-    fingerprint = hashlib.sha256(json.dumps([names, content], sort_keys=True).encode()).hexdigest()
+    digests = {split: _digest(values)[:16] for split, values in content.items()}
 
     from datasets import Dataset
 
     found_splits = {split: Dataset.from_dict(s) for split, s in splits.items()}
-    return Data(found_splits, names, used, source, fingerprint, kind)
+    return Data(found_splits, names, used, source, _digest([names, content]), kind, digests)
 
 
 def relabelled(data: Data, names: Mapping[str, str]) -> Data:
@@ -135,8 +153,12 @@ def relabelled(data: Data, names: Mapping[str, str]) -> Data:
         split: rows.remove_columns("label").add_column("label", [ids[old] for old in rows["label"]])
         for split, rows in data.splits.items()
     }
-    said = json.dumps([data.fingerprint, sorted(names.items())])
-    return replace(data, splits=splits, labels=labels, fingerprint=hashlib.sha256(said.encode()).hexdigest())
+    said = _digest([data.fingerprint, sorted(names.items())])
+    return replace(data, splits=splits, labels=labels, fingerprint=said)
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(column: Column, value: Any) -> Any:
@@ -187,15 +209,13 @@ def _names(listed: str) -> list[str]:
     return [name.strip() for name in re.sub(r"\([^)]*\)", "", listed).split(",") if name.strip()]
 
 
-def _hub(source: str, needed: Sequence[str]) -> _Raw:
+def _hub(source: str, needed: Sequence[str], layout: Layout) -> _Raw:
     """The splits of a data set of the hub; where it cannot be reached, of the copy that `datasets` keeps."""
-    from datasets import load_dataset
-
-    name, _, part = source.partition(":")
+    name = source.partition(":")[0].partition("@")[0]
     reason = why_not_on_hub(name, "dataset")
     try:
         with _offline() if reason else contextlib.nullcontext():
-            found = load_dataset(name, part or None)
+            found = _fetched(source, layout.files)
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
         parent = Path(source).expanduser().parent
         beside = sorted(str(p) for p in parent.iterdir() if p.is_dir())[:20] if parent.is_dir() else []
@@ -203,12 +223,28 @@ def _hub(source: str, needed: Sequence[str]) -> _Raw:
         todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
         problem = f"{unknown('data set', source, beside)} There is no such folder here, and {reason}. {todo}."
         raise DeltuneError(problem) from error
-    splits = {stem: split for split, stems in SPLITS.items() for stem in stems}
-    raw = _Raw({splits[s]: File(s, list(enumerate(d.to_list(), 1)), "row") for s, d in found.items() if s in splits})
+    theirs = layout.splits or {split: stem for split, stems in SPLITS.items() for stem in stems if stem in found}
+    if missing := [split for split in theirs.values() if split not in found]:
+        raise DeltuneError(f"data {source} has no {' and no '.join(missing)} split; it has: {', '.join(found)}.")
+    raw = _Raw({own: File(s, list(enumerate(found[s].to_list(), 1)), "row") for own, s in theirs.items()})
     if not any(split in raw.files for split in needed):
         raise DeltuneError(f"data {source} has no {' or '.join(needed)} split; it has: {', '.join(found)}.")
-    raw.names = {n: f.names for d in found.values() for n, f in d.features.items() if hasattr(f, "names")}
+    features = {n: getattr(f, "feature", f) for d in found.values() for n, f in d.features.items()}
+    raw.names = {n: f.names for n, f in features.items() if hasattr(f, "names")}
+    raw.hidden = frozenset(raw.names)
     return raw
+
+
+def _fetched(source: str, files: Mapping[str, str]) -> DatasetDict:
+    """What `datasets` makes of a hub id, or of some files there: such as need no code of the repository's."""
+    from datasets import load_dataset
+
+    whole, _, part = source.partition(":")
+    if files:
+        built_by = suffix_of(Path(next(iter(files.values())))).lstrip(".")
+        return load_dataset(built_by, data_files={s: f"hf://datasets/{whole}/{file}" for s, file in files.items()})
+    name, _, revision = whole.partition("@")
+    return load_dataset(name, part or None, revision=revision or None)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from deltune.errors import DeltuneError, all_problems, unknown
-from deltune.sources.models import first_line
+from ..errors import DeltuneError, all_problems, unknown
+from .models import first_line
 
 SHOWN = 10  # problems of one data set that are listed
 

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..errors import nearest, unknown
 from .files import File, brief
@@ -48,6 +49,16 @@ def ids_of(
     return names, {
         split: [[ids.get(label, -1) for label in row] for _, row in found] for split, found in values.items()
     }
+
+
+def with_labels(file: File, column: str) -> File:
+    """The rows that have a label, where -1 says that there is none; all of them, where none has one."""
+    kept = [(place, row) for place, row in file.rows if row.get(column) != -1]
+    if not kept or len(kept) == len(file.rows):
+        return file
+    lost = len(file.rows) - len(kept)
+    warnings.warn(f"{lost} of {len(file.rows)} rows of {file.name} have no label (-1) and are left out", stacklevel=3)
+    return replace(file, rows=kept)
 
 
 def _labels(file: File, column: str, problems: list[str]) -> list[tuple[int, list[str]]]:

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltune.errors import DeltuneError, unknown
+from ..errors import DeltuneError, unknown
 
 if TYPE_CHECKING:
     import torch

@@ -171,7 +171,7 @@ def everything(place: Place) -> Study:
         (_table("All tasks (AP table 2)", "group", order={"group": ("full", *GROUPS)}),),
         METRIC,
         "Rows: as many parameters as the method has. " + _note(place)
-        + (" Two of 11 tasks, 500 rows of each." if place.small else " Multi-News is known to no hub."),
+        + (" Two of 11 tasks, 500 rows of each." if place.small else ""),
     )  # fmt: skip
 
 

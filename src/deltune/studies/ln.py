@@ -12,7 +12,7 @@ from ..engine.works import Work, of_terms, of_time
 from ..reports.views import Bars, Heat, Scatter, Table
 from ..runs.specs import RunSpec
 from .printed import LN_TABLE1, LN_TABLE2, LN_TABLE5
-from .scales import SEEDS, Place, Values, Wanted, choices, crossed, joined, without_hub
+from .scales import SEEDS, Place, Values, Wanted, choices, crossed, joined
 from .study import Rows, Study, Want
 
 BERTS = {"bert-base": "google-bert/bert-base-uncased", "bert-large": "google-bert/bert-large-uncased"}
@@ -83,7 +83,7 @@ def nlu(place: Place) -> Study:
         SCORE,
         f"{DISTILLED} Four of the eight tasks on one model: what depends on the model's size is not seen."
         if place.small
-        else "LoRA has rank 8: the paper gives none, and its 0.33 % is no whole rank." + without_hub(tasks),
+        else "LoRA has rank 8: the paper gives none, and its 0.33 % is no whole rank.",
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def nlg(place: Place) -> Study:
         if place.small
         else "Prefix and adapter have l = r = 8, which gives the printed percentages; the text says 16. METEOR needs "
         "Java; MoverScore, BERTScore and BLEURT need models and are left out without them. The printed third task is "
-        "left out of the comparison: the table calls it WebNLG, the text DART." + without_hub(NLG),
+        "left out of the comparison: the table calls it WebNLG, the text DART.",
     )  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def terms(place: Place) -> Study:
               order={"task": tasks}, written={**WRITTEN, "value": "mean absolute change"}),),
         "change",
         f"{DISTILLED} Four layers. 2,000 rows of SST-2, 1,000 of SICK, 200 of CB, in the paper's order of sizes, but "
-        "300 of CommonsenseQA and 1,000 of Broad Twitter." if place.small else without_hub(tasks).strip(),
+        "300 of CommonsenseQA and 1,000 of Broad Twitter." if place.small else "",
     )  # fmt: skip
 
 
@@ -296,7 +296,7 @@ def ablation(place: Place) -> Study:
         SCORE,
         f"{DISTILLED} Models of 2 and 4 layers: half of the smaller one is one layer." if place.small
         else "Here the norms of the embeddings belong to the whole method and to its terms, not to halves and modules."
-        + without_hub(tasks),
+       ,
     )  # fmt: skip
 
 
@@ -325,7 +325,7 @@ def unified(place: Place) -> Study:
         ),
         SCORE,
         f"{DISTILLED} Sums train at the lowest rate of their terms." if place.small
-        else "The third version's text is not public here: sizes are those of table 1." + without_hub(tasks),
+        else "The third version's text is not public here: sizes are those of table 1.",
     )  # fmt: skip
 
 

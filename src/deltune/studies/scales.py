@@ -199,9 +199,3 @@ def crossed(
 def joined(*parts: Wanted) -> Wanted:
     """Several grids as one."""
     return lambda rows: [want for part in parts for want in part(rows)]
-
-
-def without_hub(tasks: Iterable[str]) -> str:
-    """A sentence on the tasks that only a folder can give; empty for none."""
-    lacking = [task for task in tasks if not TASKS[task].hub]
-    return f" Known to no hub, so --data-root is needed for {', '.join(lacking)}." if lacking else ""

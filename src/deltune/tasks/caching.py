@@ -21,8 +21,10 @@ from .kinds import Columns, Kind, Limits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 2
+VERSION = 3
 """Raised when an encoder gives other rows for the same input."""
+COUNTS = ("truncated", "texts", "truncated_targets")
+"""What is kept of rows besides themselves."""
 KEPT = 8 * 2**30  # bytes; beyond it what was used longest ago goes
 VARIABLE = "DELTUNE_CACHE"
 """Of the environment: the folder, or `off`."""
@@ -130,7 +132,7 @@ def _write(path: Path, made: Encoded) -> None:
     """The rows as one file, whole or not at all."""
     rows = [{**row, "length": length} for row, length in zip(made.rows, made.lengths, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
-    table = table.replace_schema_metadata({"truncated": str(made.truncated), "texts": str(made.texts)})
+    table = table.replace_schema_metadata({name: str(getattr(made, name)) for name in COUNTS})
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, fresh = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
@@ -148,12 +150,12 @@ def _read(path: Path) -> Encoded | None:
         return None
     try:
         table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-        truncated, texts = (int(table.schema.metadata[name]) for name in (b"truncated", b"texts"))
+        counts = {name: int(table.schema.metadata[name.encode()]) for name in COUNTS}
         lengths = table["length"].to_pylist()
         os.utime(path)
     except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
         return None
-    made = Encoded(Stored(table.drop_columns(["length"])), truncated, texts)
+    made = Encoded(Stored(table.drop_columns(["length"])), **counts)
     made.__dict__["lengths"] = lengths  # found already
     return made
 

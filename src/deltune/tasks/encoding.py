@@ -27,14 +27,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Encoded(Dataset[Row]):
-    """Rows of input ids (and masks, token types, labels); `truncated`: how many lost their end.
+    """Rows of input ids (and masks, token types, labels); `truncated`: how many inputs were cut.
 
-    texts: what the rows are of, where that is not one each (`text` of a row: which).
+    texts: what the rows are of, where that is not one each (`text` of a row: which). truncated_targets: how many
+    answers were cut, of those that are token sequences; in training every reference counts.
     """
 
     rows: Sequence[Row]
     truncated: int
     texts: int = 0
+    truncated_targets: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)

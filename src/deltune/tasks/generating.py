@@ -13,18 +13,26 @@ import torch
 from torch.nn import functional
 
 from .encoding import IGNORED, Encoded, Row
+from .joining import joined, kept
 from .kinds import Answers, Columns, Kind, Limits, Use
+from .languages import beginning
 from .templates import prompts
 
 
 def sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> Encoded:
     """What an encoder reads: a row a text, without labels."""
     taken = signature(model.forward).parameters
-    found = tokenizer(list(texts), truncation=True, max_length=max_length)
+    found, truncated = _cut(tokenizer, texts, max_length, "text")
     rows = [{name: values[i] for name, values in found.items() if name in taken} for i in range(len(texts))]
-    full = [text for text, row in zip(texts, rows, strict=True) if len(row["input_ids"]) >= max_length]
-    whole = tokenizer(full, truncation=False, verbose=False)["input_ids"] if full else []  # only these may be longer
-    return Encoded(rows, sum(len(ids) > max_length for ids in whole))
+    return Encoded(rows, truncated)
+
+
+def _cut(tokenizer: Any, texts: Sequence[str], length: int, side: str) -> tuple[Any, int]:
+    """Texts as tokens, at most so many of each, and how many texts were cut."""
+    found = tokenizer(**{side: list(texts)}, truncation=True, max_length=length)
+    full = [text for text, ids in zip(texts, found["input_ids"], strict=True) if len(ids) >= length]
+    whole = tokenizer(**{side: full}, truncation=False, verbose=False)["input_ids"] if full else []
+    return found, sum(len(ids) > length for ids in whole)  # only these may be longer
 
 
 def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
@@ -32,37 +40,46 @@ def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, t
     asked = sources(tokenizer, model, prompts(columns, limits.template), limits.max_length)
     if "targets" not in columns:
         return asked
+    pairs = [(row, target) for i, row in enumerate(asked.rows) for target in _targets(columns, i, training)]
     end = tokenizer.eos_token_id
-    rows: list[Row] = []
-    for i, row in enumerate(asked.rows):
-        for target in _targets(columns, i, training):
-            labels = tokenizer(text_target=target, truncation=True, max_length=limits.target_length)["input_ids"]
-            if end is not None and end not in labels:  # a tokenizer that leaves the end to the caller
-                labels = [*labels[: limits.target_length - 1], end]
-            rows.append({**row, "labels": labels})
-    return replace(asked, rows=rows)
+    ends = [] if end is None or end in tokenizer(text_target="")["input_ids"] else [end]  # left to the caller
+    room = limits.target_length - len(ends)
+    found, cut = _cut(tokenizer, [target for _, target in pairs], max(1, room), "text_target")
+    rows = [
+        {**row, "labels": [*labels[:room], *ends]}
+        for (row, _), labels in zip(pairs, found["input_ids"], strict=True)
+    ]  # fmt: skip
+    return replace(asked, rows=rows, truncated_targets=cut)
 
 
 def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
     """For a decoder: prompt, target and end in one sequence, the loss on the target alone. A long prompt loses its
-    beginning. `prompt`: how many tokens come before the target."""
+    beginning. `prompt`: how many tokens come before the target.
+
+    The prompt's tokens are its own, as they are when the target is not known; the target's are those that follow in
+    the joined text. Where one token would be of both, they are the target's own.
+    """
+    texts = prompts(columns, limits.template)
+    told = "targets" in columns
+    targets = [_targets(columns, i, training) if told else [] for i in range(len(texts))]
     rows: list[Row] = []
-    truncated = 0
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for i, text in enumerate(prompts(columns, limits.template)):
-        ids = tokenizer(text)["input_ids"]
-        ids = ids[:-1] if end and ids[-1:] == end else ids
-        truncated += len(ids) > limits.max_length
-        ids = ids[-limits.max_length :]
-        if "targets" not in columns:
+    truncated = cut = 0
+    for i, (alone, wholes, end) in enumerate(joined(tokenizer, texts, targets)):
+        truncated += len(alone) > limits.max_length
+        ids = list(kept(tokenizer, alone, limits.max_length))
+        if not told:
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "prompt": len(ids)})
-            continue
-        for target in _targets(columns, i, training):
-            own = tokenizer(target, add_special_tokens=False)["input_ids"][: limits.target_length - len(end)] + end
-            whole = ids + own
-            labels = [IGNORED] * len(ids) + own
-            rows.append({"input_ids": whole, "attention_mask": [1] * len(whole), "labels": labels, "prompt": len(ids)})
-    return Encoded(rows, truncated)
+        for target, whole in zip(targets[i], wholes, strict=True):
+            own = whole[len(alone) :]
+            if whole[: len(alone)] != alone:
+                own = tokenizer(target, add_special_tokens=False)["input_ids"]
+            room = max(0, limits.target_length - len(end))
+            cut += len(own) > room
+            said = [*own[:room], *end]
+            labels = [IGNORED] * len(ids) + said
+            mask = [1] * len(labels)
+            rows.append({"input_ids": [*ids, *said], "attention_mask": mask, "labels": labels, "prompt": len(ids)})
+    return Encoded(rows, truncated, truncated_targets=cut)
 
 
 def _targets(columns: Columns, i: int, training: bool) -> list[str]:
@@ -103,6 +120,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             "max_new_tokens": use.limits.target_length,
             "do_sample": False,
             "num_beams": 1,
+            **(beginning(use.tokenizer, use.model) if both else {}),
             **use.limits.generate,
         }
         found = use.model.generate(**inputs, **options)  # type: ignore[operator]

@@ -8,7 +8,7 @@ softmax of what decides; the loss is their cross-entropy, as that of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
@@ -20,37 +20,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..errors import DeltuneError, all_problems
 from .choosing import CHOICE
 from .classifying import CLASSIFICATION
-from .encoding import CHUNK, IGNORED, Encoded, Row
+from .encoding import IGNORED, Encoded, Row
 from .generating import sources
+from .joining import Tokens, common, joined, kept
 from .kinds import Answers, Columns, Limits, Use
 from .templates import prompts
 
-Tokens = tuple[int, ...]
 
-
-def joined(
-    tokenizer: Any, befores: Sequence[str], candidates: Sequence[Sequence[str]], side: str = "text"
-) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
-    """For every row the tokens of what comes before, of each candidate after it, and of the end.
-
-    A blank stands between, unless what comes before is empty or ends with white space. Tokens are those of the joined
-    text: a tokenizer may put the blank at the word, or make one token of the last letters before and the first after.
-    So what comes before ends where the tokens of the joined texts begin to differ from its own; special tokens that it
-    has beyond are the end, as the tokenizer writes it, else the end is the token for it.
-    """
-    special = set(tokenizer.all_special_ids)
-    usual = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    for first in range(0, len(befores), CHUNK):
-        part = list(zip(befores[first : first + CHUNK], candidates[first : first + CHUNK], strict=True))
-        texts = [[b, *(b + (" " if b and not b[-1].isspace() else "") + c for c in own)] for b, own in part]
-        found = iter(tokenizer(**{side: [text for row in texts for text in row]}, verbose=False)["input_ids"])
-        for row in texts:
-            alone, *wholes = [tuple(next(found)) for _ in row]
-            same = [len(set(ids)) == 1 for ids in zip(alone, *wholes, strict=False)]
-            start = [*same, False].index(False)
-            rest = alone[start:] if special.issuperset(alone[start:]) else ()
-            stops = [len(whole) - len(rest) if rest and whole[-len(rest) :] == rest else len(whole) for whole in wholes]
-            yield alone[:start], [w[start:stop] for w, stop in zip(wholes, stops, strict=True)], rest or usual
+def split(alone: Tokens, wholes: Sequence[Tokens]) -> tuple[Tokens, list[Tokens]]:
+    """What all texts have before the candidates, and each of these: what comes before ends where they begin to differ
+    from its own tokens."""
+    start = common([alone, *wholes])
+    return alone[:start], [whole[start:] for whole in wholes]
 
 
 def ended(candidates: Sequence[Tokens], end: Tokens) -> list[Tokens]:
@@ -98,19 +79,21 @@ def encode(
         assert right is not None
         candidates = [[own[i]] for own, i in zip(candidates, right, strict=True)]
     rows: list[Row] = []
-    truncated = asked.truncated
+    truncated, targets = asked.truncated, 0
     found = (
         joined(tokenizer, [""] * len(texts), candidates, "text_target")
         if both
         else joined(tokenizer, texts, candidates)
     )
-    for i, (start, owns, end) in enumerate(found):
+    for i, (alone, wholes, end) in enumerate(found):
+        start, owns = split(alone, wholes)
         if not all(owns):
             raise DeltuneError(f"{candidates[i][owns.index(())]!r} has no tokens, so it cannot be an answer")
         if not both:
             truncated += len(start) > limits.max_length
-            start = start[-limits.max_length :] or _beginning(tokenizer)
+            start = kept(tokenizer, start, limits.max_length)
         cut = [own[: max(1, limits.target_length - len(end))] for own in owns]
+        targets += cut != owns
         facts = {"text": i, "prompt": len(start)} | ({} if right is None else {"right": right[i]})
         for whole, told in [(cut[0], {})] if training else paths(tuple(ended(cut, end))):
             if both:  # with the end: some models begin the decoder's input with the last label
@@ -120,15 +103,7 @@ def encode(
                 labels = [IGNORED] * len(start) + ids[len(start) :]
                 row = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
             rows.append({**row, **facts, "candidates": list(told.values()), "numbers": list(told)})
-    return Encoded(rows, truncated, len(texts))
-
-
-def _beginning(tokenizer: Any) -> Tokens:
-    """The token before a text without a prompt."""
-    found = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if found is None:
-        raise DeltuneError("a prompt is empty, and the tokenizer has no token for the beginning of a text")
-    return (found,)
+    return Encoded(rows, truncated, len(texts), targets)
 
 
 def likelihoods(use: Use, encoded: Encoded, mean: bool) -> list[list[float]]:
@@ -185,7 +160,8 @@ def _ranked(use: Use, encoded: Encoded, mean: bool) -> tuple[list[int], list[lis
 def _encode_classes(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
     words = list(limits.words.values())
     first = "" if model.config.is_encoder_decoder else prompts(columns, limits.template)[0]
-    _, owns, end = next(joined(tokenizer, [first], [words], "text_target" if not first else "text"))
+    alone, wholes, end = next(joined(tokenizer, [first], [words], "text_target" if not first else "text"))
+    owns = split(alone, wholes)[1]
     wrong = [
         f"{one!r} and {other!r}"
         for (one, a), (other, b) in combinations(zip(words, ended(owns, end), strict=True), 2)

@@ -1,0 +1,167 @@
+"""Languages of multilingual models: codes found, targets and answers that begin in the right one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MBart50Tokenizer,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    MBartTokenizer,
+    NllbTokenizer,
+)
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.runs.assignments import tokenizer_of
+from deltune.runs.evaluate import predict
+from deltune.runs.folder import Run
+from deltune.runs.parts import Parts
+from deltune.runs.train import train
+from deltune.tasks.kinds import Limits
+from deltune.tasks.languages import beginning, code, codes, speak
+from deltune.tasks.table import TASKS
+
+ROWS = [{"source": f"the cat {i}", "targets": [f"pisica {i}"]} for i in range(12)]
+
+
+def pieces() -> list[tuple[str, float]]:
+    """The words of a SentencePiece model trained here, as its file has them."""
+    import io
+
+    import sentencepiece
+
+    made = io.BytesIO()
+    texts = [f"{row['source']} {row['targets'][0]}" for row in ROWS]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=made, vocab_size=40, model_type="unigram", minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    found = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+    return [(found.id_to_piece(i), found.get_score(i)) for i in range(found.get_piece_size())]
+
+
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "code first": (MBart50Tokenizer, MBartConfig, MBartForConditionalGeneration),
+    "code last": (MBartTokenizer, MBartConfig, MBartForConditionalGeneration),
+    "three letters": (NllbTokenizer, M2M100Config, M2M100ForConditionalGeneration),
+}
+OWN = {"code first": ("en_XX", "ro_RO"), "code last": ("en_XX", "ro_RO"), "three letters": ("eng_Latn", "ron_Latn")}
+SIZES = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1, "bos_token_id": 0,
+    "eos_token_id": 2, "decoder_start_token_id": 2, "scale_embedding": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of every kind with a real tokenizer, and a folder of data."""
+    root = tmp_path_factory.mktemp("languages")
+    for name, (tokenizing, configured, modelled) in KINDS.items():
+        letters = {letter: 4 + i for i, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz0123456789")}
+        told = {"vocab": {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **letters}, "merges": []}
+        tokenizer = tokenizing(**(told if name == "three letters" else {"vocab": pieces()}))
+        tokenizer.save_pretrained(root / name)
+        torch.manual_seed(0)
+        modelled(configured(**SIZES, vocab_size=len(tokenizer) + 1)).save_pretrained(root / name)
+    for split in ("train", "validation", "test"):
+        tiny.lines(root / "wmt16_en_ro" / f"{split}.jsonl", ROWS)
+    (root / "wmt16_en_ro" / "meta.json").write_text(json.dumps({"fields": ["source", "targets"]}))
+    tiny.model(root / "plain")
+    return root
+
+
+def spec(places: Path, name: str, **given: Any) -> Any:
+    data = {"data": None, "task": "wmt16_en_ro", "data_root": str(places)} if "data" not in given else {}
+    return tiny.spec(
+        places, **{"model": str(places / name), "method": "lora(rank=2)", "max_length": 16, "target_length": 6,
+                   "epochs": 1, "metrics": ("exact",), **data, **given},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_task_tells_the_tokenizer_its_languages(name: str, places: Path) -> None:
+    tokenizer: Any = tokenizer_of(spec(places, name))
+    source, target = OWN[name]
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == OWN[name]
+    ids = tokenizer.convert_tokens_to_ids
+    assert ids(source) in tokenizer("the cat")["input_ids"]
+    assert ids(target) in tokenizer(text_target="pisica")["input_ids"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
+    """What the decoder is given first in generation is what the model makes of a target's labels in training."""
+    tokenizer: Any = tokenizer_of(spec(places, name))
+    model = KINDS[name][2].from_pretrained(places / name).eval()
+    labels = torch.tensor([tokenizer(text_target="pisica")["input_ids"]])
+    told = beginning(tokenizer, model)
+    target = tokenizer.convert_tokens_to_ids(OWN[name][1])
+    found = model.generate(torch.tensor([[5, 2]]), max_new_tokens=3, do_sample=False, num_beams=1, **told)[0].tolist()
+    if name == "code last":
+        assert told == {"forced_bos_token_id": None, "decoder_start_token_id": target} and found[0] == target
+    else:
+        assert told["forced_bos_token_id"] == target and found[:2] == [2, target]
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shifted = model.prepare_decoder_input_ids_from_labels(labels)[0].tolist()
+        assert shifted[: 1 if name == "code last" else 2] == found[: 1 if name == "code last" else 2]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_whole_run(name: str, places: Path, tmp_path: Path) -> None:
+    """Trained, generated, and the same answers from the delta on the disk."""
+    train(spec(places, name), tmp_path / "run", progress=False)
+    lines = (Run(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
+    said = [json.loads(line)["prediction"] for line in lines]
+    assert [one["prediction"] for one in predict(tmp_path / "run", [row["source"] for row in ROWS])] == said
+
+
+def test_languages_of_a_spec(places: Path) -> None:
+    other = {"data": str(places / "wmt16_en_ro"), "task": "generation"}
+    tokenizer: Any = tokenizer_of(spec(places, "code first", **other))
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("en_XX", None)
+    tokenizer = tokenizer_of(spec(places, "code first", source_language="de", target_language="fr_XX", **other))
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("de_DE", "fr_XX")
+    tokenizer = tokenizer_of(spec(places, "code first", target_language="cs"))  # over the task's
+    assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("en_XX", "cs_CZ")
+    assert tokenizer_of(spec(places, "plain")) is not None  # the task's are for who can be told
+    with pytest.raises(DeltuneError, match="has no languages to choose from; leave target_language=ro out"):
+        tokenizer_of(spec(places, "plain", target_language="ro"))
+
+
+def test_shared_parts_keep_languages_apart(places: Path) -> None:
+    parts, other = Parts(), {"data": str(places / "wmt16_en_ro"), "task": "generation"}
+    assert parts.tokenizer(spec(places, "code first")) is parts.tokenizer(spec(places, "code first", seed=3))
+    assert parts.tokenizer(spec(places, "code first")).tgt_lang == "ro_RO"  # type: ignore[attr-defined]
+    assert parts.tokenizer(spec(places, "code first", **other)).tgt_lang is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_task_s_languages_are_found(name: str, places: Path) -> None:
+    there = codes(AutoTokenizer.from_pretrained(places / name))
+    for task in TASKS.values():
+        assert all(code(language, there) for language in task.languages if language)
+
+
+def test_codes() -> None:
+    assert code("ro", ["en", "ro"]) == "ro"
+    with pytest.raises(DeltuneError, match="'zh' is zho_Hans or zho_Hant to this tokenizer; give one of these"):
+        code("zh", ["eng_Latn", "zho_Hans", "zho_Hant"])
+    with pytest.raises(DeltuneError, match=r"unknown language 'rp'. .*Known: en_XX, ro_RO"):
+        code("rp", ["en_XX", "ro_RO"])
+
+
+def test_a_tokenizer_without_languages_is_left_alone(places: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(places / "plain")
+    speak(tokenizer, None, None)
+    assert codes(tokenizer) == [] and beginning(tokenizer, None) == {}
+    assert Limits().generate == {}
