@@ -97,6 +97,8 @@ def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float
             for split, plan in plans.items():
                 if plan.read(place) is None:
                     plan.write(place, trunk, use, encoded[split])
+                elif use.advance is not None:
+                    use.advance(len(encoded[split]))
             caching.bound(place, "*.safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
 
     processes.of_main(make)

@@ -216,8 +216,10 @@ def _trunk(job: Job, device: torch.device, bar: Bar) -> Iterator[None]:
         job.model.to(device)  # type: ignore[arg-type]
         bar.start("trunk", sum(map(len, job.encoded.values())))
         job.encoded = keeping.shortened(job.trunk, job.use(bar), job.encoded, job.spec.trunk_cache)
-    yield
-    job.trunk.remove()
+    try:
+        yield
+    finally:
+        job.trunk.remove()
 
 
 def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
