@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -159,10 +160,14 @@ def _read(path: Path) -> Encoded | None:
 
 
 def bound(place: Path, pattern: str, newest: Collection[Path], most: float) -> None:
-    """Remove what was used longest ago, until the files of a folder are within so many bytes, `newest` in any case."""
+    """Remove what was used longest ago, until the files of a folder are within so many bytes, `newest` in any case; and
+    what a killed process was writing a day ago or earlier."""
     files = sorted((p for p in place.glob(pattern) if p not in newest), key=lambda p: -p.stat().st_mtime)
     total = sum(path.stat().st_size for path in newest)
     for file in files:
         total += file.stat().st_size
         if total > most:
             file.unlink(missing_ok=True)
+    for left in place.glob(".*"):
+        if left.is_file() and time.time() - left.stat().st_mtime > 24 * 3600:
+            left.unlink(missing_ok=True)
