@@ -1,6 +1,6 @@
 """Epochs of runs that take a frozen trunk's states from the disk, against epochs that run the trunk.
 
-    python benchmarks/trunk.py [--rows 1600] [--repeats 3] [--threads 1] [--json FILE]
+    python benchmarks/trunk.py [--rows 800] [--repeats 2] [--threads 1] [--json FILE]
 
 `deltune train` of the packaged MiniLM on its support tickets, repeated up to so many rows, in batches of 32 and with
 trunk_dropout=off; trunk_cache decides. The two runs of a method take turns, so that a noisy machine is noisy to both.
@@ -42,7 +42,7 @@ def epochs(method: str, data: Path, cache: float, output: Path) -> list[float]:
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def measure(rows: int = 1600, repeats: int = 3) -> list[dict[str, Any]]:
+def measure(rows: int = 800, repeats: int = 2) -> list[dict[str, Any]]:
     """A row for each method: how many times faster its epochs are with the states."""
     found = []
     with tempfile.TemporaryDirectory() as made:
@@ -88,8 +88,8 @@ def _data(folder: Path, rows: int) -> Path:
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--rows", type=int, default=1600)
-    asked.add_argument("--repeats", type=int, default=3)
+    asked.add_argument("--rows", type=int, default=800)
+    asked.add_argument("--repeats", type=int, default=2)
     asked.add_argument("--threads", type=int, default=1)
     asked.add_argument("--json", type=Path)
     given = asked.parse_args()

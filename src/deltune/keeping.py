@@ -230,7 +230,7 @@ def _tried(
                 short = batch([{**_cut(row, reads), "states": part} for row, part in zip(rows, parts, strict=True)])
                 try:
                     found = logits(lambda: model(**short))  # noqa: B023
-                except (RuntimeError, ValueError, IndexError):
+                except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # whatever the family says
                     continue
                 if _same(found, expected, real(whole, spoken), CLOSE[use.precision]):
                     return reads, {name: (t.dtype, tuple(t.shape[2:])) for name, t in states.items()}

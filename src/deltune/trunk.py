@@ -51,13 +51,13 @@ def frontier(anatomy: Anatomy, delta: Delta) -> Frontier:
             "layers='upper half'"
         )
     below, above = anatomy.layers[:lowest], anatomy.layers[lowest:]
-    reads_all = {e.place.group for e in delta.planned.edits if e.place.target.side == "states"}
+    read_whole = {e.place.target.path for e in delta.planned.edits if e.place.target.side == "states"}
     last = above[0].stack if above else anatomy.stacks[-1].name
     keeps: dict[str, tuple[int, ...]] = {}
     for stack in anatomy.stacks:
         depth = sum(layer.passes for layer in below if layer.stack == stack.name)
         if depth and (above or stack.name == last):  # an encoder's end is read by the decoder's layers alone
-            keeps[stack.name] = tuple(range(depth + 1)) if stack.name in reads_all else (depth,)
+            keeps[stack.name] = tuple(range(depth + 1)) if stack.container in read_whole else (depth,)
     return Frontier(below, keeps, bool(above))
 
 
@@ -282,16 +282,14 @@ class Trunk:
             station.single = isinstance(output, torch.Tensor)
             if not station.single:
                 station.rest = tuple(_source(value, args, kwargs) for value in output[1:])
-                own = [
-                    v for v, source in zip(output[1:], station.rest, strict=True) if source is None and v is not None
-                ]
-                station.skipped = not any(value is other for value in own for other in read)
+                made = [value for value, at in zip(output[1:], station.rest, strict=True) if at is None]
+                station.skipped = not any(value is other for value in made for other in read if value is not None)
         for stack in {station.stack for station in self.stations}:
-            own_stations = [station for station in self.stations if station.stack == stack]
-            last = max((i for i, station in enumerate(own_stations) if not station.skipped), default=-1)
-            for station in own_stations[: last + 1]:
+            stations = [station for station in self.stations if station.stack == stack]
+            needed = max((i + 1 for i, station in enumerate(stations) if not station.skipped), default=0)
+            for station in stations[:needed]:
                 station.skipped = False
-            if last == len(own_stations) - 1:
+            if needed == len(stations):
                 self.keeps.pop(stack, None)
         return whole
 
