@@ -1,10 +1,11 @@
 """Epochs of runs that take a frozen trunk's states from the disk, against epochs that run the trunk.
 
-    python benchmarks/trunk.py [--rows 800] [--repeats 2] [--threads 1] [--json FILE]
+    python benchmarks/trunk.py [--rows 400] [--repeats 5] [--threads 1] [--json FILE]
 
 `deltune train` of the packaged MiniLM on its support tickets, repeated up to so many rows, in batches of 32 and with
-trunk_dropout=off; trunk_cache decides. The two runs of a method take turns, so that a noisy machine is noisy to both.
-An epoch is everything from one validation to the next; the first, which makes the states, is left out.
+trunk_dropout=off; trunk_cache decides. The two runs of a method take turns, so that a noisy machine is noisy to both,
+and the median of their ratios is told. An epoch is everything from one validation to the next; the first, which makes
+the states, is left out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltune import caching
+from deltune.parts import Parts
 from deltune.quickstart import TICKETS
 from deltune.runs import Run
 from deltune.specs import RunSpec
@@ -30,21 +32,21 @@ from deltune.train import train
 
 TARGETS = {"three_vectors": 10.0, "head": 10.0, "layernorm(layers='upper half')": 1.4}
 """Method -> how many times faster an epoch is to be, at least. Of the upper half 1.5 is the arithmetic."""
-EPOCHS = 3
+EPOCHS = 2
 
 
-def epochs(method: str, data: Path, cache: float, output: Path) -> list[float]:
+def epochs(method: str, data: Path, cache: float, output: Path, parts: Parts) -> list[float]:
     """Seconds of every epoch after the first."""
     spec = RunSpec(model="minilm", data=str(data), method=method, epochs=EPOCHS, trunk_dropout="off", trunk_cache=cache)
-    train(spec, output, progress=False)
+    train(spec, output, progress=False, parts=parts)
     lines = [json.loads(line) for line in Run(output).log_file.read_text(encoding="utf-8").splitlines()]
     ends = [line["seconds"] for line in lines if "eval_loss" in line]
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def measure(rows: int = 800, repeats: int = 2) -> list[dict[str, Any]]:
+def measure(rows: int = 400, repeats: int = 5) -> list[dict[str, Any]]:
     """A row for each method: how many times faster its epochs are with the states."""
-    found = []
+    found, parts = [], Parts()
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
         data = _data(place / "data", rows)
@@ -55,7 +57,7 @@ def measure(rows: int = 800, repeats: int = 2) -> list[dict[str, Any]]:
                 seconds: dict[float, list[float]] = {0.0: [], 8.0: []}
                 for turn in range(repeats):
                     for cache, own in seconds.items():
-                        own += epochs(method, data, cache, place / f"{number}-{turn}-{cache}")
+                        own += epochs(method, data, cache, place / f"{number}-{turn}-{cache}", parts)
                 ratios = [slow / fast for slow, fast in zip(seconds[0.0], seconds[8.0], strict=True)]
                 figure = statistics.median(ratios)
                 found.append(
@@ -88,8 +90,8 @@ def _data(folder: Path, rows: int) -> Path:
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--rows", type=int, default=800)
-    asked.add_argument("--repeats", type=int, default=2)
+    asked.add_argument("--rows", type=int, default=400)
+    asked.add_argument("--repeats", type=int, default=5)
     asked.add_argument("--threads", type=int, default=1)
     asked.add_argument("--json", type=Path)
     given = asked.parse_args()
