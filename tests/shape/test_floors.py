@@ -21,7 +21,7 @@ FLOORS = {
     "dialects": ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     "live": (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "wiring",
-        "mixing", "store", "handle", "interchange", "attaching",
+        "mixing", "store", "handle", "interchange", "attaching", "trunk",
     ),
     "sources": ("models", "files", "columns", "labels", "layouts", "data"),
     "metrics": ("measures", "labels", "captions", "texts", "neural", "table"),
@@ -31,7 +31,8 @@ FLOORS = {
     ),
     "runs": (
         "machine", "faults", "specs", "assignments", "parts", "processes", "sharding", "folder", "checkpoints",
-        "progress", "stopping", "scoring", "inputs", "evaluate", "exporting", "jobs", "trainer", "series", "train",
+        "progress", "stopping", "keeping", "scoring", "inputs", "evaluate", "exporting", "jobs", "trainer", "series",
+        "train",
     ),
     "engine": ("outcomes", "results", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "drive"),
     "findings": (

@@ -62,6 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "layernorm": {"method": "layernorm"},
     "lora": {"method": "lora(rank=4)", "lr": 1e-2},
     "prefix": {"method": "prefix(length=4) + layernorm", "device_batch_size": 1},
+    "trunk": {"method": "layernorm(layers='upper half')", "trunk_dropout": "off", "device_batch_size": 1},
 }
 MORE: dict[str, dict[str, Any]] = {
     "full": {"method": "full", "lr": 1e-3},
@@ -70,6 +71,7 @@ MORE: dict[str, dict[str, Any]] = {
     "reparameterised": {"method": "prefix(length=3, reparameterise=8)", "label_smoothing": 0.1},
     "masked": {"method": "apet(lora(rank=4), parameters=60)", "lr": 1e-2},
     "prompt": {"method": "prompt(length=4)", "lr": 1e-2},
+    "trunk": {"method": "three_vectors", "trunk_dropout": "off", "lr": 1e-2},
     "decoder": {"model": "gpt2", "method": "lora(rank=4) + layernorm", "lr": 1e-2},
 }
 

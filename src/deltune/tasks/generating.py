@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..live.trunk import PREFIX
 from .encoding import IGNORED, Encoded, Row
 from .joining import joined, kept
 from .kinds import Answers, Columns, Kind, Limits, Use
@@ -112,9 +113,11 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             totals[0], totals[1] = totals[0] + loss.sum().item(), totals[1] + int(count.sum())
         if use.loss_only:
             return
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
         if not both:
             inputs = _left([encoded[i]["input_ids"][: encoded[i]["prompt"]] for i in rows], use, batch)
+        elif states := {name: tensor for name, tensor in batch.items() if name.startswith(PREFIX)}:
+            inputs["encoder_outputs"] = use.model.get_encoder()(**inputs, **states)
         options = {
             "max_length": None,  # a checkpoint's own would only be warned about
             "max_new_tokens": use.limits.target_length,
