@@ -30,7 +30,7 @@ FLOORS = (
         "stopping", "scoring", "inputs", "evaluate", "exporting",
     ),
     ("jobs", "trainer", "series", "train"),
-    ("outcomes", "results", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "engine"),
+    ("outcomes", "results", "clock", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "engine"),
     (
         "readings", "cells", "effects", "claims", "claims_ln", "claims_uv", "claims_ap", "claims_papers", "findings",
     ),
