@@ -3,7 +3,7 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: steps, adapterhub, memory, life, mixed, study, whole; by name only: wholefull. What was interrupted goes on where
+Parts: steps, adapterhub, memory, life, mixed, study, whole; by name only: methods, wholefull. What was interrupted goes on where
 it was; --again measures what is asked anew. Exit code 1 where a target is missed.
 """
 
@@ -23,11 +23,11 @@ from transformers.utils import logging
 
 from deltune.progress import Bar
 
-from . import adapterhub, life, memory, mixed, report, steps, study, whole
+from . import adapterhub, life, memory, methods, mixed, report, steps, study, whole
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
-EXTRA = ("wholefull",)
+EXTRA = ("methods", "wholefull")
 """Parts that are measured only when they are named."""
 
 
@@ -41,6 +41,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "mixed": mixed.pieces(),
         "study": study.pieces(),
         "whole": whole.pieces(data_root),
+        "methods": methods.pieces(),
         "wholefull": whole.pieces(data_root, full=True),
     }
 
