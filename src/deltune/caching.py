@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -139,7 +139,7 @@ def _write(path: Path, made: Encoded) -> None:
         os.replace(fresh, path)
     finally:
         Path(fresh).unlink(missing_ok=True)
-    _bound(path.parent, path)
+    bound(path.parent, "*.arrow", [path], KEPT)
 
 
 def _read(path: Path) -> Encoded | None:
@@ -158,11 +158,11 @@ def _read(path: Path) -> Encoded | None:
     return made
 
 
-def _bound(place: Path, newest: Path) -> None:
-    """Remove what was used longest ago, until the rest is within KEPT."""
-    files = sorted((p for p in place.glob("*.arrow") if p != newest), key=lambda p: -p.stat().st_mtime)
-    total = newest.stat().st_size
+def bound(place: Path, pattern: str, newest: Collection[Path], most: float) -> None:
+    """Remove what was used longest ago, until the files of a folder are within so many bytes, `newest` in any case."""
+    files = sorted((p for p in place.glob(pattern) if p not in newest), key=lambda p: -p.stat().st_mtime)
+    total = sum(path.stat().st_size for path in newest)
     for file in files:
         total += file.stat().st_size
-        if total > KEPT:
+        if total > most:
             file.unlink(missing_ok=True)

@@ -78,6 +78,12 @@ def train(
     metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
     label_smoothing: Annotated[float | None, typer.Option(help="Share of every label spread over all [0].")] = None,
     report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
+    trunk_dropout: Annotated[
+        str | None, typer.Option(help="on (default); off: layers below everything trained run without, once for a row.")
+    ] = None,
+    trunk_cache: Annotated[
+        float | None, typer.Option(help="GiB on the disk for what these layers give; 0: run them in every pass [8].")
+    ] = None,
     devices: Annotated[
         str, typer.Option(help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, or how many.")
     ] = "auto",
@@ -101,6 +107,7 @@ def train(
         "steps": steps, "validate_every": validate_every, "max_generated": max_generated, "seeds": seeds,
         "min_target_length": min_target_length, "no_repeat_ngram": no_repeat_ngram, "length_penalty": length_penalty,
         "aggregate": aggregate, "search": _searched(search), "label_smoothing": label_smoothing,
+        "trunk_dropout": trunk_dropout, "trunk_cache": trunk_cache,
     }  # fmt: skip
     from . import protocols, show, specs
 

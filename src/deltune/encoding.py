@@ -88,8 +88,8 @@ def encode(
     return Encoded(rows, truncated)
 
 
-FACTS = ("prompt", "text", "tokens", "candidates", "numbers", "right")
-"""What rows know besides and no model reads."""
+FACTS = ("prompt", "text", "tokens", "candidates", "numbers", "right", "states")
+"""What rows know besides and no model reads, or not as a row's token ids."""
 IGNORED = -100
 """A label that the loss passes over."""
 
@@ -106,7 +106,29 @@ def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str
         batch = {name: tensor.unflatten(0, (-1, choices)) for name, tensor in batch.items()}
     if "labels" in rows[0]:
         batch["labels"] = _labels(rows, width, tokenizer.padding_side)
+    for name in rows[0].get("states", ()):
+        batch[name] = _states(rows, batch, name)
     return batch
+
+
+def count(ids: Sequence[Any]) -> int:
+    """Tokens of a row: of all its choices, where it has choices."""
+    return len(ids) if isinstance(ids[0], int) else sum(map(len, ids))
+
+
+def real(batch: Mapping[str, torch.Tensor], labels: bool) -> torch.Tensor:
+    """(B, n): which tokens of a batch's inputs (of its labels) are no padding; with choices, (B choices, n)."""
+    return batch["labels"] != IGNORED if labels else batch["attention_mask"].bool().flatten(0, -2)
+
+
+def _states(rows: Sequence[Row], batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """(B, n, …): what is known of each token, of the inputs or else of the labels; 0 at padding."""
+    parts = [row["states"][name] for row in rows]
+    labels = any(len(part) != count(row["input_ids"]) for part, row in zip(parts, rows, strict=True))
+    mask = real(batch, labels)
+    whole = parts[0].new_zeros(*mask.shape, *parts[0].shape[1:])
+    whole[mask] = torch.cat(parts)
+    return whole
 
 
 def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from .encoding import IGNORED, Encoded, Row
 from .kinds import Answers, Columns, Kind, Limits, Use
 from .templates import prompts
+from .trunk import PREFIX
 
 
 def sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> Encoded:
@@ -95,9 +96,11 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             totals[0], totals[1] = totals[0] + loss.sum().item(), totals[1] + int(count.sum())
         if use.loss_only:
             return
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
         if not both:
             inputs = _left([encoded[i]["input_ids"][: encoded[i]["prompt"]] for i in rows], use, batch)
+        elif states := {name: tensor for name, tensor in batch.items() if name.startswith(PREFIX)}:
+            inputs["encoder_outputs"] = use.model.get_encoder()(**inputs, **states)
         options = {
             "max_length": None,  # a checkpoint's own would only be warned about
             "max_new_tokens": use.limits.target_length,

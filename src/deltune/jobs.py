@@ -20,6 +20,7 @@ from .progress import Bar
 from .runs import Run
 from .scoring import Scored, scored
 from .specs import RunSpec
+from .trunk import Trunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class Job:
     encoded: dict[str, Encoded]
     batches: Batches
     precision: str
+    trunk: Trunk | None = None
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # validations since the best
     before: float = 0.0  # seconds of earlier processes
@@ -74,11 +76,7 @@ class Job:
         Each of several processes answers every row: where a model is shared out all must run together, through as
         many passes, and the passes of generation are not known before. So none waits for another either.
         """
-        advance = bar.advance if bar else None
-        use = Use(
-            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(processes.count()),
-            self.precision, advance, loss_only=loss_only,
-        )  # fmt: skip
+        use = self.use(bar, loss_only)
         options = self.spec.metric_options
         result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics, options)
         metrics = processes.of_main(lambda: result.metrics)  # rounding must not let processes decide differently
@@ -86,6 +84,14 @@ class Job:
         if not math.isfinite(result.metrics["loss"]):
             raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
         return result
+
+    def use(self, bar: Bar | None = None, loss_only: bool = False) -> Use:
+        """Its model, for a pass over a split."""
+        advance = bar.advance if bar else None
+        return Use(
+            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(processes.count()),
+            self.precision, advance, loss_only=loss_only,
+        )  # fmt: skip
 
     def keep(self) -> None:
         """Save the delta as it is."""

@@ -33,6 +33,11 @@ class Limits:
     generate: Mapping[str, Any] = field(default_factory=dict)
 
 
+def casting(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """The context of a pass in a precision."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+
+
 @dataclass(frozen=True)
 class Use:
     """A model in use on a split: how many rows at once, in which precision, and who is told of progress.
@@ -56,7 +61,7 @@ class Use:
         model = self.model
         device = next(model.parameters()).device
         order = sorted(range(len(encoded)), key=lambda i: -encoded.lengths[i])
-        cast = torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        cast = casting(device, self.precision)
         training = model.training
         model.eval()
         try:

@@ -21,10 +21,10 @@ from .kinds import Limits
 from .metrics import METRICS
 from .tasks import TASKS
 
-SILENT = ("protocol", "report_to", "device_batch_size")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
 """Fields that cannot change the result, and so do not count in a spec's name: a protocol's values count by themselves;
-a step's rows and its loss are the same however they are cut. What is left are rounding and the draws of dropout, as
-with another device or number of processes, which no spec names either."""
+a step's rows and its loss are the same however they are cut, a trunk's states wherever they come from. What is left are
+rounding and the draws of dropout, as with another device or number of processes, which no spec names either."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Fields that are the same in all runs of a spec."""
@@ -127,6 +127,15 @@ class RunSpec(BaseModel):
         description="chooses the best epoch, equal ones by the lower validation loss; default: the first metric",
     )
     report_to: tuple[Tracker, ...] = Field(default=(), description="tensorboard, wandb, mlflow")
+    trunk_dropout: Literal["on", "off"] = Field(
+        default="on", description="off: the layers below everything that is trained run without dropout"
+    )
+    trunk_cache: float = Field(
+        default=8.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="with trunk_dropout off, GiB on the disk for what these layers give; 0: they run in every pass",
+    )
 
     @field_validator("method", mode="before")
     @classmethod
@@ -135,6 +144,11 @@ class RunSpec(BaseModel):
             return repr(parse(value))
         except DeltuneError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("trunk_dropout", mode="before")
+    @classmethod
+    def _switched(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's on and off
 
     @field_validator("model", "data", "data_root")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from . import caching, checkpoints, machine, processes, sharding
+from . import caching, checkpoints, keeping, machine, processes, sharding
 from .assignments import assignment, limits_of
 from .attaching import attach, load
 from .data import Data
@@ -29,6 +30,7 @@ from .scoring import lines
 from .series import together
 from .specs import RunSpec
 from .trainer import DeltaTrainer, Reports
+from .trunk import Trunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,7 +103,7 @@ def _train(
         run.clear()
     facts = {"device": str(arguments.device), "precision": job.precision, "processes": processes.count()}
     processes.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
-    with Bar(progress and processes.main()) as bar:
+    with Bar(progress and processes.main()) as bar, _trunk(job, arguments.device, bar):
         _fit(job, arguments, bar)
         return _finish(job, bar)
 
@@ -125,6 +127,7 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
     tuned = attach(model, spec.method, head=spec.head)
     if not any(True for _ in tuned.trained()):
         raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
+    trunk = None if spec.trunk_dropout == "on" else Trunk(tuned)
     check_length(model, kind.positions(limits))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {
@@ -142,7 +145,7 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
         sharding.shard(tuned, device)
         parts.drop()  # its weights are shared out now
     batches = _batches(spec, encoded["train"], rows)
-    held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision)
+    held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision, trunk)
     return Job(spec, run, tuned, tokenizer, *held), source
 
 
@@ -199,6 +202,24 @@ def _arguments(job: Job, device: torch.device) -> TrainingArguments:
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # DataParallel would copy the model, and hooks stay with the first
     return arguments
+
+
+@contextlib.contextmanager
+def _trunk(job: Job, device: torch.device, bar: Bar) -> Iterator[None]:
+    """Inside, a frozen trunk that runs without dropout is run once for each row; in the end the model is free of it."""
+    if job.trunk is None:
+        yield
+        return
+    if sharding.sharded(job.model):
+        told.info("the frozen trunk is run in every pass: sharding=fsdp shares its layers out")
+    else:
+        job.model.to(device)  # type: ignore[arg-type]
+        bar.start("trunk", sum(map(len, job.encoded.values())))
+        job.encoded = keeping.shortened(job.trunk, job.use(bar), job.encoded, job.spec.trunk_cache)
+    try:
+        yield
+    finally:
+        job.trunk.remove()
 
 
 def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:

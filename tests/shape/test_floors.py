@@ -19,7 +19,7 @@ FLOORS = (
     ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     (
         "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
-        "wiring", "store", "handle", "interchange", "attaching",
+        "wiring", "store", "handle", "interchange", "attaching", "trunk",
     ),
     ("machine", "models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "stats", "tasks"),
@@ -27,7 +27,7 @@ FLOORS = (
      "listing", "caching"),
     (
         "faults", "specs", "assignments", "parts", "processes", "sharding", "runs", "checkpoints", "progress",
-        "stopping", "scoring", "inputs", "evaluate", "exporting",
+        "stopping", "keeping", "scoring", "inputs", "evaluate", "exporting",
     ),
     ("jobs", "trainer", "series", "train"),
     ("outcomes", "results", "clock", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "engine"),

@@ -1,0 +1,269 @@
+"""Runs whose frozen trunk runs once for each row: the same numbers as without its states, found again by content."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from deltune import caching, checkpoints
+from deltune.attaching import attach
+from deltune.classifying import CLASSIFICATION
+from deltune.encoding import collate
+from deltune.errors import DeltuneError
+from deltune.keeping import Shortened, shortened
+from deltune.kinds import Limits, Use
+from deltune.models import fit_padding, load_model, load_tokenizer
+from deltune.runs import Run
+from deltune.specs import RunSpec
+from deltune.train import train
+from deltune.trunk import Trunk
+
+UPPER = "layernorm(layers='upper half')"
+COLUMNS = {
+    "id": [str(i) for i in range(20)],
+    "text": [row["text"] for row in tiny.sentences(20, 0)],
+    "label": [i % 3 for i in range(20)],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("trunk")
+    tiny.spec(found)
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own; where the states go."""
+    monkeypatch.setenv(caching.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "trunk"
+
+
+def spec(root: Path, **changes: Any) -> RunSpec:
+    return tiny.spec(root, **{"method": UPPER, "trunk_dropout": "off", "epochs": 2, **changes})
+
+
+def alike(one: Run, two: Run) -> None:
+    """Two runs of the same numbers, up to rounding, all along."""
+    for split in ("validation", "test"):
+        assert one.metrics[split] == pytest.approx(two.metrics[split], abs=1e-5)
+    assert one.metrics["best"]["step"] == two.metrics["best"]["step"]
+    assert tiny.losses(one.folder) == pytest.approx(tiny.losses(two.folder), abs=1e-5)
+    mine, theirs = (load_file(run.delta / "delta.safetensors") for run in (one, two))
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def files(place: Path) -> dict[str, int]:
+    """The files of states, and when each was written."""
+    return {path.name: path.stat().st_ctime_ns for path in place.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bert", {}),
+        ("bert", {"method": "three_vectors", "patience": 1}),
+        ("bert", {"method": "head", "precision": "bf16"}),
+        ("bert", {"method": f"{UPPER} + three_vectors", "batch_tokens": 64, "batch_size": 32}),
+        ("gpt2", {"method": "lora(rank=2, dropout=0.1, layers='upper half')", "device_batch_size": 3, "batch_size": 6}),
+        ("gpt2", {"method": "head", "label_smoothing": 0.1}),
+        ("roberta", {"method": "prefix(length=2, layers='upper half')", "seeds": (0, 1)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(map(str, value.values())),
+)
+def test_a_run_from_states_is_the_same_run(
+    family: str, changes: dict[str, Any], root: Path, place: Path, tmp_path: Path
+) -> None:
+    """Training with dropout above, validation and test; one name, whether or not states are kept."""
+    model = root / family
+    if not model.exists():
+        tiny.model(model, family)
+    asked = spec(root, model=str(model), **changes)
+    without = asked.model_copy(update={"trunk_cache": 0.0})
+    assert asked.name == without.name != asked.model_copy(update={"trunk_dropout": "on"}).name
+    train(asked, tmp_path / "kept")
+    assert len(files(place)) == 3
+    train(without, tmp_path / "run")
+    runs = [sorted(path.parent for path in (tmp_path / name).rglob("log.jsonl")) for name in ("kept", "run")]
+    for one, two in zip(*runs, strict=True):
+        alike(Run(one), Run(two))
+
+
+def test_dropout_of_the_trunk_is_what_off_takes_away(root: Path, tmp_path: Path) -> None:
+    train(spec(root), tmp_path / "off")
+    train(spec(root, trunk_dropout="on"), tmp_path / "on")
+    assert tiny.losses(tmp_path / "off") != pytest.approx(tiny.losses(tmp_path / "on"), abs=1e-4)
+
+
+def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
+    """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
+    asked = spec(root, epochs=60)
+    (tmp_path / "spec.yaml").write_text(asked.yaml())
+    run = Run(tmp_path / "run")
+    command = [sys.executable, "-m", "deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        while checkpoints.latest(run.checkpoint) is None:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert not run.finished
+    made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
+    train(asked, run.folder)
+    train(asked.model_copy(update={"trunk_cache": 0.0}), tmp_path / "whole")
+    alike(Run(tmp_path / "whole"), run)
+    assert {path.name: path.read_bytes() for path in place.glob("*.safetensors")} == made
+
+
+def test_runs_share_states_by_content(root: Path, place: Path, tmp_path: Path) -> None:
+    """What a trunk gives depends on its tensors, its end and its rows; not on seed, rate or what is above."""
+
+    def made(**changes: Any) -> int:
+        before = set(files(place))
+        train(spec(root, epochs=1, **changes), tmp_path / f"{len(list(tmp_path.iterdir()))}")
+        return len(set(files(place)) - before)
+
+    assert made() == 3
+    assert made(seed=5, lr=1e-4) == made(method="lora(rank=2, layers=(1,))") == made(head="freeze") == 0
+    assert made(max_length=8) == 3, "other rows"
+    assert made(max_train_rows=20) == 1, "validation and test are the same"
+    assert made(method="head") == 3, "another end"
+    other = tiny.model(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    model = load_model(str(other), "base")
+    with torch.no_grad():
+        model.get_submodule("encoder.layer.0.output.dense").bias += 0.1
+    model.save_pretrained(other)
+    assert weights.keys() == load_file(other / "model.safetensors").keys()
+    assert made(model=str(other)) == 3, "another weight below"
+
+
+# -- what is kept
+
+
+def parts(root: Path, family: str, method: str) -> tuple[Trunk, Use, Any]:
+    model_folder = root / family
+    if not model_folder.exists():
+        tiny.model(model_folder, family)
+    tokenizer = load_tokenizer(str(model_folder))
+    model = load_model(str(model_folder), "classification", ["a", "b", "c"], "float32")
+    fit_padding(model, tokenizer)
+    tuned = attach(model, method)
+    encoded = CLASSIFICATION.encode(tokenizer, model, COLUMNS, Limits(max_length=16), True)
+    return Trunk(tuned), Use(model, tokenizer, ["a", "b", "c"], batch_size=4), encoded
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "reads", "states"),
+    [
+        ("bert", UPPER, "all", 1), ("bert", "three_vectors", "first", 3), ("bert", "head", "first", 1),
+        ("gpt2", "three_vectors", "last", 3), ("llama", "head", "last", 1), ("llama", UPPER, "all", 1),
+    ],
+)  # fmt: skip
+def test_as_little_as_is_read_is_kept(
+    family: str, method: str, reads: str, states: int, root: Path, place: Path
+) -> None:
+    """Real tokens alone, of one layer boundary; of the one token, where a head reads one; memory-mapped."""
+    trunk, use, encoded = parts(root, family, method)
+    found = shortened(trunk, use, {"train": encoded}, 1)["train"]
+    assert isinstance(found, Shortened) and found.states is not None
+    (tensor,) = found.states.values()
+    tokens = len(encoded) if reads != "all" else sum(encoded.lengths)
+    assert found.reads == reads and tuple(tensor.shape) == (tokens, states, 32)
+    assert found.lengths == encoded.lengths and found[3] == encoded[3]
+    (file,) = place.glob("*.safetensors")
+    mapped = Path("/proc/self/maps")
+    assert not mapped.exists() or file.name in mapped.read_text()
+    rows = found.__getitems__([5, 2])
+    batch = collate(use.tokenizer, rows)
+    assert batch["input_ids"].shape[1] == (1 if reads != "all" else max(encoded.lengths[5], encoded.lengths[2]))
+    use.model.eval()
+    with torch.no_grad():
+        short = use.model(**batch).logits
+        whole = use.model(**collate(use.tokenizer, encoded.__getitems__([5, 2]))).logits
+    torch.testing.assert_close(short, whole, rtol=1e-4, atol=1e-5)
+    trunk.remove()
+
+
+def test_more_than_is_allowed_is_an_error_before_anything(root: Path, place: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="trunk_cache=1, or trunk_cache=0 to run the trunk in every pass"):
+        train(spec(root, trunk_cache=1e-6), tmp_path / "run")
+    assert not files(place)
+
+
+def test_what_was_used_longest_ago_goes(root: Path, place: Path) -> None:
+    """The newest stay whole, whatever they take."""
+    trunk, use, encoded = parts(root, "bert", "three_vectors")
+    shortened(trunk, use, {"train": encoded}, 1)
+    (first,) = files(place)
+    size = (place / first).stat().st_size
+    trunk.remove()
+    trunk, use, encoded = parts(root, "gpt2", "three_vectors")
+    shortened(trunk, use, {"train": encoded}, size * 1.5 / 2**30)
+    assert len(files(place)) == 1 and first not in files(place)
+
+
+def test_a_torn_file_is_made_anew(root: Path, place: Path) -> None:
+    trunk, use, encoded = parts(root, "bert", UPPER)
+    shortened(trunk, use, {"train": encoded}, 1)
+    (file,) = place.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:200])
+    shortened(trunk, use, {"train": encoded}, 1)
+    assert file.read_bytes() == whole
+
+
+def test_what_cannot_be_kept_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is kept where nobody wants it, nor where a pass from states would give something else."""
+    monkeypatch.setenv(caching.VARIABLE, "off")
+    trunk, use, encoded = parts(root, "bert", UPPER)
+    with caplog.at_level(logging.INFO, "deltune"):
+        assert shortened(trunk, use, {"train": encoded}, 1)["train"] is encoded
+        monkeypatch.setenv(caching.VARIABLE, str(root / "cache"))
+        assert shortened(trunk, use, {"train": encoded}, 0)["train"] is encoded
+        upper = use.model.get_submodule("bert.encoder.layer.1")
+        lower = use.model.get_submodule("bert.encoder.layer.0.attention.self.value")
+        handles = [  # a layer that minds what another computes, past the graph of layers
+            use.model.register_forward_pre_hook(lambda *_: upper.__dict__.pop("seen", None) and None),
+            lower.register_forward_hook(lambda *_: upper.__dict__.update(seen=2.0)),
+            upper.register_forward_hook(lambda m, a, o: o * upper.__dict__.pop("seen", 1.0)),
+        ]
+        assert shortened(trunk, use, {"train": encoded}, 1)["train"] is encoded
+    for handle in handles:
+        handle.remove()
+    trunk.remove()
+    whys = ("DELTUNE_CACHE=off", "trunk_cache=0", "does not give what a whole pass gives")
+    assert [why in text for why, text in zip(whys, caplog.messages, strict=True)] == [True] * 3
+
+
+def test_a_run_without_a_trunk_is_an_error_that_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="trunk_dropout=off is for a frozen trunk"):
+        train(spec(root, method="layernorm"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_option_in_a_file(root: Path, tmp_path: Path) -> None:
+    """YAML says false for off."""
+    values = {"model": "minilm", "data": str(root / "data"), "method": "head"}
+    assert RunSpec(**values, trunk_dropout=False).trunk_dropout == "off"
+    assert RunSpec(**values, trunk_dropout=True) == RunSpec(**values)
+    assert json.dumps(RunSpec(**values, trunk_cache=1).canonical()) == json.dumps(RunSpec(**values).canonical())
+    with pytest.raises(DeltuneError, match="trunk_dropout"):
+        RunSpec(**values, trunk_dropout="some")
