@@ -3,8 +3,8 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: steps, adapterhub, memory, life, mixed, study, whole; by name only: methods, wholefull. What was interrupted goes on where
-it was; --again measures what is asked anew. Exit code 1 where a target is missed.
+Parts: steps, adapterhub, memory, life, trunk, mixed, study, whole; by name only: methods, wholefull. What was
+interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from deltune.progress import Bar
 
-from . import adapterhub, life, memory, methods, mixed, report, steps, study, whole
+from . import adapterhub, life, memory, methods, mixed, report, steps, study, trunk, whole
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +38,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "adapterhub": adapterhub.pieces(environment),
         "memory": memory.pieces(),
         "life": life.pieces(),
+        "trunk": trunk.pieces(),
         "mixed": mixed.pieces(),
         "study": study.pieces(),
         "whole": whole.pieces(data_root),
