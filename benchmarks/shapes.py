@@ -23,7 +23,7 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch. padded: rows of random lengths, from a quarter of the tokens to all of them."""
+    """A model and a batch. padded: one row of all tokens, the others of random lengths from a quarter."""
 
     name: str
     width: int
@@ -94,7 +94,7 @@ def batch(shape: Shape) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     mask = torch.ones_like(ids)
     if shape.padded:
         for row in range(1, shape.rows):
-            length = int(torch.randint(shape.tokens // 4, shape.tokens + 1, (1,), generator=made))
+            length = int(torch.randint(shape.tokens // 4, shape.tokens, (1,), generator=made))
             mask[row, length:] = 0
             ids[row, length:] = 0
     if shape.kind == "encoder":

@@ -164,6 +164,7 @@ def test_sides_share_their_frozen_weights(kind: str) -> None:
     assert padded["attention_mask"].sum() < padded["attention_mask"].numel()
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_memory() -> None:
     beside = measured(memory.beside(tiny("encoder")))
@@ -188,13 +189,14 @@ def test_methods(tmp_path: Path) -> None:
     assert {row.unit for row in rows} == {"×", "MiB"}
 
 
+@pytest.mark.slow
 def test_a_study_reads_its_backbone_once_a_worker_and_tokenises_once_a_task(tmp_path: Path) -> None:
     rows = measured(study.measure(str(parts.model(tmp_path / "model"))))
     assert [row.figure for row in rows] == [1, 1] and all("24 runs" in row.note for row in rows)
 
 
 def test_trunk(tmp_path: Path) -> None:
-    found = trunk.measure(str(parts.model(tmp_path / "model")), 40, 1, {"head": 10.0})
+    found = trunk.measure(str(parts.model(tmp_path / "model")), 40, 1, {"head": 10.0}, max_length=32)
     assert measured(found)[0].note == "40 rows; 2 rounds"
 
 
