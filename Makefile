@@ -15,7 +15,7 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test slow lint format clean distclean
+.PHONY: help install quickstart test slow lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
@@ -23,6 +23,10 @@ help:
 	@echo "make slow                    all tests"
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
+	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
+	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
+	@echo "make bench-gpu               a billion parameters on an accelerator: build/bench-gpu.json"
+	@echo "make bench-adapterhub-env    the environment that AdapterHub's side of make bench needs"
 	@echo "make clean                   remove caches and build outputs"
 	@echo "make distclean               the same, and $(VENV)"
 
@@ -56,6 +60,26 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# All cores, and nothing asked of the hub; PARTS=steps,memory measures these alone, ARGS="--again" and the like goes on.
+BENCH_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
+ADAPTERHUB := build/adapterhub
+
+bench: $(STAMP)
+	@$(BENCH_ENV) $(BIN)/python -m benchmarks $(if $(PARTS),--only $(PARTS)) $(ARGS)
+
+bench-whole: $(STAMP)
+	@$(BENCH_ENV) $(BIN)/python -m benchmarks --only wholefull $(ARGS)
+
+bench-gpu: $(STAMP)
+	@$(BENCH_ENV) $(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# torch first and alone, as above.
+bench-adapterhub-env:
+	@test -n "$(PYTHON)" || { echo "no python3 on the PATH; name one: make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(ADAPTERHUB)
+	$(ADAPTERHUB)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' benchmarks/adapterhub-requirements.txt)"
+	$(ADAPTERHUB)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/adapterhub-requirements.txt
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage

@@ -1,61 +1,69 @@
-"""Time of a training step and activations kept for the backward pass, method by method, as shares of full tuning.
-
-    python benchmarks/steps.py [--rows 8] [--tokens 64] [--repeats 7] [--threads 1] [--json FILE] [METHOD ...]
-
-The MiniLM of the package, classification with two labels, AdamW, no padding. Methods take turns, so that a noisy
-machine is noisy to all of them; medians are reported (deltune.engine.timing).
-"""
+"""Steps against PEFT's, steps against two forward passes, inference against the bare model's."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import gc
+from collections.abc import Callable
 
-import torch
-from rich.console import Console
-from rich.table import Table
+from deltune.engine.clock import Turn, interleaved
 
-from deltune.engine.timing import BARE, turns
+from .frame import Piece
+from .peers import PAIRS, bare, merged, ours, theirs
+from .rows import NOT_SLOWER, Row, Target, compared, missing
+from .shapes import Shape, base, build, minilm
 
-FULL = "full"
-METHODS = (
-    "prompt(length=20)", "lora(rank=8)", "prefix(length=16)", "bitfit", "mam", "layernorm", "adapter(rank=16)",
-    "parallel_adapter(rank=16)", "head",
-)  # fmt: skip
+FORWARDS = {
+    "layernorm": 1.15, "bitfit": 1.15, "parallel_adapter(rank=16)": 1.15, "lora(rank=8)": 1.2, "prefix(length=16)": 1.2,
+}  # fmt: skip
+"""Method -> how many times two forward passes a step may take."""
+
+INFERENCE = ("layernorm", "lora(rank=8)", "parallel_adapter(rank=16)")
+MERGED = "lora(rank=8)"
 
 
-def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("methods", nargs="*", default=list(METHODS))
-    asked.add_argument("--rows", type=int, default=8)
-    asked.add_argument("--tokens", type=int, default=64)
-    asked.add_argument("--repeats", type=int, default=7)
-    asked.add_argument("--threads", type=int, default=1)
-    asked.add_argument("--json", type=Path)
-    given = asked.parse_args()
-    torch.set_num_threads(given.threads)
-    methods = {method: method for method in (FULL, *given.methods)}
-    found = turns("minilm", methods, given.rows, given.tokens, given.repeats, whats=("step",))
-    rows = [
-        {
-            "method": method,
-            "percent": facts["percent"],
-            "step_percent_of_full": 100 * facts["step"] / found[FULL]["step"],
-            "seconds": facts["step"],
-            "kept_mib": facts["kept"] / 2**20,
-        }
-        for method, facts in found.items()
-        if method != BARE
+def measure(shape: Shape, rounds: int) -> list[Row]:
+    """All rows of a shape, from one interleaved run."""
+    like = build(shape)
+    plain = bare(shape, like)
+    sides: dict[str, Turn] = {}
+    for method in dict.fromkeys((*(pair.ours for pair in PAIRS), *FORWARDS, *INFERENCE)):
+        sides[method] = ours(method, shape, like)
+    peft = {pair.name: theirs(pair, shape, like) for pair in PAIRS}
+    folded = merged(MERGED, shape, like)
+    cases: dict[tuple[str, str], Callable[[], object]] = {("bare", "forwards"): plain.forwards}
+    cases |= {("ours", method): turn.step for method, turn in sides.items()}
+    cases |= {("peft", name): turn.step for name, turn in peft.items() if turn is not None}
+    cases |= {("inference", "bare"): plain.inference, ("inference", "merged"): folded.inference}
+    cases |= {("inference", method): sides[method].inference for method in INFERENCE}
+    gc.collect()
+    seconds = interleaved(cases, rounds)
+    rows = []
+    for pair in PAIRS:
+        name = f"step / PEFT's: {pair.name}; {shape}"
+        if peft[pair.name] is None:
+            rows.append(missing(name, "PEFT cannot"))
+        else:
+            rows.append(compared(name, seconds["ours", pair.ours], seconds["peft", pair.name], NOT_SLOWER))
+    for method, limit in FORWARDS.items():
+        name = f"step / two forwards: {method}; {shape}"
+        rows.append(compared(name, seconds["ours", method], seconds["bare", "forwards"], Target(limit)))
+    for method in INFERENCE:
+        name = f"inference / bare: {method}; {shape}"
+        rows.append(compared(name, seconds["inference", method], seconds["inference", "bare"], Target(1.03)))
+    name = f"inference / bare: {MERGED} merged; {shape}"
+    rows.append(compared(name, seconds["inference", "merged"], seconds["inference", "bare"], NOT_SLOWER))
+    return rows
+
+
+def pieces() -> list[Piece]:
+    """Every shape of MiniLM; of the base shapes, which take ten times as long, one of each kind."""
+    shapes = [
+        (minilm(kind, padded, dropout), 9, 45.0)
+        for kind in ("encoder", "decoder")
+        for padded, dropout in ((False, 0.0), (False, 0.1), (True, 0.1))
     ]
-    rows.sort(key=lambda row: -row["step_percent_of_full"])
-    table = Table("method", "trained, % of the model", "step, % of full", "kept activations, MiB")
-    for row in rows:
-        table.add_row(row["method"], *(f"{row[k]:.3g}" for k in ("percent", "step_percent_of_full", "kept_mib")))
-    Console().print(table)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    shapes += [(base("encoder", True), 7, 60.0), (base("decoder", False, 0.0), 7, 60.0)]
+    return [
+        Piece(f"steps: {shape}", lambda shape=shape, rounds=rounds: measure(shape, rounds), seconds)  # type: ignore[misc]
+        for shape, rounds, seconds in shapes
+    ]

@@ -1,79 +1,66 @@
 """Epochs of runs that take a frozen trunk's states from the disk, against epochs that run the trunk.
 
-    python benchmarks/trunk.py [--rows 400] [--repeats 5] [--threads 1] [--json FILE]
-
 `deltune train` of the packaged MiniLM on its support tickets, repeated up to so many rows, in batches of 32 and with
-trunk_dropout=off; trunk_cache decides. The two runs of a method take turns, so that a noisy machine is noisy to both,
-and the median of their ratios is told. An epoch is everything from one validation to the next; the first, which makes
-the states, is left out.
+trunk_dropout=off; trunk_cache decides. The two runs of a method take turns. An epoch is everything from one validation
+to the next; the first, which makes the states, is left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
-import statistics
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.table import Table
 
 from deltune.cli.quickstart import TICKETS
 from deltune.runs.folder import Run
-from deltune.runs.parts import Parts
 from deltune.runs.specs import RunSpec
 from deltune.runs.train import train
-from deltune.tasks import caching
+
+from .frame import Piece
+from .rows import Row, Target, compared
+from .study import cache
 
 TARGETS = {"three_vectors": 10.0, "head": 10.0, "layernorm(layers='upper half')": 1.4}
 """Method -> how many times faster an epoch is to be, at least. Of the upper half 1.5 is the arithmetic."""
-EPOCHS = 2
+SIZES = {"run": 0.0, "kept": 8.0}
+"""GiB of states that may be kept."""
+EPOCHS = 3
 
 
-def epochs(method: str, data: Path, cache: float, output: Path, parts: Parts) -> list[float]:
+def epochs(model: str, method: str, data: Path, size: float, output: Path, max_length: int) -> list[float]:
     """Seconds of every epoch after the first."""
-    spec = RunSpec(model="minilm", data=str(data), method=method, epochs=EPOCHS, trunk_dropout="off", trunk_cache=cache)
-    train(spec, output, progress=False, parts=parts)
+    spec = RunSpec(
+        model=model, data=str(data), method=method, epochs=EPOCHS, max_length=max_length, trunk_dropout="off",
+        trunk_cache=size,
+    )  # fmt: skip
+    train(spec, output, progress=False)
     lines = [json.loads(line) for line in Run(output).log_file.read_text(encoding="utf-8").splitlines()]
     ends = [line["seconds"] for line in lines if "eval_loss" in line]
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def measure(rows: int = 400, repeats: int = 5) -> list[dict[str, Any]]:
+def measure(
+    model: str = "minilm",
+    rows: int = 600,
+    repeats: int = 2,
+    targets: Mapping[str, float] = TARGETS,
+    max_length: int = 128,
+) -> list[Row]:
     """A row for each method: how many times faster its epochs are with the states."""
-    found, parts = [], Parts()
-    with tempfile.TemporaryDirectory() as made:
+    found = []
+    with tempfile.TemporaryDirectory() as made, cache(Path(made) / "cache"):
         place = Path(made)
         data = _data(place / "data", rows)
-        before = os.environ.get(caching.VARIABLE)
-        os.environ[caching.VARIABLE] = str(place / "cache")
-        try:
-            for number, (method, target) in enumerate(TARGETS.items()):
-                seconds: dict[float, list[float]] = {0.0: [], 8.0: []}
-                for turn in range(repeats):
-                    for cache, own in seconds.items():
-                        own += epochs(method, data, cache, place / f"{number}-{turn}-{cache}", parts)
-                ratios = [slow / fast for slow, fast in zip(seconds[0.0], seconds[8.0], strict=True)]
-                figure = statistics.median(ratios)
-                found.append(
-                    {
-                        "name": f"frozen trunk kept: an epoch of {method}, times faster",
-                        "figure": figure,
-                        "target": target,
-                        "passed": figure >= target,
-                        "all": ratios,
-                        "seconds": {"run": seconds[0.0], "kept": seconds[8.0]},
-                    }
-                )
-        finally:
-            os.environ.pop(caching.VARIABLE)
-            if before is not None:
-                os.environ[caching.VARIABLE] = before
+        for number, (method, target) in enumerate(targets.items()):
+            seconds: dict[str, list[float]] = {side: [] for side in SIZES}
+            for turn in range(repeats):
+                for side, size in SIZES.items():
+                    output = place / f"{number}-{turn}-{side}"
+                    seconds[side] += epochs(model, method, data, size, output, max_length)
+            name = f"frozen trunk kept: an epoch of {method}, times faster"
+            found.append(compared(name, seconds["run"], seconds["kept"], Target(target, "at least"), f"{rows} rows"))
     return found
 
 
@@ -88,22 +75,5 @@ def _data(folder: Path, rows: int) -> Path:
     return folder
 
 
-def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--rows", type=int, default=400)
-    asked.add_argument("--repeats", type=int, default=5)
-    asked.add_argument("--threads", type=int, default=1)
-    asked.add_argument("--json", type=Path)
-    given = asked.parse_args()
-    torch.set_num_threads(given.threads)
-    rows = measure(given.rows, given.repeats)
-    table = Table("what", "figure", "target", "passed")
-    for row in rows:
-        table.add_row(row["name"], f"{row['figure']:.2f}", f"≥ {row['target']:g}", "yes" if row["passed"] else "no")
-    Console().print(table)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def pieces() -> list[Piece]:
+    return [Piece("trunk: tickets", measure, 80.0)]

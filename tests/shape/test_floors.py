@@ -34,7 +34,7 @@ FLOORS = {
         "progress", "stopping", "keeping", "scoring", "inputs", "evaluate", "exporting", "jobs", "trainer", "series",
         "train",
     ),
-    "engine": ("outcomes", "results", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "drive"),
+    "engine": ("outcomes", "results", "clock", "timing", "terms", "works", "sweeps", "pools", "pools_ray", "drive"),
     "findings": (
         "stats", "readings", "cells", "effects", "claims", "claims_ln", "claims_uv", "claims_ap", "claims_papers",
         "verdicts",

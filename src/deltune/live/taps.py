@@ -16,7 +16,7 @@ from ..anatomy.values import Anatomy
 from ..errors import DeltuneError
 from .edits import Edit
 from .gates import Change
-from .uses import Use, edits_of, single
+from .uses import Use, edits_of, joined, single
 from .weights import Sparse
 
 
@@ -48,8 +48,7 @@ class Tap:
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        for edit, use in self.writes_input:
-            h = self.applied(edit, use, h, module)
+        h = self.applied(self.writes_input, h, module)
         for edit, use in self.reads:
             edit.seen = use.pick(h)
         if not self.writes_input:
@@ -61,19 +60,22 @@ class Tap:
         if not self.writes_output:
             return None
         h = output if isinstance(output, torch.Tensor) else output[0]
-        for edit, use in self.writes_output:
-            h = self.applied(edit, use, h, module)
+        h = self.applied(self.writes_output, h, module)
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
-    def applied(self, edit: Edit, use: Use, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with the edit, in the rows that use it."""
-        if observing():
-            self.mark(edit)
-            return h
-        if use.rows is None:
-            return edit.apply_to(h, module)
-        with use.lending(module):
-            return use.put(h, edit.apply_to(use.pick(h), module))
+    def applied(self, edits: Sequence[tuple[Edit, Use]], h: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """h with the edits, each in the rows that use it."""
+        parts: dict[Use, torch.Tensor] = {}
+        for edit, use in edits:
+            if observing():
+                self.mark(edit)
+            elif use.rows is None:
+                h = edit.apply_to(h, module)
+            else:
+                part = parts[use] if use in parts else use.pick(h)
+                with use.lending(module):
+                    parts[use] = edit.apply_to(part, module)
+        return joined(h, parts) if parts else h
 
     @staticmethod
     def mark(edit: Edit) -> None:
@@ -205,19 +207,17 @@ class RowTap:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if observing():
             return None
-        parts = []
+        parts: dict[Use, torch.Tensor] = {}
         for use in self.uses:
             with use.lending(module):
                 mine = [use.pick(a) if isinstance(a, torch.Tensor) else a for a in args]
                 named = {k: use.pick(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-                parts.append((use, module.forward(*mine, **named)))
+                parts[use] = module.forward(*mine, **named)
         if not isinstance(output, torch.Tensor):
             raise DeltuneError(f"a {type(module).__name__} gives no plain tensor, so its rows cannot differ")
-        widths = [part.shape[-1] for _, part in parts] + ([output.shape[-1]] if self.rest else [])
+        widths = [part.shape[-1] for part in parts.values()] + ([output.shape[-1]] if self.rest else [])
         whole = _widened(output[..., : max(widths)], max(widths))
-        for use, part in parts:
-            whole = use.put(whole, _widened(part, max(widths)))
-        return whole
+        return joined(whole, {use: _widened(part, max(widths)) for use, part in parts.items()})
 
     def remove(self) -> None:
         self.handle.remove()

@@ -80,6 +80,12 @@ def single(uses: Sequence[Use]) -> bool:
     return all(use.rows is None for use in uses)
 
 
+def joined(whole: torch.Tensor, parts: Mapping[Use, torch.Tensor]) -> torch.Tensor:
+    """The tensor with the rows of every use replaced, in one copy whatever the number of uses."""
+    index = torch.cat([use.index(whole.shape[0], whole.device) for use in parts])
+    return whole.index_copy(0, index, torch.cat(tuple(parts.values())))
+
+
 def by_row(
     parts: Sequence[tuple[Use, torch.Tensor]], size: int, at_end: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

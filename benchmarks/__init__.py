@@ -1,0 +1,1 @@
+"""deltune beside PEFT and AdapterHub: `make bench`, or `python -m benchmarks --help`."""

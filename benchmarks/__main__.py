@@ -1,0 +1,100 @@
+"""deltune beside PEFT and AdapterHub, as ratios of the same interleaved run, each with its target.
+
+    python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
+    python -m benchmarks --write docs/speed.md
+
+Parts: steps, adapterhub, memory, life, trunk, mixed, study, whole; by name only: methods, wholefull. What was
+interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded: its profiler tells of every start
+
+import torch
+from rich.console import Console
+from transformers.utils import logging
+
+from deltune.runs.progress import Bar
+
+from . import adapterhub, life, memory, methods, mixed, report, steps, study, trunk, whole
+from .frame import Piece, Report, carry_out, chosen, machine
+
+ROOT = Path(__file__).parents[1]
+EXTRA = ("methods", "wholefull")
+"""Parts that are measured only when they are named."""
+
+
+def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece]]:
+    """All parts, in the order of the table."""
+    return {
+        "steps": steps.pieces(),
+        "adapterhub": adapterhub.pieces(environment),
+        "memory": memory.pieces(),
+        "life": life.pieces(),
+        "trunk": trunk.pieces(),
+        "mixed": mixed.pieces(),
+        "study": study.pieces(),
+        "whole": whole.pieces(data_root),
+        "methods": methods.pieces(),
+        "wholefull": whole.pieces(data_root, full=True),
+    }
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    asked.add_argument("--only", help="parts: a,b,…")
+    asked.add_argument("--data-root", type=Path, default=ROOT.parent / "shared" / "data")
+    asked.add_argument("--adapterhub", type=Path, default=ROOT / "build" / "adapterhub", help="its environment")
+    asked.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    asked.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
+    asked.add_argument("--again", action="store_true")
+    asked.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
+    given = asked.parse_args()
+    if given.write is not None:
+        report.write(given.write, Report.read(given.output))
+        return
+    torch.set_num_threads(given.threads)
+    logging.set_verbosity_error()
+    known = parts(given.data_root if given.data_root.is_dir() else None, given.adapterhub)
+    default = ",".join(name for name in known if name not in EXTRA)
+    todo = chosen(known, given.only or default)
+    found = Report.begin(given.output, machine(given.threads), todo, given.again)
+    measured(todo, found)
+    report.show(found.all_rows())
+    missed = [row for row in found.all_rows() if row.passed is False]
+    spent = sum(found.seconds.values())
+    print(f"{len(found.all_rows())} rows, {len(missed)} targets missed, {spent / 60:.1f} minutes; {found.path}")
+    sys.exit(bool(missed))
+
+
+def measured(todo: Sequence[Piece], found: Report) -> None:
+    """Measure what is left, with a bar in seconds of the plan, or a line for each piece where there is no terminal."""
+    console = Console(stderr=True)
+    left = [piece for piece in todo if piece.name in found.left]
+    with Bar() as bar:
+        bar.start("bench", round(sum(piece.seconds for piece in todo)))
+        bar.advance(round(sum(piece.seconds for piece in todo if piece not in left)))
+        before: list[Piece] = []
+
+        def begins(piece: Piece) -> None:
+            bar.advance(round(sum(p.seconds for p in before)))
+            before[:] = [piece]
+            bar.note(piece.name)
+            if not console.is_terminal:
+                rest = sum(p.seconds for p in left[left.index(piece) :])
+                print(f"{piece.name} (about {rest / 60:.0f} minutes left)", file=sys.stderr, flush=True)
+
+        carry_out(todo, found, begins)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Steps against AdapterHub's, which needs an older transformers: a process in an environment of its own takes turns
+with us, and both count their steps in steps of full tuning of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltune.engine.clock import Ratio, interleaved, ratio
+
+from .frame import Piece
+from .peers import full, ours
+from .rows import NOT_SLOWER, Row, missing, of_ratio
+from .shapes import Shape, build, minilm
+
+ROOT = Path(__file__).parents[1]
+FULL = "full"
+
+
+class Died(Exception):
+    """The other process ended; with what it said last."""
+
+
+class Worker:
+    """The other process."""
+
+    def __init__(self, python: Path) -> None:
+        path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self.process = subprocess.Popen(
+            [str(python), "-m", "benchmarks.adapterhub_worker"], cwd=ROOT, text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said,
+        )  # fmt: skip
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """Its answer. Raises Died."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it died: there is no answer
+            print(json.dumps(what), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            self.said.seek(0)
+            said = self.said.read().strip().splitlines()
+            raise Died(f"AdapterHub's process died: {said[-1] if said else 'without a word'}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.said.close()
+
+
+def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
+    """All rows of a shape."""
+    python = environment / "bin" / "python"
+    name = f"step / AdapterHub's, both of full tuning: {{}}; {shape}"
+    if not python.exists():
+        return [missing(name.format("all methods"), "make bench-adapterhub-env")]
+    worker = Worker(python)
+    try:
+        told = worker.ask(shape=asdict(shape))
+        like = build(shape)
+        sides = {method: full(shape) if method == FULL else ours(method, shape, like) for method in told["methods"]}
+        cases: dict[tuple[str, str], Callable[[], object]] = {
+            ("ours", method): turn.step for method, turn in sides.items()
+        }
+        cases |= {("theirs", method): partial(worker.ask, step=method) for method in told["methods"]}
+        gc.collect()
+        seconds = interleaved(cases, rounds)
+    except Died as error:
+        return [missing(name.format("all methods"), str(error))]
+    finally:
+        worker.close()
+    rows = [missing(name.format(method), "AdapterHub cannot") for method in told["cannot"]]
+    for method in told["methods"]:
+        if method == FULL:
+            continue
+        shares = {side: [a / b for a, b in zip(seconds[side, method], seconds[side, FULL], strict=True)]
+                  for side in ("ours", "theirs")}  # fmt: skip
+        found: Ratio = ratio(shares["ours"], shares["theirs"])
+        each = {side: ratio(seconds[side, method], seconds[side, FULL]).figure for side in shares}
+        note = f"of full tuning: ours {each['ours']:.3f}, theirs {each['theirs']:.3f}"
+        rows.append(of_ratio(name.format(method), found, NOT_SLOWER, note))
+    return rows
+
+
+def pieces(environment: Path) -> list[Piece]:
+    shapes = (minilm("encoder", dropout=0.0), minilm("encoder", dropout=0.1), minilm("decoder", True, 0.1))
+    seconds = 45.0 if (environment / "bin" / "python").exists() else 0.0
+    return [Piece(f"adapterhub: {shape}", partial(measure, shape, 9, environment), seconds) for shape in shapes]

@@ -1,0 +1,69 @@
+"""AdapterHub's side, in an environment of its own: makes what it is told and takes a step of it when it is told.
+
+Lines of JSON come in, a line goes out for each: {"shape": …} builds, {"step": NAME} takes a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import adapters
+
+from benchmarks.shapes import Shape, batch, build
+from deltune.engine.clock import Turn
+
+FULL = "full"
+CONFIGS: dict[str, Callable[[int], Any]] = {
+    "lora(rank=8)": lambda width: adapters.LoRAConfig(r=8, alpha=8),
+    "prefix(length=16)": lambda width: adapters.PrefixTuningConfig(prefix_length=16, flat=True),
+    "adapter(style='pfeiffer', rank=16)": lambda width: adapters.SeqBnConfig(reduction_factor=width / 16),
+    "adapter(rank=16)": lambda width: adapters.DoubleSeqBnConfig(reduction_factor=width / 16),
+    "scaled_parallel_adapter(rank=16)": lambda width: adapters.ParBnConfig(reduction_factor=width / 16),
+    "mam(length=16, rank=16)": lambda width: adapters.MAMConfig(
+        adapters.PrefixTuningConfig(prefix_length=16, flat=True), adapters.ParBnConfig(reduction_factor=width / 16)
+    ),
+    "ia3": lambda width: adapters.IA3Config(),
+    "prompt(length=20)": lambda width: adapters.PromptTuningConfig(prompt_length=20),
+}
+"""Our expression -> their configuration of the same sizes, for a width."""
+
+
+def make(shape: Shape) -> tuple[dict[str, Turn], list[str]]:
+    """Full tuning, and every method on frozen weights in the same memory; and what AdapterHub cannot put there."""
+    like = build(shape)
+    whole = build(shape)
+    turns = {FULL: Turn(whole, *batch(shape), list(whole.parameters()))}
+    cannot = []
+    for method, config in CONFIGS.items():
+        model: Any = build(shape, like)
+        adapters.init(model)
+        try:
+            model.add_adapter("it", config=config(shape.width))
+        except ValueError:  # not supported by this model
+            cannot.append(method)
+            continue
+        model.train_adapter("it")
+        turns[method] = Turn(model, *batch(shape), [p for p in model.parameters() if p.requires_grad])
+    return turns, cannot
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    turns: dict[str, Turn] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "shape" in asked:
+            turns, cannot = make(Shape(**asked["shape"]))
+            print(json.dumps({"methods": list(turns), "cannot": cannot}), file=answers, flush=True)
+        else:
+            turns[asked["step"]].step()
+            print("{}", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What a method costs beside full tuning: its step, and what is kept for the backward pass (docs/choose.md).
+
+The packaged MiniLM, classification with two labels, AdamW, 8 × 64 tokens without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from deltune.engine.timing import turns
+
+from .frame import Piece
+from .memory import MIB
+from .rows import Row, compared
+
+FULL = "full"
+METHODS = (
+    "prompt(length=20)", "lora(rank=8)", "prefix(length=16)", "bitfit", "mam", "layernorm", "adapter(rank=16)",
+    "parallel_adapter(rank=16)", "head",
+)  # fmt: skip
+
+
+def measure(model: str, methods: Sequence[str], rows: int, tokens: int, rounds: int) -> list[Row]:
+    """Two rows a method, the slowest first."""
+    asked = {method: method for method in (FULL, *methods)}
+    facts = turns(model, asked, rows, tokens, rounds, whats=("step",))
+    found = []
+    for method in sorted(methods, key=lambda method: -facts[method]["step"]):
+        own = facts[method]
+        note = f"trains {own['percent']:.3g} % of the model"
+        steps = (own["turns"]["step"], facts[FULL]["turns"]["step"])
+        found.append(compared(f"step / full tuning's: {method}", *steps, note=note))
+        found.append(Row(f"kept for the backward pass: {method}", own["kept"] / MIB, unit="MiB"))
+    return [*found, Row(f"kept for the backward pass: {FULL}", facts[FULL]["kept"] / MIB, unit="MiB")]
+
+
+def pieces() -> list[Piece]:
+    return [Piece("methods: MiniLM, 8 × 64", partial(measure, "minilm", METHODS, 8, 64, 9), 30.0)]

@@ -1,0 +1,76 @@
+"""Eight deltas in one batch of 32 against eight batches of 4, beside what the bare model gains from that."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import deltune
+from deltune.engine.clock import interleaved, ratio
+
+from .frame import Piece
+from .rows import Row, Target, of_ratio
+from .shapes import Shape, batch, build, minilm
+
+METHODS = ("layernorm", "lora(rank=8)", "prefix(length=16)", "parallel_adapter(rank=16)", "three_vectors")
+DELTAS, EACH = 8, 4
+BARE = "bare"
+
+
+def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list[Row]:
+    """The gain, time of eight batches over that of one, as a share of the bare model's in the same rounds.
+
+    The eight batches use one delta, so switching, which they would need too, is not counted for us; rows() is.
+    """
+    inputs, _ = batch(shape)
+    parts = [{name: tensor[i : i + EACH] for name, tensor in inputs.items()} for i in range(0, shape.rows, EACH)]
+    names = [f"d{i % DELTAS}" for i in range(shape.rows)]
+    like = build(shape).eval()
+    cases: dict[tuple[str, str], Callable[[], object]] = {}
+    for method in (BARE, *methods):
+        model = build(shape, like).eval()
+        if method == BARE:
+            together: Callable[[], object] = partial(model, **inputs)
+        else:
+            for i in range(DELTAS):
+                tuned = deltune.attach(model, method, name=f"d{i}")
+            together = partial(_mixed, tuned, names, partial(model, **inputs))
+        cases[method, "one"] = together
+        cases[method, "several"] = partial(_several, [partial(model, **part) for part in parts])
+    gc.collect()
+    with torch.no_grad():
+        seconds = interleaved(cases, rounds)
+    gains = {
+        method: [a / b for a, b in zip(seconds[method, "several"], seconds[method, "one"], strict=True)]
+        for method in (BARE, *methods)
+    }
+    bare = ratio(seconds[BARE, "several"], seconds[BARE, "one"]).figure
+    rows = []
+    for method in methods:
+        own = ratio(seconds[method, "several"], seconds[method, "one"]).figure
+        note = f"gains {own:.2f} ×, the bare model {bare:.2f} ×"
+        name = f"gain from one mixed batch / the bare model's: {method}; {shape.rows} × {shape.tokens}"
+        rows.append(of_ratio(name, ratio(gains[method], gains[BARE]), Target(0.85, "at least"), note))
+    return rows
+
+
+def _mixed(tuned: deltune.Tuned, names: Sequence[str], work: Callable[[], object]) -> None:
+    with tuned.rows(names):
+        work()
+
+
+def _several(works: Sequence[Callable[[], object]]) -> None:
+    for work in works:
+        work()
+
+
+def pieces() -> list[Piece]:
+    shapes = [replace(minilm("encoder"), rows=DELTAS * EACH, tokens=tokens) for tokens in (16, 64)]
+    return [
+        Piece(f"mixed: {shape.tokens} tokens", partial(measure, shape, 15), seconds)
+        for shape, seconds in zip(shapes, (15.0, 50.0), strict=True)
+    ]

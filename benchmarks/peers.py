@@ -1,0 +1,113 @@
+"""The methods that PEFT has too: our expression beside its configuration, on models that share their frozen weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import deltune
+from deltune.engine.clock import Turn
+
+from .shapes import Shape, batch, build
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same method in both libraries. peft: PEFT's configuration for a shape, None where it cannot."""
+
+    name: str
+    ours: str
+    peft: Callable[[Shape], Any]
+
+
+def _config(kind: str, **options: Any) -> Any:
+    import peft
+
+    return getattr(peft, kind)(**options)
+
+
+def _inner(shape: Shape) -> dict[str, Any]:
+    """IA3 as in its paper, where PEFT's default for BERT also takes the output of the attention."""
+    if shape.kind == "decoder":
+        return {}
+    down = r".*layer\.\d+\.output\.dense"
+    return {"target_modules": rf"{down}|.*\.(key|value)", "feedforward_modules": down}
+
+
+PAIRS = (
+    Pair("lora, r=8", "lora(rank=8)", lambda s: _config("LoraConfig", task_type=s.task, r=8, lora_alpha=8)),
+    Pair(
+        "layernorm",
+        "layernorm",
+        lambda s: _config(
+            "LNTuningConfig", task_type=s.task, target_modules=["LayerNorm"] if s.kind == "encoder" else None
+        ),
+    ),
+    Pair(
+        "prefix, l=16",
+        "prefix(length=16)",
+        lambda s: _config("PrefixTuningConfig", task_type=s.task, num_virtual_tokens=16),
+    ),
+    Pair("ia3", "ia3", lambda s: _config("IA3Config", task_type=s.task, **_inner(s))),
+    Pair(
+        "prompt, l=20",
+        "prompt(length=20)",
+        lambda s: _config("PromptTuningConfig", task_type=s.task, num_virtual_tokens=20),
+    ),
+    Pair(
+        "biases of linears",
+        "bitfit(which='linear')",
+        lambda s: (
+            _config("BeftConfig", task_type=s.task, target_modules=r".*layer\.\d+.*(query|key|value|dense)")
+            if s.kind == "encoder"
+            else None  # BEFT takes no transposed linears
+        ),
+    ),
+)
+
+
+def theirs(pair: Pair, shape: Shape, like: nn.Module) -> Turn | None:
+    """PEFT's side; None where PEFT cannot."""
+    import peft
+
+    config = pair.peft(shape)
+    if config is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(build(shape, like), config)
+    return Turn(model, *batch(shape), [p for p in model.parameters() if p.requires_grad])
+
+
+def ours(method: str, shape: Shape, like: nn.Module) -> Turn:
+    """Our side."""
+    model = build(shape, like)
+    tuned = deltune.attach(model, method)
+    return Turn(model, *batch(shape), list(tuned.parameters()))
+
+
+def bare(shape: Shape, like: nn.Module) -> Turn:
+    """The model without any method; nothing trains."""
+    return Turn(build(shape, like).requires_grad_(False), *batch(shape), [])
+
+
+def full(shape: Shape) -> Turn:
+    """Everything trains, on a model of its own."""
+    model = build(shape)
+    return Turn(model, *batch(shape), list(model.parameters()))
+
+
+def merged(method: str, shape: Shape, like: nn.Module) -> Turn:
+    """Ours, folded into the weights."""
+    made = ours(method, shape, like)
+    tuned = deltune.tuned(made.model)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(0.01)
+    tuned.merge()
+    return made

@@ -1,0 +1,79 @@
+"""Rows for people: a table on the terminal, tables in Markdown between marks of a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .frame import Report
+from .rows import Row
+
+MARKS = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""`<!-- bench: NAME -->` … `<!-- end -->`: a part's rows, or `machine`."""
+SAID = {True: "pass", False: "FAIL", None: "–"}
+
+
+def cells(row: Row) -> tuple[str, str, str, str, str]:
+    """figure, interval, target, verdict, note."""
+    unit = f" {row.unit}" if row.unit else ""
+    figure = "–" if row.figure is None else f"{_number(row.figure)}{unit}"
+    interval = "" if row.interval is None else " … ".join(_number(end) for end in row.interval)
+    return figure, interval, "" if row.target is None else str(row.target), SAID[row.passed], row.note
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """A line for each row."""
+    made = Table("what", "figure", "95 % interval", "target", "", "note")
+    for row in rows:
+        figure, interval, target, verdict, note = cells(row)
+        style = "red" if row.passed is False else "green" if row.passed else ""
+        made.add_row(row.name, figure, interval, target, f"[{style}]{verdict}[/]" if style else verdict, note)
+    return made
+
+
+def show(rows: Iterable[Row]) -> None:
+    """Print the table, as wide as it wants to be where no terminal limits it."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240)
+    console.print(table(rows))
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """The same as a table in Markdown."""
+    lines = ["| what | figure | 95 % interval | target | | note |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join((row.name, *cells(row))) + " |" for row in rows)]) + "\n"
+
+
+def facts(machine: Mapping[str, Any]) -> str:
+    """The machine as a list."""
+    return "".join(f"- {name}: {value}\n" for name, value in machine.items() if value is not None)
+
+
+def written(page: str, report: Report) -> str:
+    """A page with the tables between its marks taken from the report. A part that it has no rows of stays as it is."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[2]
+        own = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
+        if name == "machine":
+            return f"{found[1]}{facts(report.machine)}{found[3]}"
+        return f"{found[1]}{markdown(own)}{found[3]}" if own else found[0]
+
+    return MARKS.sub(fill, page)
+
+
+def write(path: Path, report: Report) -> None:
+    """Fill the tables of a page."""
+    path.write_text(written(path.read_text(encoding="utf-8"), report), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""What a study does once: 24 runs on two workers read the backbone once a worker and tokenise once a task."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from deltune.cli.quickstart import TICKETS
+from deltune.engine.drive import Drive
+from deltune.engine.pools import Answer, answer
+from deltune.engine.results import Results
+from deltune.engine.works import Work, of_run
+from deltune.runs.parts import Parts
+from deltune.runs.progress import Bar
+from deltune.runs.specs import RunSpec
+from deltune.tasks import caching
+
+from .frame import Piece
+from .rows import Row, Target
+
+METHODS = ("lora(rank=8)", "layernorm", "prefix(length=4)", "head")
+SPLITS = ("train", "validation", "test")
+
+
+class Watched:
+    """Workers in this process, each with parts of its own as those in processes of their own have."""
+
+    def __init__(self, runs: Path, workers: int) -> None:
+        self.runs, self.parts = runs, [Parts() for _ in range(workers)]
+        self.at: list[Work | None] = [None] * workers
+        self.tokenised: set[tuple[str, int]] = (
+            set()
+        )  # files of tokenised rows; one that is written again has another inode
+
+    def idle(self) -> list[int]:
+        return [i for i, work in enumerate(self.at) if work is None]
+
+    def give(self, worker: int, work: Work) -> None:
+        self.at[worker] = work
+
+    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+        found = []
+        for worker, work in enumerate(self.at):
+            if work is not None:
+                self.at[worker] = None
+                found.append((worker, answer(work, self.runs, self.parts[worker])))
+                cache = caching.folder()
+                assert cache is not None
+                self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def cache(folder: Path) -> Iterator[None]:
+    """Tokenised rows are kept there."""
+    before = os.environ.get(caching.VARIABLE)
+    os.environ[caching.VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(caching.VARIABLE)
+        if before is not None:
+            os.environ[caching.VARIABLE] = before
+
+
+def task(folder: Path, label: int) -> Path:
+    """A task of the packaged tickets: is it this label or another?"""
+    folder.mkdir(parents=True)
+    for split in SPLITS:
+        rows = [json.loads(line) for line in (TICKETS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+        named = [{"text": row["text"], "label": "yes" if row["label"] == label else "no"} for row in rows]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named), encoding="utf-8")
+    return folder
+
+
+def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int = 2) -> list[Row]:
+    """methods × seeds × tasks runs of one step each."""
+    with tempfile.TemporaryDirectory() as folder, cache(Path(folder) / "cache"):
+        place = Path(folder)
+        works = [
+            of_run(
+                RunSpec(
+                    model=model, data=str(data), method=method, seed=seed, steps=1, batch_size=4, max_length=32,
+                    metrics=("accuracy",),
+                )
+            )
+            for data in [task(place / f"task{label}", label) for label in range(tasks)]
+            for method in METHODS
+            for seed in range(seeds)
+        ]  # fmt: skip
+        pool = Watched(place / "runs", workers)
+        with Results(place / "study.sqlite") as results:
+            drive = Drive(lambda done: works, results, pool)
+            drive.run(Bar(wanted=False))
+        if drive.failed:
+            raise RuntimeError(f"{len(drive.failed)} runs of {len(works)} failed")
+    reads = max(parts.read["models"] for parts in pool.parts)
+    note = f"{len(works)} runs, {tasks} tasks, {workers} workers"
+    return [
+        Row("study: reads of the backbone, by the worker with the most", reads, Target(1), unit="", note=note),
+        Row(
+            "study: tokenisations of a split, a task", len(pool.tokenised) / tasks / len(SPLITS), Target(1), unit="",
+            note=note,
+        ),
+    ]  # fmt: skip
+
+
+def pieces() -> list[Piece]:
+    return [Piece("study: 24 runs", partial(measure), 40.0)]

@@ -1,0 +1,119 @@
+"""Times side by side: cases take turns, so that noise is the same to all, and are compared round by round."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Case = TypeVar("Case", bound=Hashable)
+
+
+def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: int = 1) -> dict[Case, list[float]]:
+    """case -> seconds of its turn in each round.
+
+    Every round gives each case one turn; every other round goes backwards, so that nobody always follows the same
+    neighbour. warm: rounds before, which are not timed.
+    """
+    for _ in range(warm):
+        for turn in cases.values():
+            turn()
+    order = list(cases)
+    seconds: dict[Case, list[float]] = {case: [] for case in order}
+    for number in range(rounds):
+        for case in order if number % 2 == 0 else reversed(order):
+            began = time.perf_counter()
+            cases[case]()
+            seconds[case].append(time.perf_counter() - began)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of ratios of the same rounds, and an interval for it."""
+
+    figure: float
+    low: float
+    high: float
+    rounds: int
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Of `ours` to `theirs`, round by round: the median, and its interval by `of_median`."""
+    found = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(statistics.median(found), *of_median(found), len(found))
+
+
+def of_median(values: Iterable[float], level: float = 0.95) -> tuple[float, float]:
+    """The sign test's interval for a median: from the k-th smallest value to the k-th greatest, k the greatest with
+    2 P(Binomial(n, 1/2) < k) <= 1 - level. It supposes nothing of the noise but that rounds are independent.
+
+    Fewer values than 6 cannot give 95 %: their interval is their whole range.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    k, below = 0, 1 / 2**n
+    while 2 * below <= 1 - level:
+        k += 1
+        below += math.comb(n, k) / 2**n
+    k = max(k, 1)
+    return ordered[k - 1], ordered[n - k]
+
+
+class Turn:
+    """A model, a batch with labels, and what is trained: each of a turn's kinds is a method."""
+
+    def __init__(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, trained: Sequence[nn.Parameter]
+    ) -> None:
+        self.model, self.batch, self.labelled = model, dict(batch), {**batch, "labels": labels}
+        self.optimiser = torch.optim.AdamW(trained, lr=1e-5) if trained else None
+
+    def step(self) -> None:
+        """Forward, backward, and the optimiser's step, in train mode. Error: nothing is trained."""
+        self.model.train()
+        self.model(**self.labelled).loss.backward()
+        assert self.optimiser is not None
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+    def forward(self) -> None:
+        """Forward in train mode without gradients: what no training can do without."""
+        self.model.train()
+        with torch.no_grad():
+            self.model(**self.labelled)
+
+    def forwards(self) -> None:
+        """Two of them: the least that a method which trains something in every layer takes, where the backward pass
+        through a frozen layer costs as much as the forward pass."""
+        self.forward()
+        self.forward()
+
+    def inference(self) -> None:
+        """Forward in eval mode without gradients."""
+        self.model.eval()
+        with torch.no_grad():
+            self.model(**self.batch)
+
+    def kept(self) -> int:
+        """Bytes that one forward pass keeps for its backward pass, parameters apart."""
+        parameters = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        self.model.train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = self.model(**self.labelled).loss
+        del loss
+        return sum(storages.values())

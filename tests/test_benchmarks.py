@@ -1,0 +1,232 @@
+"""The benchmarks' arithmetic, what is kept of an interrupted run, and a tiny run of every part; nothing is timed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import tiny as parts
+from benchmarks import adapterhub, gpu, life, memory, methods, mixed, report, steps, study, trunk, whole
+from benchmarks.__main__ import parts as all_parts
+from benchmarks.frame import Piece, Report, carry_out, chosen
+from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
+from benchmarks.shapes import batch, build, tiny
+from deltune.engine.clock import interleaved, of_median, ratio
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """All of them, each with a figure or a reason."""
+    found = list(rows)
+    assert found and all(row.figure is not None or row.note.startswith("not measured: ") for row in found)
+    assert len({row.name for row in found}) == len(found)
+    return found
+
+
+# -- arithmetic
+
+
+@pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (30, 10)])
+def test_the_interval_of_a_median_is_the_sign_test_s(n: int, k: int) -> None:
+    """From the k-th smallest to the k-th greatest, k of the usual tables of the sign test at 95 %."""
+    assert of_median(range(1, n + 1)) == (k, n + 1 - k)
+
+
+def test_few_rounds_give_their_whole_range() -> None:
+    assert of_median([3.0]) == (3.0, 3.0) and of_median([5.0, 1.0, 2.0]) == (1.0, 5.0)
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A round that was slow for both is no noise."""
+    noise = [1.0, 4.0, 0.25, 1.0, 2.0, 8.0, 0.5]
+    found = ratio([0.75 * x for x in noise], noise)
+    assert found.figure == found.low == found.high == 0.75 and found.rounds == 7
+
+
+def test_turns_are_taken_there_and_back() -> None:
+    seen: list[str] = []
+    found = interleaved({name: partial(seen.append, name) for name in "abc"}, rounds=3, warm=1)
+    assert "".join(seen) == "abcabccbaabc" and {name: len(own) for name, own in found.items()} == dict(a=3, b=3, c=3)
+
+
+@pytest.mark.parametrize(
+    ("target", "figure", "interval", "passed"),
+    [
+        (Target(1.15), 1.15, (1.1, 1.3), True),
+        (Target(1.15), 1.16, (1.0, 1.3), False),
+        (Target(10, "at least"), 9.0, (8.0, 11.0), False),
+        (NOT_SLOWER, 1.04, (0.99, 1.1), True),
+        (NOT_SLOWER, 1.04, (1.01, 1.1), False),
+        (NOT_SLOWER, 1.04, None, False),
+        (Target(0.85, "at least", "interval"), 0.8, (0.7, 0.9), True),
+        (None, 1.0, None, None),
+        (NOT_SLOWER, None, None, None),
+    ],
+)
+def test_what_passes(
+    target: Target | None, figure: float | None, interval: tuple[float, float] | None, passed: bool | None
+) -> None:
+    row = Row("x", figure, target, interval)
+    assert row.passed is passed
+    assert Row.of_json(json.loads(json.dumps(row.json()))) == row
+
+
+def test_a_peak_is_what_was_in_use_at_once() -> None:
+    def work() -> None:
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first
+        third = torch.empty(400)
+        del second, third
+
+    assert 6000 <= memory.peak(work) < 6400  # the allocator rounds up
+
+
+# -- keeping
+
+
+def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def measure(name: str, breaks: bool = False) -> list[Row]:
+        if breaks:
+            raise KeyboardInterrupt
+        done.append(name)
+        return [Row(name, 1.0)]
+
+    def pieces(breaks: bool) -> list[Piece]:
+        return [Piece(n, partial(measure, n, breaks and n == "b"), 1.0) for n in ("a", "b", "c")]
+
+    path, here = tmp_path / "bench.json", {"cpu": "x"}
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(pieces(True), Report.begin(path, here, pieces(True)), lambda piece: None)
+    told: list[str] = []
+    report = Report.begin(path, here, pieces(False))
+    carry_out(pieces(False), report, lambda piece: told.append(piece.name))
+    assert done == ["a", "b", "c"] and told == ["b", "c"] and not report.left
+    assert [row.name for row in Report.read(path).all_rows()] == ["a", "b", "c"]
+    one = pieces(False)[:1]
+    again = Report.begin(path, here, one)  # a finished one is measured anew, the others stay
+    assert again.left == ["a"] and set(again.rows) == {"a", "b", "c"}
+    assert not Report.begin(path, {"cpu": "y"}, one).rows  # numbers of another machine are no company
+
+
+def test_parts_are_chosen_by_name() -> None:
+    known = all_parts(None, Path("nowhere"))
+    assert [piece.name for piece in chosen(known, "mixed,study")] == [
+        "mixed: 16 tokens",
+        "mixed: 64 tokens",
+        "study: 24 runs",
+    ]
+    with pytest.raises(SystemExit, match="no part stps; the parts are steps"):
+        chosen(known, "stps")
+    every = [piece for own in known.values() for piece in own]
+    assert len({piece.name for piece in every}) == len(every)
+    assert all(piece.name.partition(":")[0] == name for name, own in known.items() for piece in own)
+
+
+def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
+    rows = {"steps: a": [compared("x", [1.0] * 6, [2.0] * 6, NOT_SLOWER)], "life: b": [missing("y", "no time")]}
+    page = "\n".join(
+        f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("steps", "mixed", "machine")
+    )
+    found = report.written(page, Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows))
+    assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in found and "steps as it was" not in found
+    assert "mixed as it was" in found and "- cpu: Z80\n" in found and "gpu" not in found
+    assert report.written(found, Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows)) == found
+
+
+# -- tiny runs
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("shape", [tiny("encoder"), tiny("decoder", padded=True, dropout=0.0)], ids=str)
+def test_steps(shape: steps.Shape) -> None:
+    rows = measured(steps.measure(shape, rounds=1))
+    assert sum(row.figure is None for row in rows) == (shape.kind == "decoder")  # BEFT takes no transposed linears
+    assert all(row.target is not None for row in rows if row.figure is not None)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_sides_share_their_frozen_weights(kind: str) -> None:
+    shape = tiny(kind)
+    like = build(shape)
+    other = build(shape, like)
+    own = {name: tensor.data_ptr() for name, tensor in like.named_parameters()}
+    assert {name: tensor.data_ptr() for name, tensor in other.named_parameters()} == own
+    padded, _ = batch(replace(shape, padded=True))
+    assert padded["attention_mask"].sum() < padded["attention_mask"].numel()
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_memory() -> None:
+    beside = measured(memory.beside(tiny("encoder")))
+    assert all("MiB" in row.note for row in beside)
+    drawn = measured(memory.drawn(tiny("encoder"), 1, counts=(50, 200)))
+    assert drawn[-1].figure == pytest.approx(12.0, abs=0.5)
+
+
+def test_life() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    measured(life.attached(LlamaConfig(**sizes, vocab_size=32), ("lora(rank=2)",), 1))
+    measured(life.switched(tiny("encoder"), ("layernorm",), 3))
+
+
+def test_mixed() -> None:
+    rows = measured(mixed.measure(replace(tiny("encoder"), rows=8), 1, ("layernorm", "lora(rank=2)")))
+    assert all("the bare model" in row.note for row in rows)
+
+
+def test_methods(tmp_path: Path) -> None:
+    rows = measured(methods.measure(str(parts.model(tmp_path / "model")), ("lora(rank=2)", "head"), 2, 8, 1))
+    assert {row.unit for row in rows} == {"×", "MiB"}
+
+
+@pytest.mark.slow
+def test_a_study_reads_its_backbone_once_a_worker_and_tokenises_once_a_task(tmp_path: Path) -> None:
+    rows = measured(study.measure(str(parts.model(tmp_path / "model"))))
+    assert [row.figure for row in rows] == [1, 1] and all("24 runs" in row.note for row in rows)
+
+
+def test_trunk(tmp_path: Path) -> None:
+    found = trunk.measure(str(parts.model(tmp_path / "model")), 40, 1, {"head": 10.0}, max_length=32)
+    assert measured(found)[0].note == "40 rows; 2 rounds"
+
+
+def test_adapterhub_where_it_is_not(tmp_path: Path) -> None:
+    (row,) = measured(adapterhub.measure(tiny("encoder"), 1, tmp_path))
+    assert row.note == "not measured: make bench-adapterhub-env"
+
+
+def test_whole_where_there_is_no_data() -> None:
+    rows = measured(whole.measure(whole.JOBS[0], None, 1, (0,)))
+    assert all("--data-root" in row.note for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_whole(shared: Path) -> None:
+    few = {"train": 32, "validation": 8, "test": 8}
+    rows = measured(whole.measure(whole.JOBS[1], shared / "data", 1, (0,), few))
+    assert all(row.figure is not None for row in rows)
+
+
+@pytest.mark.peers
+def test_gpu_s_code_on_a_cpu() -> None:
+    size = gpu.SIZES["tiny"]
+    with_peft = measured(gpu.measure(size, "cpu", "eager", "lora(rank=8)", 1))
+    assert sum(row.target is not None for row in with_peft) == 2
+    alone = measured(gpu.measure(size, "cpu", "eager", "mam(length=16, rank=16)", 1))
+    assert alone[-1].figure is None
+
+
+@pytest.mark.slow
+def test_gpu_s_compiled_code_on_a_cpu() -> None:
+    measured(gpu.measure(gpu.SIZES["tiny"], "cpu", "compiled", "layernorm", 1))
