@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .algebra import Modification, Selection
     from .attaching import attach, export, load, tuned
+    from .attention import prefix_attention, prefix_report
     from .budget import fit
     from .catalogue import methods, parse
     from .compositions import Add, Gate, Scale, SigmoidGate
@@ -54,6 +55,7 @@ _HOME = {
     **dict.fromkeys(_RECIPES, "recipes"),
     **dict.fromkeys(_SELECTIONS, "selections"),
     **dict.fromkeys(("attach", "export", "load", "tuned"), "attaching"),
+    **dict.fromkeys(("prefix_attention", "prefix_report"), "attention"),
     "Tuned": "handle",
     **dict.fromkeys(("count", "Count"), "counting"),
     **dict.fromkeys(("methods", "parse"), "catalogue"),
@@ -67,7 +69,8 @@ __all__ = [
     "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "adapter",
     "apet", "attach", "bitfit", "count", "diff_pruning", "export", "fit", "full", "head", "ia3", "inspect",
     "layernorm", "load", "lora", "mam", "methods", "multi_head_parallel_adapter", "p_tuning_v2", "parallel_adapter",
-    "parse", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter", "three_vectors", "tuned", "unipelt",
+    "parse", "prefix", "prefix_attention", "prefix_layernorm", "prefix_report", "prompt", "scaled_parallel_adapter",
+    "three_vectors", "tuned", "unipelt",
 ]  # fmt: skip
 
 

@@ -18,8 +18,8 @@ FLOORS = (
     ("algebra", "selections", "recipes", "catalogue", "protocols", "sites", "planning", "counting", "budget"),
     ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     (
-        "weights", "gates", "edits", "uses", "attention", "taps", "positions", "prompting", "merging", "mixing",
-        "wiring", "store", "handle", "interchange", "attaching",
+        "weights", "gates", "edits", "uses", "merged_attention", "attention", "taps", "positions", "prompting",
+        "merging", "mixing", "wiring", "store", "handle", "interchange", "attaching",
     ),
     ("machine", "models", "files", "columns", "labels", "data"),
     ("measures", "metrics_labels", "metrics_captions", "metrics_texts", "metrics_models", "metrics", "stats", "tasks"),
