@@ -16,8 +16,8 @@ from typing import Any, Literal, get_type_hints
 
 from .compositions import Add, Composition, Gate, SigmoidGate
 from .errors import DeltuneError, all_problems, unknown
-from .expressions import accepts, check_fields, describe, usage
-from .forms import Form, Vector, expression
+from .expressions import accepts, check_fields, describe, expression, usage
+from .forms import Form, Vector
 from .heads import Prefix
 
 SITES = {
