@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .anatomy.observe import inspect
     from .errors import DeltuneError
     from .live.attaching import attach, export, load, tuned
+    from .live.attention import prefix_attention, prefix_report
     from .live.handle import Tuned
     from .mathematics.compositions import Add, Gate, Scale, SigmoidGate
     from .mathematics.forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
@@ -54,6 +55,7 @@ _HOME = {
     **dict.fromkeys(_RECIPES, "algebra.recipes"),
     **dict.fromkeys(_SELECTIONS, "algebra.selections"),
     **dict.fromkeys(("attach", "export", "load", "tuned"), "live.attaching"),
+    **dict.fromkeys(("prefix_attention", "prefix_report"), "live.attention"),
     "Tuned": "live.handle",
     **dict.fromkeys(("count", "Count"), "algebra.counting"),
     **dict.fromkeys(("methods", "parse"), "algebra.catalogue"),
@@ -67,7 +69,8 @@ __all__ = [
     "OwnMultiHead", "Prefix", "Prompt", "Rescale", "Scale", "Selection", "SigmoidGate", "Tuned", "Vector", "adapter",
     "apet", "attach", "bitfit", "count", "diff_pruning", "export", "fit", "full", "head", "ia3", "inspect",
     "layernorm", "load", "lora", "mam", "methods", "multi_head_parallel_adapter", "p_tuning_v2", "parallel_adapter",
-    "parse", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter", "three_vectors", "tuned", "unipelt",
+    "parse", "prefix", "prefix_attention", "prefix_layernorm", "prefix_report", "prompt", "scaled_parallel_adapter",
+    "three_vectors", "tuned", "unipelt",
 ]  # fmt: skip
 
 

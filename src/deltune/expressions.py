@@ -210,6 +210,16 @@ def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+def expression(value: Any) -> str:
+    """The text that the parser reads back as `value`; arguments at their defaults are left out."""
+    given = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in dataclasses.fields(value)
+        if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
 def check_fields(value: Any) -> None:
     """Error when a field of a frozen dataclass does not fit its type; lists become tuples, so that it can be hashed."""
     kind: Any = type(value)

@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deltune
+from deltune.live.attention import How
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, configurations, run, stir
@@ -96,16 +97,20 @@ PADDED: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 
 
 KERNELS = [(f, kernel) for f in FAMILIES.values() for kernel in f.kernels]
+KERNELS += [(f, "merged") for f in FAMILIES.values() if "sdpa" in f.kernels and f.positions in ("absolute", "rotary")]
+"""Merged: sdpa with the prefix attended to apart."""
 
 
 @pytest.mark.parametrize("inputs", PADDED)
 @pytest.mark.parametrize(("family", "kernel"), KERNELS, ids=[f"{f.name}: {kernel}" for f, kernel in KERNELS])
 def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None:
+    how: How = "merged" if kernel == "merged" else "joined"
+    kernel = "sdpa" if kernel == "merged" else kernel
     model = build(family, "base", attn_implementation=kernel)
     tuned = stir(deltune.attach(model, f"prefix(length={LENGTH})"), size=1.0)
     prefixes = {edit.place.target.path: edit.tensors() for edit in tuned.delta().all_edits()}
     calls = listen(model, kernel)
-    with torch.no_grad():
+    with deltune.prefix_attention(how):
         run(model, PADDED[inputs](model))
     paths = {module: path for path, module in model.named_modules()}
     cross = {f"{s.layers}.{i}.{s.cross[0]}" for s in family.stacks if s.cross for i in (0, 1)}

@@ -15,9 +15,9 @@ from inspect import signature
 from typing import Any, Literal, get_type_hints
 
 from ..errors import DeltuneError, all_problems, unknown
-from ..expressions import accepts, check_fields, describe, usage
+from ..expressions import accepts, check_fields, describe, expression, usage
 from ..mathematics.compositions import Add, Composition, Gate, SigmoidGate
-from ..mathematics.forms import Form, Vector, expression
+from ..mathematics.forms import Form, Vector
 from ..mathematics.heads import Prefix
 
 SITES = {

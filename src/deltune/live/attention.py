@@ -1,14 +1,17 @@
 """The one attention function: a model's own attention with trained keys and values before its own (UV eq. 5).
 
 Registered once for each implementation it extends; a module without a prefix in use runs the original untouched. A
-prefix is no cache entry: it joins after the cache was read, so positions, cache lengths and beams do not see it.
+prefix is no cache entry: it joins after the cache was read, so positions, cache lengths and beams do not see it. It is
+joined to the model's keys (eq. 5), or, where that is faster, attended to apart and merged (eq. 7): the same function.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -17,12 +20,43 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..anatomy.trace import PORT
-from ..errors import DeltuneError
+from ..errors import DeltuneError, unknown
+from .merged_attention import Block, hidden, kernel_for, merged
 from .uses import Use, by_row
 
 PREFIX = "deltune_"
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+How = Literal["auto", "joined", "merged"]
+_how: How = "auto"
+
+
+@contextlib.contextmanager
+def prefix_attention(how: How) -> Iterator[None]:
+    """Inside the context prefixes are "joined" to the model's keys, "merged" with its own attention (a warning says
+    where that cannot be), or, "auto" and the default, whichever was measured to be faster. `prefix_report` tells."""
+    global _how
+    if how not in ("auto", "joined", "merged"):
+        raise DeltuneError(unknown("prefix attention", how, ("auto", "joined", "merged")))
+    before, _how = _how, how
+    try:
+        yield
+    finally:
+        _how = before
+
+
+def prefix_report(model: torch.nn.Module) -> dict[str, str]:
+    """Path of each attention -> how its prefix was served in its last pass: "merged", or "joined: " and why."""
+    ports = {path: module.__dict__.get(PORT) for path, module in model.named_modules()}
+    return {path: port.served for path, port in ports.items() if port is not None and port.served is not None}
+
+
+LONG = 512
+"""Above so many keys, in float32 on one core of a CPU, merging takes less time than joining where joining costs more
+than a few keys: a causal kernel is given up for a mask (0.7 at 1,024 tokens, 1.0 at 512, 1.1 at 64), or a cache is
+copied for a single query (0.68 at 1,024 keys, 0.96 at 256). With a mask, or without causal order, it takes 1.0 to 1.2
+times as long at any length (12 heads of 32 and 64, 16 prefix keys)."""
 
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -46,24 +80,17 @@ def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """query (B, N_h, n, d_h), key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
         port = module.__dict__.get(PORT)
-        edits = port.edits() if port is not None else ()
-        if not edits:
+        if port is None or not (edits := port.edits()):
             return original(module, query, key, value, attention_mask, **kwargs)
-        prefix = _prefix([(use, edit.tensors()) for edit, use in edits if edit.gated], key.shape[0])
-        length, whole = 0, (key, value)
-        if prefix is not None:
-            rows, there = prefix
-            length = rows["keys"].shape[1]
-            attention_mask = _mask(module, query, key, attention_mask, length, there, kwargs.get("is_causal"))
-            if additive and attention_mask is not None and attention_mask.dtype == torch.bool:
-                visible = torch.zeros_like(attention_mask, dtype=query.dtype)
-                attention_mask = visible.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
-            if (bias := kwargs.get("position_bias")) is not None:
-                kwargs["position_bias"] = F.pad(bias, (length, 0))
-            whole = (_join(rows["keys"], key), _join(rows["values"], value))
-        output, weights = original(module, query, *whole, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        length, call = 0, Call(module, query, key, value, attention_mask, kwargs)
+        if prefixes := [(use, edit.tensors()) for edit, use in edits if edit.gated]:
+            prefix = _prefix(prefixes, key)
+            length = prefix.keys.shape[2]
+            output, weights, port.served = _with(prefix, call, original, additive, scaling)
+        else:
+            output, weights = original(module, query, key, value, attention_mask, **kwargs)
         for edit, use in edits:
             if not edit.gated:
                 delta = edit.modification.form.per_head(edit.tensors(), use.pick(query), scaling)
@@ -74,48 +101,114 @@ def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
     return attention
 
 
-def _prefix(
-    prefixes: list[tuple[Use, dict[str, torch.Tensor]]], size: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None] | None:
-    """keys and values (B, l, N_kv, d) of every row, those of one use one after the other, and which are there."""
-    if not prefixes:
-        return None
+class Call(NamedTuple):
+    """What an attention function is called with."""
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def causal(self) -> bool:
+        """Whether the causal order is left to the kernel, as transformers decides it."""
+        given = self.options.get("is_causal")
+        causal: bool = getattr(self.module, "is_causal", True) if given is None else given
+        return self.mask is None and self.query.shape[2] > 1 and causal
+
+
+class Rows(NamedTuple):
+    """The prefix of every row: keys and values (B, N_kv, l, d), and which are there, (B, l) or None for all."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    there: torch.Tensor | None
+
+
+def _prefix(prefixes: list[tuple[Use, dict[str, torch.Tensor]]], like: torch.Tensor) -> Rows:
+    """In the precision of the model's keys; those of one use one after the other."""
     uses = list(dict.fromkeys(use for use, _ in prefixes))
-    rows, there = {}, None
+    rows, there = [], None
     for name in ("keys", "values"):
-        parts = [(use, torch.cat([t[name] for other, t in prefixes if other is use])) for use in uses]
-        rows[name], there = by_row(parts, size)
-    return rows, there
+        of = [[tensors[name].to(like.dtype) for other, tensors in prefixes if other is use] for use in uses]
+        parts = [(use, own[0] if len(own) == 1 else torch.cat(own)) for use, own in zip(uses, of, strict=True)]
+        row, there = by_row(parts, like.shape[0])
+        rows.append(row.transpose(1, 2))
+    return Rows(rows[0], rows[1], there)
 
 
-def _join(prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """[P; own] along the keys: P (B, l, N_kv, d) before own (B, N_kv, m, d)."""
-    return torch.cat([prefix.to(own.dtype).transpose(1, 2), own], dim=2)
+def _with(
+    prefix: Rows, call: Call, original: AttentionFunction, additive: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Output (B, n, N_h, d_v) and weights with the prefix, and how it was served."""
+    why = "asked" if _how == "joined" else "as fast" if _how == "auto" and not _faster(call) else None
+    if why is None:
+        why = "eager attention" if additive else _obstacle(call)
+        blocks = None if why else _blocks(prefix, call)
+        kernel = None if blocks is None else kernel_for(call.query, blocks)
+        if blocks is not None and kernel is not None:
+            output = merged(call.query, *blocks, scaling, kernel, may_see_nothing=prefix.there is not None)
+            return output.transpose(1, 2).contiguous(), None, "merged"
+        why = why or f"no fused kernel gives log-sum-exps of these {call.query.dtype} tensors"
+        if _how == "merged":
+            warnings.warn(f"prefix attention is joined where merged was asked for: {why}", stacklevel=2)
+    mask, options = _mask(prefix, call), call.options
+    if additive and mask is not None and mask.dtype == torch.bool:
+        mask = hidden(mask, call.query.dtype)
+    if (bias := options.get("position_bias")) is not None:
+        options = {**options, "position_bias": F.pad(bias, (prefix.keys.shape[2], 0))}
+    key, value = torch.cat([prefix.keys, call.key], dim=2), torch.cat([prefix.values, call.value], dim=2)
+    return *original(call.module, call.query, key, value, mask, **options), f"joined: {why}"
 
 
-def _mask(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    length: int,
-    there: torch.Tensor | None,
-    is_causal: bool | None,
-) -> torch.Tensor | None:
-    """The mask with `length` columns before it that every query sees, or those of its row that are `there` (B, l). A
-    causal mask left to the kernel is written out: the kernel would align it to the first key, which is the prefix's."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+def _faster(call: Call) -> bool:
+    """Whether merging takes less time than joining, by `LONG`; elsewhere than on a CPU nothing was measured."""
+    if call.query.device.type != "cpu":
+        return False
+    rows, _, keys, _ = call.key.shape
+    return keys > LONG if call.causal else call.query.shape[2] == 1 and rows * keys > LONG
+
+
+def _obstacle(call: Call) -> str | None:
+    """Why a prefix cannot be attended to apart, or None."""
+    if dropout := call.options.get("dropout"):
+        return f"attention dropout of {dropout}, with which the fused kernel gives no log-sum-exp"
+    if call.options.get("position_bias") is not None:
+        return "a position bias is added to the scores"
+    if call.options.get("cache") is not None:
+        return "a paged cache"
+    if call.mask is not None and (call.mask.requires_grad or call.mask.dtype not in (torch.bool, call.query.dtype)):
+        return "a mask that is trained, or of another precision"
+    if call.causal and call.query.shape[2] != call.key.shape[2]:
+        return "causal order among keys of another length"
+    return None
+
+
+def _blocks(prefix: Rows, call: Call) -> tuple[Block, Block]:
+    """The model's own keys and the prefix."""
+    mask, there = call.mask, prefix.there
+    if mask is not None:
+        limit = torch.finfo(call.query.dtype).min
+        mask = hidden(mask, call.query.dtype) if mask.dtype == torch.bool else mask.clamp(min=limit)
+    shown = None if there is None else hidden(there[:, None, None], call.query.dtype)
+    return Block(call.key, call.value, mask, call.causal), Block(prefix.keys, prefix.values, shown, False)
+
+
+def _mask(prefix: Rows, call: Call) -> torch.Tensor | None:
+    """The mask with columns before it that every query sees, or those of its row that are there. A causal order left
+    to the kernel is written out: the kernel would align it to the first key, which is the prefix's."""
+    mask, there, query, key = call.mask, prefix.there, call.query, call.key
     if mask is None:
-        if (not causal or query.shape[2] == 1) and (there is None or bool(there.all())):
+        if not call.causal and (there is None or bool(there.all())):
             return None
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)[None, None]
-        mask = mask.tril() if causal and query.shape[2] > 1 else mask
+        mask = mask.tril() if call.causal else mask
     if there is None:
-        return F.pad(mask, (length, 0), value=True if mask.dtype == torch.bool else 0.0)
+        return F.pad(mask, (prefix.keys.shape[2], 0), value=True if mask.dtype == torch.bool else 0.0)
     columns = there[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
-    if mask.dtype != torch.bool:
-        shown = torch.zeros_like(columns, dtype=mask.dtype)
-        columns = shown.masked_fill(~columns, torch.finfo(mask.dtype).min)
+    columns = columns if mask.dtype == torch.bool else hidden(columns, mask.dtype)
     return torch.cat([columns, mask.expand(there.shape[0], -1, -1, -1)], dim=-1)
 
 

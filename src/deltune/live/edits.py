@@ -131,6 +131,11 @@ class Edit(nn.Module):
         tensors = self._own(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
+    def factor(self) -> float | None:
+        """s where it is h + s Δh and s is a number; else None."""
+        found = None if self.composing else self.modification.compose.factor({})
+        return float(found) if isinstance(found, int | float) else None
+
     def take(self) -> torch.Tensor | None:
         """What was seen; released on use: kept, it would hold the graph."""
         seen, self.seen = self.seen, None
@@ -146,7 +151,11 @@ class Edit(nn.Module):
             u = x
         else:
             u = module.forward(part) if self.place.again else part
-        changed = self.change(part, self.modification.form(self.tensors(), u, self.training), x)
+        form, scale = self.modification.form, self.factor()
+        if scale is None:
+            changed = self.change(part, form(self.tensors(), u, self.training), x)
+        else:
+            changed = form.onto(part, self.tensors(), u, self.training, scale)
         if columns is None:
             return changed
         whole = h.clone()

@@ -93,11 +93,13 @@ class AttentionPort:
     def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
         self.path, self.module = path, model.get_submodule(path)
         self.active: list[tuple[Edit, Use]] = []
+        self.served: str | None = None  # how the last pass attended to a prefix, for prefix_report
         self.module.__dict__[PORT] = self
 
     def serve(self, uses: Sequence[Use]) -> None:
         here = [(e, u) for e, u in edits_of(uses) if e.place.target.path == self.path]
         self.active = [(e, u) for e, u in here if e.place.target.side == "attention"]
+        self.served = None
 
     def edits(self) -> list[tuple[Edit, Use]]:
         return self.active

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DeltuneError
-from ..expressions import check_fields
-from .forms import Shapes, Widths, expression
+from ..expressions import check_fields, expression
+from .forms import Shapes, Widths
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from ..errors import DeltuneError, unknown
-from ..expressions import check_fields
+from ..expressions import check_fields, expression
 from .sparse import Side
 
 Tensors = Mapping[str, torch.Tensor]
@@ -30,16 +30,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "identity": lambda u: u,
 }
-
-
-def expression(value: Any) -> str:
-    """The text that the parser reads back as `value`; arguments at their defaults are left out."""
-    given = [
-        f"{f.name}={getattr(value, f.name)!r}"
-        for f in fields(value)
-        if f.default is MISSING or getattr(value, f.name) != f.default
-    ]
-    return f"{type(value).__name__}({', '.join(given)})"
 
 
 @dataclass(frozen=True)
@@ -117,9 +107,26 @@ class Form:
         """
         return None
 
+    def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor | None:
+        """v where Δh = v W_up + b_up, with the tensors up and, by choice, up_bias; None for other forms."""
+        return None
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
-        raise NotImplementedError
+        inner = self.inner(tensors, u, training)
+        assert inner is not None
+        bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
+        return F.linear(inner, tensors["up"].to(inner.dtype), bias)
+
+    def onto(self, h: torch.Tensor, tensors: Tensors, u: torch.Tensor, training: bool, scale: float) -> torch.Tensor:
+        """h + s Δh in h's own precision, a last product added as it is made."""
+        inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
+        if inner is None:
+            return torch.add(h, self(tensors, u, training).to(h.dtype), alpha=scale)
+        up = tensors["up"].to(inner.dtype)
+        if h.dtype != inner.dtype:
+            return torch.add(h, F.linear(inner, up).to(h.dtype), alpha=scale)
+        return torch.addmm(h.flatten(0, -2), inner.flatten(0, -2), up.t(), alpha=scale).view(h.shape)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
@@ -203,14 +210,12 @@ class Bottleneck(Form):
         biases = (Side("down_bias", 1, np.arange(rank), 1),) if self.bias else ()
         return rank, (*down, *biases), up
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
         if self.layer_norm:
             u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
         inner = ACTIVATIONS[self.activation](F.linear(u, t["down"], t.get("down_bias")))
-        if self.dropout and training:
-            inner = F.dropout(inner, self.dropout)
-        return F.linear(inner, t["up"].to(inner.dtype), t.get("up_bias"))
+        return F.dropout(inner, self.dropout) if self.dropout and training else inner
 
 
 @dataclass(frozen=True, repr=False)
@@ -238,11 +243,9 @@ class LowRank(Form):
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["up"] @ tensors["down"], None
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        if self.dropout and training:
-            u = F.dropout(u, self.dropout)
-        inner = F.linear(u, tensors["down"].to(u.dtype))
-        return F.linear(inner, tensors["up"].to(inner.dtype))
+    def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        u = F.dropout(u, self.dropout) if self.dropout and training else u
+        return F.linear(u, tensors["down"].to(u.dtype))
 
 
 @dataclass(frozen=True, repr=False)
@@ -290,6 +293,10 @@ class Rescale(Form):
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         return tensors["gain"].to(u.dtype) * u - u
+
+    def onto(self, h: torch.Tensor, tensors: Tensors, u: torch.Tensor, training: bool, scale: float) -> torch.Tensor:
+        alone = u is h and scale == 1
+        return tensors["gain"].to(h.dtype) * h if alone else super().onto(h, tensors, u, training, scale)
 
 
 @dataclass(frozen=True, repr=False)

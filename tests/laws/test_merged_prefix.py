@@ -1,0 +1,210 @@
+"""A prefix attended to apart and merged (UV eq. 7) is the prefix joined to the model's own keys (UV eq. 5): the same
+outputs, the same gradients, the same texts, in mixed batches too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import deltune
+from deltune.live.attention import LONG, How
+from deltune.live.merged_attention import Block, hidden, kernel_for, merged
+
+from .families import FAMILIES, Family
+from .specimens import batch, build, forward, loss, main_role, stir
+
+SOME = [FAMILIES[name] for name in ("bert", "gpt2", "llama", "bart")]
+"""An encoder, a decoder, one with fewer heads of keys than of queries, and an encoder-decoder."""
+
+METHOD = "prefix(length=3) + layernorm + lora(rank=2)"
+
+
+def tuned_model(family: Family, **changes: Any) -> PreTrainedModel:
+    model = build(family, main_role(family), attn_implementation="sdpa", **changes)
+    stir(deltune.attach(model, METHOD), size=1.0)
+    return model
+
+
+def tolerance(family: Family) -> float:
+    return 1e-11 if family.exact else 1e-5
+
+
+def gradients(model: PreTrainedModel, inputs: dict[str, Any], how: How) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of every trained tensor, served as asked."""
+    with deltune.prefix_attention(how):
+        outputs = forward(model, inputs)
+        loss(outputs).backward()
+    served = set(deltune.prefix_report(model).values())
+    assert served == {"merged" if how == "merged" else "joined: asked"}
+    found = {name: value.detach() for name, value in outputs.items()}
+    for name, parameter in deltune.tuned(model).trained():
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for kind in (True, False):
+        names = [name for name in wanted if name.startswith("gradient") == kind]
+        size = max(wanted[name].abs().max().item() for name in names)
+        for name in names:
+            assert (found[name] - wanted[name]).abs().max() <= tolerance * size, name
+
+
+@pytest.mark.parametrize("inputs", ["padded", "full", "bare"])
+@pytest.mark.parametrize("family", SOME, ids=lambda f: f.name)
+def test_training(family: Family, inputs: str) -> None:
+    model = tuned_model(family).train()
+    given = batch(model, pad=2 if inputs == "padded" else 0)
+    if inputs == "bare":
+        del given["attention_mask"]
+    check(gradients(model, given, "merged"), gradients(model, given, "joined"), tolerance(family))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
+def test_generation(name: str, beams: int) -> None:
+    """Left padding, and one query at a time before a cache."""
+    model = tuned_model(FAMILIES[name])
+    given = batch(model, rows=3, pad=0)
+    given["input_ids"][1, :3], given["attention_mask"][1, :3] = model.config.pad_token_id, 0
+    given.pop("decoder_input_ids", None)
+    texts = {}
+    for how in ("merged", "joined"):
+        with deltune.prefix_attention(how):  # type: ignore[arg-type]
+            texts[how] = model.generate(**given, num_beams=beams, max_new_tokens=6, do_sample=False)
+        assert {report.split(":")[0] for report in deltune.prefix_report(model).values()} == {how}
+    assert torch.equal(texts["merged"], texts["joined"])
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+@pytest.mark.parametrize("family", SOME, ids=lambda f: f.name)
+def test_mixed_batches(family: Family, left: bool) -> None:
+    """Prefixes of two lengths, a row without one, and padding; what sees nothing gives nothing in both."""
+    model = build(family, main_role(family), attn_implementation="sdpa")
+    for name, text in (("one", METHOD), ("two", "prefix(length=5)"), ("three", "adapter(rank=2)")):
+        tuned = stir(deltune.attach(model, text, name=name), size=1.0)
+    given = batch(model, rows=5, pad=0)
+    for row in (1, 3):
+        columns = slice(0, 2) if left else slice(-2, None)
+        given["input_ids"][row, columns], given["attention_mask"][row, columns] = model.config.pad_token_id, 0
+    with tuned.use(None).rows(["one", "two", None, "three", "one"]):
+        found, wanted = gradients(model, given, "merged"), gradients(model, given, "joined")
+    check(found, wanted, tolerance(family))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "added", "one query"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
+    """`merged` is attention over the joined keys; in float64 its gradients are also those of finite differences."""
+    made = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=made, dtype=torch.float64).to(dtype).requires_grad_()
+
+    queries = 1 if kind == "one query" else 6
+    query, key, value = drawn(2, 4, queries, 8), drawn(2, kv_heads, 6, 8), drawn(2, kv_heads, 6, 8)
+    keys, values = drawn(3, kv_heads, 8), drawn(3, kv_heads, 8)
+    shown = torch.ones(2, 1, queries, 6, dtype=torch.bool)
+    mask = None
+    if kind in ("masked", "one query"):
+        shown[0, ..., 4:], shown[1, ..., :2] = False, False
+        shown[1, :, :1] = False
+        mask = hidden(shown, dtype)
+    if kind == "added":
+        mask = torch.randn(1, 4, 6, 6, generator=made).to(dtype)
+    if kind == "causal":
+        shown = shown.tril()
+
+    def by_row(t: torch.Tensor) -> torch.Tensor:
+        return t.expand(2, 3, kv_heads, 8).transpose(1, 2)
+
+    def apart(*tensors: torch.Tensor) -> torch.Tensor:
+        own, other = Block(*tensors[1:3], mask, kind == "causal"), Block(*map(by_row, tensors[3:]), None, False)
+        kernel = kernel_for(tensors[0], (own, other))
+        assert kernel is not None
+        return merged(tensors[0], own, other, 0.3, kernel, may_see_nothing=False)
+
+    def joined(*tensors: torch.Tensor) -> torch.Tensor:
+        query, key, value, keys, values = (t.double() for t in tensors)
+        whole = [
+            torch.cat([by_row(p), t], dim=2).repeat_interleave(4 // kv_heads, 1)
+            for p, t in ((keys, key), (values, value))
+        ]
+        added = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf)
+        added = mask.double() if kind == "added" and mask is not None else added
+        return F.scaled_dot_product_attention(query, *whole, attn_mask=F.pad(added, (3, 0)), scale=0.3)
+
+    tensors = (query, key, value, keys, values)
+    grad = torch.randn(2, 4, queries, 8, generator=made)
+    found, wanted = apart(*tensors), joined(*tensors)
+    limit = 10 * torch.finfo(dtype).eps
+    assert (found - wanted).abs().max() < limit * wanted.abs().max()
+    ours = torch.autograd.grad((found * grad).sum(), tensors)
+    theirs = torch.autograd.grad((wanted * grad).sum(), tensors)
+    for mine, right in zip(ours, theirs, strict=True):
+        assert (mine - right).abs().max() <= limit * right.abs().max()
+    with torch.no_grad():
+        assert torch.equal(apart(*tensors), found)
+    if dtype == torch.float64:
+        assert torch.autograd.gradcheck(apart, tensors)
+
+
+def test_what_sees_nothing_gives_nothing() -> None:
+    query, key = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(1, 2, 3, 4, requires_grad=True)
+    nothing = hidden(torch.tensor([True, False, True])[None, None, :, None].expand(1, 1, 3, 3), torch.float32)
+    own, other = (
+        Block(key, key, nothing, False),
+        Block(key, key, hidden(torch.zeros(1, 1, 1, 3, dtype=torch.bool), torch.float32), False),
+    )
+    kernel = kernel_for(query, (own, other))
+    assert kernel is not None
+    found = merged(query, own, other, 0.5, kernel, may_see_nothing=True)
+    alone = F.scaled_dot_product_attention(query, key, key, scale=0.5)
+    assert not found[:, :, 1].any() and torch.allclose(found[:, :, ::2], alone[:, :, ::2])
+    gradient = torch.autograd.grad(found.square().sum(), (query, key))
+    wanted = torch.autograd.grad(alone[:, :, ::2].square().sum(), (query, key))
+    assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(gradient, wanted, strict=True))
+
+
+REFUSED = {
+    "dropout": ("bert", {"attention_probs_dropout_prob": 0.1}, "attention dropout of 0.1"),
+    "eager": ("bert", {"attn_implementation": "eager"}, "eager attention"),
+    "position bias": ("t5", {}, "a position bias"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_where_it_cannot_be_merged_it_is_joined_and_said(case: str) -> None:
+    name, changes, reason = REFUSED[case]
+    family = FAMILIES[name]
+    model = build(family, main_role(family), **{"attn_implementation": "sdpa", **changes})
+    for module in model.modules():
+        if hasattr(module, "dropout") and "attention_probs_dropout_prob" in changes and hasattr(module, "query"):
+            module.dropout.p = 0.1
+    stir(deltune.attach(model, "prefix(length=3)"))
+    model.train()
+    with deltune.prefix_attention("merged"), pytest.warns(UserWarning, match=f"joined where merged.*{reason}"):
+        forward(model, batch(model))
+    assert any(f"joined: {reason}" in report for report in deltune.prefix_report(model).values())
+
+
+def test_by_default_what_is_faster() -> None:
+    """A causal order left to the kernel, and a long text."""
+    model = tuned_model(FAMILIES["llama"], max_position_embeddings=2 * LONG)
+    for length, served in ((8, "joined: as fast"), (LONG + 8, "merged")):
+        ids = torch.randint(5, 99, (1, length), generator=torch.Generator().manual_seed(0))
+        found = forward(model, {"input_ids": ids})["logits"]
+        assert set(deltune.prefix_report(model).values()) == {served}
+        with deltune.prefix_attention("joined"):
+            wanted = forward(model, {"input_ids": ids})["logits"]
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(deltune.DeltuneError, match="unknown prefix attention"), deltune.prefix_attention("both"):  # type: ignore[arg-type]
+        pass
