@@ -68,6 +68,7 @@ def test_a_report_as_a_page(place: Path) -> None:
     text = (place / "page.html").read_text()
     HTMLParser().feed(text)
     assert "layernorm" in text and "decoder" in text, "every run's spec, and why one failed"
+    assert str(place) not in text, "a page is read elsewhere: no folder of this machine"
 
 
 def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:

@@ -184,6 +184,16 @@ def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
     assert place.task("sick")["data_root"] == str(tmp_path) and "data_root" not in place.task("sst2")
 
 
+@pytest.mark.parametrize("root", ["model_root", "data_root"])
+def test_works_are_the_same_from_wherever_their_folders_are_named(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    named = {"model_root": ("models", tmp_path / "models"), "data_root": ("data", tmp_path / "data")}[root]
+    assert len({Place("small", **{root: str(folder)}).model("minilm-d128") for folder in named}) == 1
+
+
 @pytest.mark.parametrize(("method", "wanted"), [
     ("full", RATES["full"]), ("prefix(length=4) + lora", RATES["lora"]),
     ("apet(bitfit, parameters=9)", RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),

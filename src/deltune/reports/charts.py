@@ -24,11 +24,11 @@ def scatter(view: Scatter, outcomes: Iterable[Outcome]) -> Sheet:
     One point a series: its name stands beside it, where there is room for all.
     """
     page = sheet(view, outcomes, view.y)
-    series = names(view.series)
+    series = page.telling(names(view.series))
     met = dict.fromkeys(axis for outcome in page.outcomes for axis in outcome.cell)
     beyond = [a for a in met if a not in (SEED, METRIC, view.x, *page.outer, *series, *view.pooled)]
     facts = page.gather(view.y, (*series, *beyond, view.x), view.x)
-    own = page.unit(view.y, facts)
+    own = page.units(view.y, facts)
     every = combined(facts, series, view)
     inked = looks(every)
     drawn = {
@@ -40,17 +40,19 @@ def scatter(view: Scatter, outcomes: Iterable[Outcome]) -> Sheet:
         page.note(spread, *place[:-1])
     for panel, axes in zip(page.labels, page.axes, strict=True):
         for one, points in drawn[panel].items():
-            page.series.setdefault(called(one, view), _whiskers(axes, points, own, inked[one], called(one, view)))
-            told = ", ".join(f"{own.show(spread.mean)} at {x:.4g}" for x, spread in points) or "no result"
+            page.series.setdefault(
+                called(one, view), _whiskers(axes, points, own[panel], inked[one], called(one, view))
+            )
+            told = ", ".join(f"{own[panel].show(spread.mean)} at {x:.4g}" for x, spread in points) or "no result"
             page.text.append(", ".join(view.write(p) for p in (panel, *one) if p is not None) + f": {told}")
         if log:
             logarithmic(axes, min(spans), max(spans))
         axes.margins(y=0.14)
         axes.set_xlabel(view.write(view.x).replace("_", " "))
-        axes.set_ylabel(heading(own, view))
+        axes.set_ylabel(heading(own[panel], view))
         single = {called(one, view): points[0] for one, points in drawn[panel].items() if points}
         if all(len(points) <= 1 for points in drawn[panel].values()):
-            where = [(x, (spread.mean or 0.0) * own.factor) for x, spread in single.values()]
+            where = [(x, (spread.mean or 0.0) * own[panel].factor) for x, spread in single.values()]
             page.beside.append((axes, where, list(single)))
     page.level(own)
     return page
@@ -90,7 +92,7 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
     """Groups of bars from zero, with whiskers of ± one standard deviation; a gap says "failed" or "–" in its place."""
     page = sheet(view, outcomes, view.y)
     facts = page.gather(view.y, (view.groups, view.bars))
-    own = page.unit(view.y, facts)
+    own = page.units(view.y, facts)
     groups, each = facts.labels(view.groups, view), facts.labels(view.bars, view)
     width = 0.84 / max(len(each), 1)
     for panel, axes in zip(page.labels, page.axes, strict=True):
@@ -100,16 +102,16 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
                 spread = facts[page.at(panel, (group, bar))]
                 page.note(spread, panel, group, bar)
                 x = at + (i - (len(each) - 1) / 2) * width
-                _bar(axes, x, width * 0.92, spread, own, look.colour, hatch, f"series {name}")
+                _bar(axes, x, width * 0.92, spread, own[panel], look.colour, hatch, f"series {name}")
                 page.text.append(
-                    f"{called((*((panel,) if page.outer else ()), group, bar), view)}: {own.show(spread.mean)}"
+                    f"{called((*((panel,) if page.outer else ()), group, bar), view)}: {own[panel].show(spread.mean)}"
                 )
             page.series[name] = Patch(facecolor=look.colour, edgecolor="white", hatch=hatch)
         axes.set_xticks(range(len(groups)), [wrapped(view.write(group), 18) for group in groups])
         axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
-        axes.set_ylabel(heading(own, view))
+        axes.set_ylabel(heading(own[panel], view))
     page.level(own)
     top = max(axes.get_ylim()[1] for axes in page.axes)
     for axes in page.axes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,24 +27,24 @@ def curves(view: Curves, outcomes: Iterable[Outcome]) -> Sheet:
     Along a run's own steps a mean is drawn only where every seed of the series has a value: where some have stopped,
     the mean of the others would jump.
     """
-    series = names(view.series)
     stepped = view.x == "step"
     outcomes = list(outcomes)
     asked = replace(view, over=CURVE) if stepped else view
     page = sheet(view, outcomes, view.y, strip=_strip(view, outcomes))
     marked = [outcome for outcome in page.outcomes if any(mark in outcome.extra for mark in view.marks)]
     page.outcomes = [o for o in page.outcomes if o not in marked or view.x in o.cell or view.x in o.count]
+    series = page.telling(names(view.series))
     facts = page.gather(view.y, (*series, view.x), view.x, asked)
-    own = page.unit(view.y, facts)
+    own = page.units(view.y, facts)
     every = combined(facts, series, view)
     inked = looks(every)
     spans = [float(place[-1] or 0) for place in facts.spreads]
     for panel, axes in zip(page.labels, page.axes, strict=True):
         for one in every:
             xs = _reached(page, facts, panel, one, stepped)
-            _line(page, axes, facts, panel, one, xs, own, inked[one])
+            _line(page, axes, facts, panel, one, xs, own[panel], inked[one])
         axes.margins(y=0.08)
-        axes.set_ylabel(heading(own, view))
+        axes.set_ylabel(heading(own[panel], view))
         _abscissa(axes, view, spans)
     if not stepped:
         for place, spread in facts.spreads.items():
@@ -52,9 +52,9 @@ def curves(view: Curves, outcomes: Iterable[Outcome]) -> Sheet:
     page.level(own)
     for panel, axes, strip in zip(page.labels, page.axes, page.strips, strict=False):
         if view.gap:
-            _gap(page, strip, facts, panel, every, own)
+            _gap(page, strip, facts, panel, every, own[panel])
         else:
-            _marks(page, strip, marked, panel, inked)
+            _marks(page, strip, marked, series, panel, inked)
         _abscissa(strip, view, spans)
         strip.set_xlim(axes.get_xlim())
     for axes in page.strips or page.axes:
@@ -146,12 +146,14 @@ def _gap(page: Sheet, strip: Axes, facts: Facts, panel: Label, every: list[Place
     page.text.append("gap: " + ", ".join(f"{y:.1f} at {short(x)}" for x, y in zip(xs, ys, strict=True)))
 
 
-def _marks(page: Sheet, strip: Axes, marked: list[Outcome], panel: Label, inked: Mapping[Place, Ink]) -> None:
+def _marks(
+    page: Sheet, strip: Axes, marked: list[Outcome], series: Sequence[str], panel: Label, inked: Mapping[Place, Ink]
+) -> None:
     """A row for each series with the interval of each mark, and its ends in words."""
     view: Any = page.view
     rows = [one for one in inked]
     for outcome in marked:
-        one = tuple(outcome.cell.get(axis) for axis in names(view.series))
+        one = tuple(outcome.cell.get(axis) for axis in series)
         if one not in inked or (page.outer and outcome.cell.get(view.panels) != panel):
             continue
         for mark in (name for name in view.marks if outcome.extra.get(name) is not None):

@@ -65,6 +65,19 @@ class Sheet:
         """How the numbers drawn are shown: as the first metric met."""
         return unit(next((name for name in facts.metrics.values() if name), (names(wanted) or ("",))[0]), self.view)
 
+    def units(self, wanted: Numbers, facts: Facts) -> dict[Label, Unit]:
+        """The same for each panel: as its own first metric."""
+        own: dict[Label, Unit] = {}
+        for panel in self.labels:
+            met = [name for place, name in facts.metrics.items() if name and place[: len(self.outer)] in ((), (panel,))]
+            own[panel] = unit(met[0], self.view) if met else self.unit(wanted, facts)
+        return own
+
+    def telling(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes that tell series apart here, by which they are named; the first at least."""
+        met = {axis: {str(outcome.cell.get(axis)) for outcome in self.outcomes} for axis in axes}
+        return tuple(axis for axis in axes if len(met[axis]) > 1) or tuple(axes[:1])
+
     def note(self, spread: Spread, *labels: Label) -> None:
         """Say what is missing of a spread."""
         where = ", ".join(self.view.write(label) for label in labels if label is not None)
@@ -72,7 +85,7 @@ class Sheet:
         if reasons:
             self.notes.append(f"{where}: {'; '.join(reasons)}")
 
-    def level(self, unit: Unit) -> None:
+    def level(self, units: Mapping[Label, Unit]) -> None:
         """Lines across every panel, each with its dash and its name in the legend."""
         for i, (name, level) in enumerate(self.levels.items()):
             colour, dash = "#000000", inks.LEVELS[i % len(inks.LEVELS)]
@@ -84,7 +97,9 @@ class Sheet:
                         f"{name}: no outcome" + ("" if panel is None else f" of {self.view.write(panel)}")
                     )
                 else:
-                    line = axes.axhline(value * unit.factor, color=colour, linestyle=dash, linewidth=1.2, zorder=1.5)
+                    line = axes.axhline(
+                        value * units[panel].factor, color=colour, linestyle=dash, linewidth=1.2, zorder=1.5
+                    )
                     line.set_label(f"level {name}")
 
     def _height(self, level: Any, panel: Label) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def runs(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     axes = [axis for axis in axes if axis != SEED] + [SEED] * (SEED in axes)
     axes.sort(key=lambda axis: axis != "method")  # what a reader looks for stands first, and stays in sight
     scores = list(dict.fromkeys(name for outcome in outcomes for name in outcome.scores))[:SCORES]
-    specs = [_plain(outcome.spec) for outcome in outcomes if outcome.spec]
+    specs = [_from_here(_plain(outcome.spec)) for outcome in outcomes if outcome.spec]
     shared = {
         key: value
         for key, value in (specs[0] if len(specs) > 1 else {}).items()
@@ -39,7 +40,7 @@ def runs(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _run(outcome: Outcome, axes: Sequence[str], scores: Sequence[str], shared: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in _plain(outcome.spec).items() if key not in shared}
+    own = {key: value for key, value in _from_here(_plain(outcome.spec)).items() if key not in shared}
     more = {name: value for name, value in outcome.scores.items() if name not in scores}
     parts = {"spec": own, "count": _plain(outcome.count), "scores": _plain(more)}
     values = [outcome.scores.get(name) for name in scores]
@@ -86,6 +87,15 @@ def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values, whatever a spec was made of."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(value), default=str))
     return plain
+
+
+def _from_here(value: Any) -> Any:
+    """A spec with its folders as they are called from here: whoever reads a page has other places."""
+    if isinstance(value, dict):
+        return {key: _from_here(held) for key, held in value.items()}
+    if isinstance(value, str) and os.path.isabs(value) and os.path.exists(value):
+        return os.path.relpath(value)
+    return value
 
 
 def _yaml(value: Mapping[str, Any]) -> str:

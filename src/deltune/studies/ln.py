@@ -261,7 +261,8 @@ def terms(place: Place) -> Study:
         "Which gains and biases does tuning the norms move, and how far? (LN figure 3)",
         wanted,
         (Heat(title="Mean absolute change of gain and bias (LN figure 3)", over="changes", panels="task",
-              order={"task": tasks}, written={**WRITTEN, "value": "mean absolute change"}),),
+              order={"task": tasks}, written={**WRITTEN, "value": "mean absolute change", "gain": "gain",
+                                              "bias": "bias"}),),
         "change",
         f"{DISTILLED} Four layers. 2,000 rows of SST-2, 1,000 of SICK, 200 of CB, in the paper's order of sizes, but "
         "300 of CommonsenseQA and 1,000 of Broad Twitter." if place.small else "",

@@ -90,7 +90,7 @@ class Place:
     def models(self) -> Path | None:
         """The folder with the small models; None where nothing says which."""
         if self.model_root is not None:
-            return Path(self.model_root).expanduser()
+            return Path(self.model_root).expanduser().resolve()
         return None if self.data_root is None else Path(self.data_root).expanduser().absolute().parent / "models"
 
     def model(self, name: str) -> str:
