@@ -126,3 +126,15 @@ def test_a_tokenizer_is_what_it_does_not_what_it_did(parts: tuple[Any, Any], pla
         tokenizer(["a b c"], **settings)
         rows(parts, content="before")
     assert len(list(place.glob("*.arrow"))) == 1
+
+
+def test_files_of_others_stay(parts: tuple[Any, Any], place: Path) -> None:
+    """The folder may be anyone's: what is old and hidden, or in Arrow, but not ours, is not touched."""
+    place.mkdir()
+    others = [place / name for name in (".bashrc", ".env", "table.arrow")]
+    ours = place / f"{caching.PART}half"
+    for path in (*others, ours):
+        path.touch()
+        os.utime(path, (0, 0))
+    rows(parts)
+    assert all(path.exists() for path in others) and not ours.exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import tiny
 from deltune.errors import DeltuneError
 from deltune.sources import data, files
 
@@ -425,3 +426,9 @@ def test_read_one_file(tmp_path: Path) -> None:
     for name, expected in (("more.txt", "unknown file format '.txt'"), ("none.csv", "cannot be read")):
         with pytest.raises(DeltuneError, match=expected):
             files.read(tmp_path / name)
+
+
+def test_a_file_is_not_its_folder(tmp_path: Path) -> None:
+    tiny.lines(tmp_path / "train.jsonl", tiny.sentences(4, 0))
+    with pytest.raises(DeltuneError, match="is a file: give"):
+        data.load(str(tmp_path / "train.jsonl"))

@@ -255,6 +255,22 @@ def test_a_plan_that_learns(tmp_path: Path) -> None:
         assert [work.spec["x"] for work in plan(made._rows)] == [32, 48, 40, 36, 38, 37] and made.done == 6
 
 
+@pytest.mark.parametrize("there", range(7))
+def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -> None:
+    """Each work is asked for after the one before: what a killed drive left in the file is no reason to stop."""
+
+    def plan(rows: Mapping[str, Row]) -> list[Work]:
+        works = of(*range(6))
+        return works[: 1 + next((i for i, work in enumerate(works) if work.name not in rows), 5)]
+
+    with Results(tmp_path / "r.sqlite") as file:
+        drive(of(*range(6))[:there], file, Here(file.runs))
+        made = Drive(plan, file, Here(file.runs))
+        with Bar(False) as bar:
+            made.run(bar)
+        assert (made.found, made.done) == (there, 6 - there) and len(file.rows()) == 6
+
+
 def test_a_worker_keeps_to_its_kin(tmp_path: Path) -> None:
     works = [Work("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
     with Results(tmp_path / "r.sqlite") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
+from deltune.runs import inputs
 from deltune.runs.evaluate import evaluate, predict, ready, rescore
 from deltune.runs.exporting import merge
 from deltune.runs.folder import Run
@@ -164,3 +166,19 @@ def test_what_cannot_be_merged(pairs: Run, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="cannot be merged"):
         merge(pairs.folder, tmp_path / "plain")
     assert not list(tmp_path.iterdir())
+
+
+def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some.txt").write_text("one\n\nthree\n", encoding="utf-8")
+    with pytest.warns(UserWarning, match="1 blank lines are left out"):
+        found = inputs.of_file(tmp_path / "some.txt", run.folder)
+    assert found == [{"id": "1", "input": "one"}, {"id": "3", "input": "three"}]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\nthree\n"))
+    assert [row["input"] for row in inputs.of_file(Path("-"), run.folder)] == ["one", "three"]
+
+
+def test_an_unfinished_run_says_so(tmp_path: Path, run: Run) -> None:
+    shutil.copytree(run.folder, tmp_path / "run")
+    (tmp_path / "run" / "metrics.json").unlink()
+    with pytest.warns(UserWarning, match="not finished"):
+        ready(tmp_path / "run")

@@ -26,6 +26,7 @@ from deltune.runs.evaluate import predict
 from deltune.runs.folder import Run
 from deltune.runs.parts import Parts
 from deltune.runs.train import train
+from deltune.tasks.caching import _identity
 from deltune.tasks.kinds import Limits
 from deltune.tasks.languages import beginning, code, codes, speak
 from deltune.tasks.table import TASKS
@@ -114,6 +115,15 @@ def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         shifted = model.prepare_decoder_input_ids_from_labels(labels)[0].tolist()
         assert shifted[: 1 if name == "code last" else 2] == found[: 1 if name == "code last" else 2]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kept_rows_know_their_languages(name: str, places: Path) -> None:
+    """A language is set after a tokenizer was made, and stands in none of its files."""
+    tokenizer: Any = tokenizer_of(spec(places, name))
+    before = _identity(tokenizer)
+    tokenizer.tgt_lang = tokenizer.src_lang
+    assert _identity(tokenizer) != before
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -34,14 +34,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
     assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
-    told = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet").stdout
-    assert "6 done, 0 were there, 2 failed" in told
+    told = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet", code=1).stdout
+    assert "6 run, 0 were there; 2 of them failed" in told
     return root
 
 
 def test_it_is_not_run_again(place: Path) -> None:
-    told = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet").stdout
-    assert "0 done, 6 were there, 2 failed" in told
+    told = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet", code=1).stdout
+    assert "0 run, 6 were there; 2 of them failed" in told
     dry = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--dry-run").stdout
     assert "6 works, 6 done; 0 left" in dry
 
@@ -50,6 +50,8 @@ def test_status(place: Path) -> None:
     facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
     assert facts["works"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
     assert all("decoder" in error for error in facts["failed"].values())
+    told = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
+    assert "method impossible" in told and "seed 1" in told, "a cell's name, not the hash of its content"
 
 
 def test_a_report_in_words(place: Path) -> None:
@@ -89,6 +91,9 @@ def test_only_some_cells(place: Path) -> None:
     assert [want.cell["method"] for want in some.wanted({})] == ["low rank"] and len(whole.wanted({})) == 6
     with pytest.raises(DeltuneError, match="Did you mean 'method'"):
         narrowed(whole, ["methods=x"])
+    with pytest.raises(DeltuneError, match="Did you mean 'norms'"):
+        narrowed(whole, ["method=nroms"])
+    assert "no folder" in deltune("run", place / "mine.yaml", "--data-root", place / "nowhere", code=2).stderr
     assert "unknown axis" in deltune("run", place / "mine.yaml", "--only", "methods=x", code=2).stderr
 
 

@@ -284,7 +284,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
 def test_an_interrupt_that_is_swallowed_comes_again() -> None:
     """As in a callback of a library that ignores every exception."""
     code = (
-        "import os, signal\nfrom deltune import stopping\nstopping.follow()\n"
+        "import os, signal\nfrom deltune.runs import stopping\nstopping.follow()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
         "try:\n    stopping.check()\nexcept KeyboardInterrupt:\n    print('again')\nstopping.check()"
     )
@@ -406,6 +406,12 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
     shutil.copy(data / "test.jsonl", data / "train.jsonl")
     with pytest.raises(DeltuneError, match=r"changed since .* train \(48 rows then, 24 now\). Bring back"):
         train(spec, tmp_path / "run")
+
+
+def test_a_finished_run_needs_no_data(tmp_path: Path) -> None:
+    first = train(tiny.spec(tmp_path, epochs=1), tmp_path / "run")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert train(Run(tmp_path / "run").spec, tmp_path / "run") == first
 
 
 @pytest.mark.parametrize("several", [{}, {"seeds": (0, 1)}])

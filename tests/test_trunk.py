@@ -204,7 +204,26 @@ def test_as_little_as_is_read_is_kept(
 def test_more_than_is_allowed_is_an_error_before_anything(root: Path, place: Path, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="trunk_cache=1, or trunk_cache=0 to run the trunk in every pass"):
         train(spec(root, trunk_cache=1e-6), tmp_path / "run")
-    assert not files(place)
+    assert not files(place) and not list((tmp_path / "run").glob("[a-z]*"))
+
+
+def test_a_finished_run_outlives_a_refusal(root: Path, place: Path, tmp_path: Path) -> None:
+    first = train(spec(root, trunk_dropout="on", epochs=1), tmp_path / "run")
+    with pytest.raises(DeltuneError, match="trunk_cache=1"):
+        train(spec(root, trunk_cache=1e-6), tmp_path / "run", resume=False)
+    assert Run(tmp_path / "run").metrics == first
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(caching.VARIABLE, str(tmp_path / "file"))
+    trunk, use, encoded = parts(root, "bert", "three_vectors")
+    with caplog.at_level("INFO"):
+        assert shortened(trunk, use, {"train": encoded}, 1) == {"train": encoded}
+    trunk.remove()
+    assert "no states can be written" in caplog.text
 
 
 def test_what_was_used_longest_ago_goes(root: Path, place: Path) -> None:

@@ -16,7 +16,8 @@ SAID = ("no space", "file too large", "is full")
 
 def refused(where: str | Path, error: Exception, whole: str = "what is there is whole") -> DeltuneError:
     """The error for a write that the system, or safetensors or SQLite for it, refused; whole: what is not lost."""
-    if getattr(error, "errno", None) in FULL or any(said in str(error).lower() for said in SAID):
+    number = getattr(error, "errno", None)
+    if number in FULL or (number is None and any(said in str(error).lower() for said in SAID)):
         return Full(f"no space left for {where}; {whole}. Make room and run the same command again")
     return DeltuneError(f"{where} cannot be written or read: {error}; {whole}")
 

@@ -136,7 +136,8 @@ def predict(
     text: Annotated[list[str] | None, typer.Option(help="A text; repeatable.")] = None,
     pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Texts: .txt (one a line), or .jsonl, .csv, .parquet with the run's columns.")
+        Path | None,
+        typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
     quiet: Quiet = False,

@@ -74,8 +74,10 @@ def run_table(spec: RunSpec, metrics: Mapping[str, Any], folder: str) -> Rendera
     kept = f"epoch {best['epoch']} of {spec.epochs} kept" if spec.steps is None else f"step {best['step']} kept"
     scores = {split: metrics[split] for split in ("validation", "test") if split in metrics}
     if spec.several:
-        chosen = "".join(f", {field} {best[field]}" for field in spec.search)
-        kept = f"{metrics.get('aggregate', 'one')} of {sum(run['chosen'] for run in metrics['runs'])} runs{chosen}"
+        found = "".join(f", {field} {best[field]}" for field in spec.search)
+        told_of = sum(run["chosen"] for run in metrics["runs"])
+        kept = f"{metrics['aggregate']} of {told_of} seeds" if "aggregate" in metrics else "one seed"
+        kept += f"{found}: the best of {len(metrics['runs']) - told_of + 1} tried" if spec.search else ""
     at = "" if "lr" in spec.search else f" at {spec.rate:g}"
     lines = f"{spec.method}{at}: {told}, {metrics['seconds']:.0f} s, {kept}\nin {folder}"
     return Group(lines, score_table(scores, metrics.get("std", {}))) if scores else lines

@@ -34,6 +34,9 @@ def studies(
     from ..studies.scales import Place
     from ..studies.study import narrowed, of_file
 
+    for root in (data_root, model_root):
+        if root is not None and not root.expanduser().is_dir():
+            raise DeltuneError(f"there is no folder {root}")
     place = Place(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
     files = [name for name in asked if name.endswith((".yaml", ".yml"))]
     wrong = [unknown("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
@@ -77,7 +80,10 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and how long.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run what is not done yet; interrupted or killed, the same command goes on where it was."""
+    """Run what is not done yet; interrupted or killed, the same command goes on where it was.
+
+    Exit code 1 where something failed.
+    """
     from ..engine import drive as engines
     from ..engine.results import Results
     from ..runs.progress import Bar
@@ -97,8 +103,10 @@ def run(
         except KeyboardInterrupt:
             print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    failed = f", {len(drive.failed)} failed (deltune study status tells why)" if drive.failed else ""
-    out.print(f"{drive.done} done, {drive.found} were there{failed}; results in {store}")
+    failed = f"; {len(drive.failed)} of them failed (deltune study status tells which and why)" if drive.failed else ""
+    out.print(f"{drive.done} run, {drive.found} were there{failed}; results in {store}")
+    if drive.failed:
+        raise typer.Exit(1)
 
 
 def _pool(engine: str, workers: int, runs: Path) -> Any:
@@ -123,7 +131,8 @@ def _outlook(several: list[Study], rows: dict[str, Row], workers: int) -> str:
         told = [known[_sort(w.kind, w.spec)] for w in left if _sort(w.kind, w.spec) in known]
         minutes = sum(sum(seconds) / len(seconds) for seconds in told) / 60 / workers
         rest = len(left) - len(told)
-        said = f"about {minutes:.1f} minutes" + (f" and {rest} of which nothing is known" if rest else "")
+        said = f"about {minutes:.1f} minutes" if told or not rest else "of"
+        said += f"{' and' if told else ''} {rest} like nothing that was run yet, how long is not known" if rest else ""
         lines.append(f"{study.name}: {len(works)} works, {len(works) - len(left)} done; {len(left)} left, {said}")
     return "\n".join(lines)
 
@@ -142,11 +151,17 @@ def status(
     as_json: Json = False,
 ) -> None:
     """How far studies are: done, failed with its reason, left."""
+    from ..reports.facts import describe
+
     rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for study in studies(names, scale, data_root, model_root):
         works = list(dict.fromkeys(one for work in study.plan(rows) for one in work.all()))
         failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
+        cells[study.name] = {
+            want.work.name: describe(want.cell) for want in study.wanted(rows) if want.work is not None
+        }
         left = sum(work.name not in rows for work in works)
         facts[study.name] = {"works": len(works), "left": left, "failed": failed}
     if as_json:
@@ -155,7 +170,7 @@ def status(
     for name, fact in facts.items():
         out.print(f"{name}: {fact['works']} works, {fact['left']} left, {len(fact['failed'])} failed")
         for work, error in fact["failed"].items():
-            out.print(f"  {work}: {error.splitlines()[0]}")
+            out.print(f"  {cells[name].get(work, work)}: {error.splitlines()[0]}")
 
 
 @app.command()
@@ -186,7 +201,7 @@ def report(
         with room(html):
             html.parent.mkdir(parents=True, exist_ok=True)
             write(html, page.page(parts))
-        print(f"{len(parts)} studies in {html}", file=sys.stderr)
+        print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
         written = [path for part in parts for path in sections.files(part, to)]
         print(f"{len(written)} files in {to}", file=sys.stderr)

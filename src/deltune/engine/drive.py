@@ -69,12 +69,20 @@ class Drive:
             self.results.release()
 
     def _planned(self) -> list[Work]:
-        """All works that are wanted now, each after what it needs; those that are done are looked up once."""
-        if self._planned_for != len(self._rows):  # a plan depends on what is done; rows are only ever added
+        """All works that are wanted now, each after what it needs; those that are done are looked up once.
+
+        A plan depends on what is done, and rows are only ever added: it is made again until it finds no more of them.
+        """
+        while self._planned_for != len(self._rows):
             self._planned_for = len(self._rows)
             self._works = list(dict.fromkeys(one for work in self.plan(self._rows) for one in work.all()))
-        works = self._works
-        for work in works:
+            self._look_up()
+        self._look_up()
+        return self._works
+
+    def _look_up(self) -> None:
+        """Take the rows of what was done elsewhere."""
+        for work in self._works:
             if work.name in self._rows or work.name in self._running:
                 continue
             row = self.results.get(work.name)
@@ -83,7 +91,6 @@ class Drive:
                 self.found += 1
                 if row.error is not None:
                     self.failed.append(work.name)
-        return works
 
     def _dispatch(self, left: Sequence[Work]) -> None:
         """Give every idle worker something that is ready, of the kin of its last if there is any."""

@@ -177,6 +177,8 @@ def _obstacle(call: Call) -> str | None:
         return f"attention dropout of {dropout}, with which the fused kernel gives no log-sum-exp"
     if call.options.get("position_bias") is not None:
         return "a position bias is added to the scores"
+    if call.options.get("softcap") is not None:
+        return "scores are capped"
     if call.options.get("cache") is not None:
         return "a paged cache"
     if call.mask is not None and (call.mask.requires_grad or call.mask.dtype not in (torch.bool, call.query.dtype)):

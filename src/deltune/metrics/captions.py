@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -158,14 +159,33 @@ def _meteor(predictions: Texts, references: References, options: Options) -> Mea
     from pycocoevalcap.meteor.meteor import METEOR_JAR
 
     predicted, true = tokenized(predictions, references, options)
+    jar = _jar()
+    try:
+        rows = [_asked(jar.stdin, jar.stdout, [*several, p]) for p, several in zip(predicted, true, strict=True)]
+    except (OSError, DeltuneError):
+        _ended(jar)
+        _jar.cache_clear()  # the next scoring begins with a new one
+        raise
+    return Measured(np.array(rows), _meteor_of, {**options, "jar": METEOR_JAR, "language": "en", "norm": True})
+
+
+@cache
+def _jar() -> subprocess.Popen[str]:
+    """The jar at work, once in a process: it needs seconds to start, and a run scores after every epoch."""
+    from pycocoevalcap.meteor.meteor import METEOR_JAR
+
     command = ["java", "-Dfile.encoding=UTF-8", "-Dstdout.encoding=UTF-8", "-Xmx2G", "-jar", METEOR_JAR]
     command += ["-", "-", "-stdio", "-l", "en", "-norm"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=_inside("meteor"), encoding="utf-8", bufsize=1, **pipes) as jar:
-        rows = [_asked(jar.stdin, jar.stdout, [*several, p]) for p, several in zip(predicted, true, strict=True)]
-        assert jar.stdin
-        jar.stdin.close()
-    return Measured(np.array(rows), _meteor_of, {**options, "jar": METEOR_JAR, "language": "en", "norm": True})
+    jar = subprocess.Popen(command, cwd=_inside("meteor"), encoding="utf-8", bufsize=1, **pipes)
+    atexit.register(_ended, jar)
+    return jar
+
+
+def _ended(jar: subprocess.Popen[str]) -> None:
+    """It has no work of its own to finish."""
+    jar.kill()
+    jar.communicate()
 
 
 def _asked(stdin: IO[str] | None, stdout: IO[str] | None, texts: Texts) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
     fit_padding(model, tokenizer)
     for name, place in runs.items():
+        if not place.finished:
+            warnings.warn(f"{place.folder} is not finished: this is its best delta so far", stacklevel=2)
         load(model, place.folder, name=name)
     tuned(model).use(next(iter(runs)))
     model.to(machine.device())  # type: ignore[arg-type]

@@ -63,6 +63,10 @@ class Run:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
             held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
+            if (self.folder / "delta.json").is_file():
+                raise DeltuneError(
+                    f"{self.folder} is a delta without its run: deltune.load(model, {str(self.folder)!r})"
+                )
             raise DeltuneError(f"{self.folder} is no RUN folder: spec.yaml is missing (it holds {held or 'nothing'})")
         return read(self.spec_file)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from .folder import Run, room, write_lines
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
 
+STDIN = Path("-")
 ASKED = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair"}
 
 
@@ -62,18 +65,21 @@ def of_options(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[str, Any
 
 
 def of_file(path: Path, run: Path) -> list[dict[str, Any]]:
-    """The inputs of a file: each line of a .txt, or the columns of the run in a table.
+    """The inputs of a file: each line of a .txt (of standard input for "-"), or the columns of the run in a table.
 
     Errors: an unreadable or empty file, a column that is missing, a value of another kind, each with its line.
     """
     if not suffix_of(path):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = sys.stdin.read() if path == STDIN else path.read_text(encoding="utf-8")
+            lines = text.splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DeltuneError(f"{path} cannot be read: {error}") from error
         found = [{"id": str(i), "input": line} for i, line in enumerate(lines, 1) if line.strip()]
         if not found:
             raise DeltuneError(f"{path} is empty: it has no texts")
+        if len(found) < len(lines):
+            warnings.warn(f"{path}: {len(lines) - len(found)} blank lines are left out; ids are lines", stacklevel=2)
         return found
     table, place = read(path), Run(run)
     kind = place.environment.get("data", {}).get("kind", "classification")

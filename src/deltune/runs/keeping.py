@@ -32,7 +32,6 @@ from ..tasks import caching
 from ..tasks.encoding import Encoded, Row, collate, count, real
 from ..tasks.kinds import Use, casting
 from . import processes
-from .folder import room
 
 VERSION = 1
 """Raised when the same content gives other states."""
@@ -72,8 +71,7 @@ class Shortened(Encoded):
 def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float) -> dict[str, Encoded]:
     """The splits with their states, from the disk or made now by one pass; as they are if none can be kept, and told.
 
-    gib: the most that the folder may hold, in GiB; what was used longest ago goes. Errors: these splits alone are more;
-    what is wrong with the folder.
+    gib: the most that the folder may hold, in GiB; what was used longest ago goes. Error: these splits alone are more.
     """
     place = caching.folder()
     if place is None or not gib:
@@ -92,19 +90,28 @@ def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float
             f"trunk_cache={math.ceil(needed / 2**30)}, or trunk_cache=0 to run the trunk in every pass"
         )
 
-    def make() -> None:
-        with room(place):
+    def make() -> str | None:
+        """What hinders: states save time and change no number, so that nothing may fail for them."""
+        try:
             place.mkdir(parents=True, exist_ok=True)
             for split, plan in plans.items():
                 if plan.read(place) is None:
                     plan.write(place, trunk, use, encoded[split])
                 elif use.advance is not None:
                     use.advance(len(encoded[split]))
-            caching.bound(place, "*.safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
+        except OSError as error:
+            return f"no states can be written ({error})"
+        caching.bound(place, ".safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
+        return None
 
-    processes.of_main(make)
+    if (why := processes.of_main(make)) is not None:
+        return _told(encoded, why)
+    found = {split: plan.over(place, encoded[split]) for split, plan in plans.items()}
+    whole = {split: rows for split, rows in found.items() if rows is not None}
+    if len(whole) < len(plans):
+        return _told(encoded, f"states in {place} were removed by somebody else")
     told.info("states of the frozen trunk: %.3g MiB in %s", needed / 2**20, place)
-    return {split: plan.over(place, encoded[split]) for split, plan in plans.items()}
+    return whole
 
 
 def _told(encoded: Mapping[str, Encoded], why: str) -> dict[str, Encoded]:
@@ -128,7 +135,7 @@ class _Plan:
             for field in sorted(_tokens(row, any(labels.values()))):
                 content.update(f"{field} {count(row[field])} ".encode() + _flat(row[field]).tobytes())
         self.starts = {name: [0, *itertools.accumulate(own)] for name, own in lengths.items()}
-        self.name = content.hexdigest()[:32]
+        self.name = content.hexdigest()[: caching.NAME]
 
     def path(self, place: Path) -> Path:
         return place / f"{self.name}.safetensors"
@@ -160,11 +167,11 @@ class _Plan:
         whole = {name: facts["shape"] for name, facts in self.tensors().items()}
         return found if {name: list(t.shape) for name, t in found.items()} == whole else None
 
-    def over(self, place: Path, encoded: Encoded) -> Encoded:
-        """The rows, with their states."""
+    def over(self, place: Path, encoded: Encoded) -> Encoded | None:
+        """The rows, with their states; None where these cannot be read."""
         states = self.read(place)
         if states is None:
-            raise DeltuneError(f"{self.path(place)}, which was made for this run, cannot be read: give trunk_cache=0")
+            return None
         cut = (encoded.truncated, encoded.texts, encoded.truncated_targets)
         made = Shortened(encoded.rows, *cut, states, self.starts, self.reads)
         made.__dict__["lengths"] = encoded.lengths  # of the whole rows: the order of batches goes by them
@@ -175,7 +182,7 @@ class _Plan:
         header = json.dumps(facts := self.tensors()).encode()
         header += b" " * (-len(header) % 8)
         begin = 8 + len(header)
-        handle, fresh = tempfile.mkstemp(prefix=".", dir=place)
+        handle, fresh = tempfile.mkstemp(prefix=caching.PART, dir=place)
         try:
             with open(handle, "wb") as file:
                 file.write(len(header).to_bytes(8, "little") + header)
@@ -189,6 +196,8 @@ class _Plan:
                             file.write(_bytes(part))
 
                 use.over(encoded, take)
+                file.flush()
+                os.fsync(file.fileno())  # a file is trusted by its name and shape
             os.replace(fresh, self.path(place))
         finally:
             Path(fresh).unlink(missing_ok=True)

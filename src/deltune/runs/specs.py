@@ -203,7 +203,8 @@ class RunSpec(BaseModel):
     @field_validator("search")
     @classmethod
     def _searched(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        wrong = [unknown("option", name, cls.model_fields) for name in value if name not in cls.model_fields]
+        able = set(cls.model_fields) - set(UNSEARCHED)
+        wrong = [unknown("option", name, able) for name in value if name not in cls.model_fields]
         wrong += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
         wrong += [f"no values for {name}" for name, values in value.items() if not values]
         if wrong:

@@ -94,7 +94,12 @@ def _finished(spec: RunSpec, run: Run, resume: bool, parts: Parts) -> dict[str, 
         run.check(spec)
     if not resume or not run.finished:
         return None
-    run.kept.check_data(data_of(run.kept.spec, read=parts.data)[1].facts)
+    try:
+        now = data_of(run.kept.spec, read=parts.data)[1].facts
+    except DeltuneError as error:
+        told.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
+    else:
+        run.kept.check_data(now)
     return run.metrics
 
 
@@ -103,11 +108,11 @@ def _train(
 ) -> dict[str, Any]:
     job, source = processes.together(lambda: _job(spec, run, device, sharded, parts))
     arguments = _arguments(job, device)
-    if not resume:
-        run.clear()
     facts = {"device": str(arguments.device), "precision": job.precision, "processes": processes.count()}
-    processes.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
     with Bar(progress and processes.main()) as bar, _trunk(job, arguments.device, bar):
+        if not resume:  # only now is nothing left that may be refused
+            run.clear()
+        processes.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
         _fit(job, arguments, bar)
         return _finish(job, bar)
 

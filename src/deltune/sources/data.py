@@ -87,6 +87,10 @@ def load(
     if kind is not None and kind not in KINDS:
         raise DeltuneError(unknown("kind of task", kind, KINDS))
     folder = Path(source).expanduser()
+    if folder.is_file():
+        raise DeltuneError(
+            f"data {source} is a file: give the folder that holds it, with its train, validation and test"
+        )
     needed = ("train",) if training else tuple(SPLITS)
     raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed, layout or Layout(source))
     files = raw.files

@@ -127,12 +127,16 @@ def of_file(path: str | Path, data_root: str | Path | None = None) -> Study:
 
 
 def narrowed(study: Study, only: Sequence[str]) -> Study:
-    """The cells of a study with these labels: AXIS=LABEL, * as a wild card. Error: an axis that it does not have."""
+    """The cells of a study with these labels: AXIS=LABEL, * as a wild card. Error: an axis or label it has not."""
     asked = [text.partition("=") for text in only]
     wrong = [f"{''.join(parts)!r} is no AXIS=LABEL" for parts in asked if not parts[1]]
     cells = study.wanted({})
     axes = {axis for want in cells for axis in want.cell}
     wrong += [unknown("axis", axis, axes, study.name) for axis, sign, _ in asked if sign and axis not in axes]
+    for axis, _, label in asked:
+        met = dict.fromkeys(str(want.cell[axis]) for want in cells if axis in want.cell)
+        if met and not any(fnmatch(one, label) for one in met):
+            wrong.append(unknown(axis, label, met, study.name))
     if wrong:
         raise all_problems("these cells cannot be chosen", wrong)
     if not asked:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -22,8 +23,12 @@ from .kinds import Columns, Kind, Limits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 3
+VERSION = 4
 """Raised when an encoder gives other rows for the same input."""
+NAME = 32
+"""Hexadecimal digits of a name by content."""
+PART = ".deltune-"
+"""Begins the name of what is still being written."""
 COUNTS = ("truncated", "texts", "truncated_targets")
 """What is kept of rows besides themselves."""
 KEPT = 8 * 2**30  # bytes; beyond it what was used longest ago goes
@@ -111,7 +116,7 @@ def _key(
         "limits": {name: value for name, value in asdict(limits).items() if name != "generate"},
         "taken": sorted(signature(model.forward).parameters), "tokenizer": _identity(tokenizer),
     }  # fmt: skip
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:NAME]
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -126,6 +131,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         said,
         tokenizer.special_tokens_map,
         sorted(tokenizer.init_kwargs.items(), key=str),
+        [getattr(tokenizer, language, None) for language in ("src_lang", "tgt_lang")],  # set after it was made
     ]
 
 
@@ -135,14 +141,14 @@ def _write(path: Path, made: Encoded) -> None:
     table = pyarrow.Table.from_pylist(rows)
     table = table.replace_schema_metadata({name: str(getattr(made, name)) for name in COUNTS})
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, fresh = tempfile.mkstemp(prefix=".", dir=path.parent)
+    handle, fresh = tempfile.mkstemp(prefix=PART, dir=path.parent)
     try:
         with open(handle, "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=10_000)
         os.replace(fresh, path)
     finally:
         Path(fresh).unlink(missing_ok=True)
-    bound(path.parent, "*.arrow", [path], KEPT)
+    bound(path.parent, ".arrow", [path], KEPT)
 
 
 def _read(path: Path) -> Encoded | None:
@@ -161,15 +167,23 @@ def _read(path: Path) -> Encoded | None:
     return made
 
 
-def bound(place: Path, pattern: str, newest: Collection[Path], most: float) -> None:
-    """Remove what was used longest ago, until the files of a folder are within so many bytes, `newest` in any case; and
-    what a killed process was writing a day ago or earlier."""
-    files = sorted((p for p in place.glob(pattern) if p not in newest), key=lambda p: -p.stat().st_mtime)
-    total = sum(path.stat().st_size for path in newest)
-    for file in files:
-        total += file.stat().st_size
+def bound(place: Path, suffix: str, newest: Collection[Path], most: float) -> None:
+    """Remove what was used longest ago, until our files in a folder are within so many bytes, `newest` in any case; and
+    what a killed process was writing a day ago or earlier. Files of other names stay; what others remove is gone."""
+
+    def known(paths: Iterable[Path]) -> list[tuple[float, int, Path]]:
+        found = []
+        for path in paths:
+            with contextlib.suppress(OSError):
+                facts = path.stat()
+                found.append((facts.st_mtime, facts.st_size, path))
+        return sorted(found, reverse=True)
+
+    total = sum(size for _, size, _ in known(newest))
+    for _, size, path in known(p for p in place.glob(f"{'[0-9a-f]' * NAME}{suffix}") if p not in newest):
+        total += size
         if total > most:
-            file.unlink(missing_ok=True)
-    for left in place.glob(".*"):
-        if left.is_file() and time.time() - left.stat().st_mtime > 24 * 3600:
-            left.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+    for used, _, path in known(place.glob(f"{PART}*")):
+        if time.time() - used > 24 * 3600:
+            path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def beginning(tokenizer: Any, model: Any) -> dict[str, int | None]:
     """
     if not codes(tokenizer):
         return {}
+    if getattr(tokenizer, "tgt_lang", "") is None:
+        warnings.warn(
+            f"{type(tokenizer).__name__} was given no target language: answers begin as in the texts'. Give "
+            "source_language and target_language",
+            stacklevel=2,
+        )
     empty = tokenizer(text_target="")["input_ids"]
     forced = None if empty[0] == tokenizer.eos_token_id else empty[0]
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)

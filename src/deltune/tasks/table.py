@@ -175,7 +175,7 @@ TASKS: Mapping[str, Task] = {
             "wmt/wmt16:ro-en",
             columns={"source": inside("translation", "en"), "targets": inside("translation", "ro")},
         ),
-        "{source}\nIn Romanian:", languages=("en", "ro"),
+        "{source}\nIn Romanian:", languages=("en", "ro"), version=2,
     ),
     "g2p_us_to_gb": Task("generation", "g2p_us_to_gb", SOURCE, ("exact", "per"), template="{source}\n"),
     "nq_open": Task(
@@ -211,6 +211,8 @@ def find(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
         return task, replace(task.hub, columns={**task.columns, **task.hub.columns})
     folder = Path(data_root).expanduser() / task.folder
     if not folder.is_dir():
+        if not folder.parent.is_dir():
+            raise DeltuneError(f"there is no folder {folder.parent}, where task {name} is looked for")
         here = [n for n, t in TASKS.items() if (folder.parent / t.folder).is_dir()]
         raise DeltuneError(
             f"{folder.parent} has no folder {task.folder} for task {name}; it has {', '.join(here) or 'none'}"
