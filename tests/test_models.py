@@ -273,5 +273,5 @@ def test_module_is_light() -> None:
     """Importing deltune.sources.models brings in neither torch nor transformers."""
     import subprocess
 
-    code = "import sys, deltune.models; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, deltune.sources.models; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

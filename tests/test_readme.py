@@ -108,7 +108,7 @@ def sessions(block: Block) -> Iterator[tuple[list[str], str]]:
 def test_what_is_only_shown_exists(page: Path) -> None:
     """Options of deltune and targets of make in bash blocks."""
     group: Any = typer.main.get_command(cli.app)
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for block in blocks(page, "bash"):
         for line in block.text.splitlines():
             words = shlex.split(re.sub(r"\$\w+", "0", line), comments=True)

@@ -123,7 +123,7 @@ def of_file(path: str | Path, data_root: str | Path | None = None) -> Study:
     panels = "model" if len(sweep.models) > 1 else ""
     bars = () if axes else (Bars(title="Scores, drawn", y=metric, panels=panels),)
     wanted = of_sweep(sweep, None if data_root is None else str(data_root))
-    return Study(sweep.name, f"{path}", wanted, (table, *bars), metric)
+    return Study(sweep.name, f"{Path(path).name}: one's own", wanted, (table, *bars), metric)
 
 
 def narrowed(study: Study, only: Sequence[str]) -> Study:
