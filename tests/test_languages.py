@@ -22,7 +22,7 @@ from transformers import (
 import tiny
 from deltune.errors import DeltuneError
 from deltune.runs.assignments import tokenizer_of
-from deltune.runs.evaluate import predict
+from deltune.runs.evaluate import predict, ready
 from deltune.runs.folder import Run
 from deltune.runs.parts import Parts
 from deltune.runs.train import train
@@ -133,6 +133,15 @@ def test_a_whole_run(name: str, places: Path, tmp_path: Path) -> None:
     lines = (Run(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
     said = [json.loads(line)["prediction"] for line in lines]
     assert [one["prediction"] for one in predict(tmp_path / "run", [row["source"] for row in ROWS])] == said
+
+
+def test_runs_of_other_languages_are_not_mixed(places: Path, tmp_path: Path) -> None:
+    at = {}
+    for target in ("ro", "de"):
+        at[target] = tmp_path / target
+        train(spec(places, "code first", source_language="en", target_language=target), at[target], progress=False)
+    with pytest.raises(DeltuneError, match=r"other languages \(ro: .* to .*; de: "):
+        ready(at)
 
 
 def test_languages_of_a_spec(places: Path) -> None:

@@ -19,6 +19,7 @@ from ..tasks import caching
 from ..tasks.classifying import CLASSIFICATION, logits
 from ..tasks.encoding import Encoded, check_length
 from ..tasks.kinds import Kind, Limits, Use
+from ..tasks.languages import codes, languages
 from . import machine
 from .assignments import assignment, by_name, check_fits, kind_of, limits_of, tokenizer_of
 from .folder import Run, room, write_lines
@@ -78,6 +79,10 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     name = first.environment.get("data", {}).get("kind", "classification")
     kind = kind_of(name, load_config(spec.model), spec.answer)
     tokenizer = tokenizer_of(spec)
+    spoken = {name: languages(tokenizer_of(place.spec)) for name, place in runs.items()} if codes(tokenizer) else {}
+    if len(set(spoken.values())) > 1:
+        told = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in spoken.items())
+        raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({told}); use them apart")
     own = labels[next(iter(runs))] if kind.name in LABELLED else None
     model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
     fit_padding(model, tokenizer)

@@ -19,6 +19,7 @@ import pyarrow
 
 from .encoding import Encoded, Row
 from .kinds import Columns, Kind, Limits
+from .languages import languages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,7 +132,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         said,
         tokenizer.special_tokens_map,
         sorted(tokenizer.init_kwargs.items(), key=str),
-        [getattr(tokenizer, language, None) for language in ("src_lang", "tgt_lang")],  # set after it was made
+        languages(tokenizer),  # set after it was made
     ]
 
 

@@ -44,6 +44,11 @@ def code(language: str, there: list[str]) -> str:
     return found[0]
 
 
+def languages(tokenizer: Any) -> tuple[str | None, str | None]:
+    """Of its texts and of its targets, as it was told."""
+    return getattr(tokenizer, "src_lang", None), getattr(tokenizer, "tgt_lang", None)
+
+
 def speak(tokenizer: Any, source: str | None, target: str | None) -> None:
     """Tell a tokenizer its languages; None: as it is. Errors: it has none, or lacks this one."""
     there = codes(tokenizer)
