@@ -175,7 +175,7 @@ TASKS: Mapping[str, Task] = {
             "wmt/wmt16:ro-en",
             columns={"source": inside("translation", "en"), "targets": inside("translation", "ro")},
         ),
-        "{source}\nIn Romanian:", languages=("en", "ro"), version=2,
+        "{source}\nIn Romanian:", languages=("en", "ro"),
     ),
     "g2p_us_to_gb": Task("generation", "g2p_us_to_gb", SOURCE, ("exact", "per"), template="{source}\n"),
     "nq_open": Task(
