@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from deltune.errors import DeltuneError
 from deltune.runs.specs import RunSpec, read, read_values
+from deltune.tasks.table import TASKS
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
 
@@ -165,3 +167,12 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
     path.write_text("model: !!python/object/apply:os.system [true]")
     with pytest.raises(DeltuneError, match="broken YAML"):
         read_values(path)
+
+
+def test_a_versioned_task_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study's work holds the canonical values: they make the spec again, and another version another name."""
+    spec = RunSpec(model="minilm", task="sick", method="layernorm")
+    monkeypatch.setitem(TASKS, "sick", replace(TASKS["sick"], version=2))
+    again = RunSpec(model="minilm", task="sick", method="layernorm")
+    assert again.canonical()["task_version"] == 2
+    assert RunSpec(**again.canonical()) == again == spec

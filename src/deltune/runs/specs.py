@@ -23,9 +23,8 @@ from ..tasks.table import TASKS
 from . import faults
 
 SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
-"""Fields that cannot change the result, and so do not count in a spec's name: a protocol's values count by themselves;
-a step's rows and its loss are the same however they are cut, a trunk's states wherever they come from. What is left are
-rounding and the draws of dropout, as with another device or number of processes, which no spec names either."""
+"""Fields that cannot change the result, and so are not in a spec's name: a protocol's values count by themselves, a
+step's rows and loss are the same however they are cut, a trunk's states wherever they come from; but for rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Fields that are the same in all runs of a spec."""
@@ -229,6 +228,7 @@ class RunSpec(BaseModel):
     def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
         fields = cls.model_fields
         given = isinstance(values, dict)
+        values = {k: v for k, v in values.items() if k != "task_version"} if given else values  # canonical's own
         problems = [*faults.source(values, fields), *faults.sizes(values, fields)] if given else []
         try:
             values = protocols.filled(values) if isinstance(values, dict) else values
