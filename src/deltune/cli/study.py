@@ -121,9 +121,11 @@ def _pool(engine: str, workers: int, runs: Path) -> Any:
 
 def _outlook(several: list[Study], rows: dict[str, Row], workers: int) -> str:
     """What would run, and how long by what is known of works of its kind, model and task."""
+    from ..engine.works import in_order
+
     lines = []
     for study in several:
-        works = list(dict.fromkeys(one for work in study.plan(rows) for one in work.all()))
+        works = in_order(study.plan(rows))
         left = [work for work in works if work.name not in rows]
         known: dict[tuple[Any, ...], list[float]] = {}
         for row in rows.values():
@@ -151,13 +153,14 @@ def status(
     as_json: Json = False,
 ) -> None:
     """How far studies are: done, failed with its reason, left."""
+    from ..engine.works import in_order
     from ..reports.facts import describe
 
     rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
     for study in studies(names, scale, data_root, model_root):
-        works = list(dict.fromkeys(one for work in study.plan(rows) for one in work.all()))
+        works = in_order(study.plan(rows))
         failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
         cells[study.name] = {
             want.work.name: describe(want.cell) for want in study.wanted(rows) if want.work is not None

@@ -11,7 +11,7 @@ from ..errors import Full
 from ..runs.progress import Bar
 from .pools import Answer, Pool
 from .results import Results, Row
-from .works import Work
+from .works import Work, in_order
 
 Plan = Callable[[Mapping[str, Row]], Sequence[Work]]
 """The works of a study, in order, given what is done so far: a search asks for more as it learns."""
@@ -73,11 +73,11 @@ class Drive:
 
         A plan depends on what is done, and rows are only ever added: it is made again until it finds no more of them.
         """
+        self._look_up()
         while self._planned_for != len(self._rows):
             self._planned_for = len(self._rows)
-            self._works = list(dict.fromkeys(one for work in self.plan(self._rows) for one in work.all()))
+            self._works = in_order(self.plan(self._rows))
             self._look_up()
-        self._look_up()
         return self._works
 
     def _look_up(self) -> None:

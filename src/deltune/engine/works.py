@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,11 @@ class Work:
     def all(self) -> list[Work]:
         """Itself, after everything that it needs."""
         return [*(work for need in self.needs for work in need.all()), self]
+
+
+def in_order(works: Iterable[Work]) -> list[Work]:
+    """The works and all that they need, each once and after what it needs."""
+    return list(dict.fromkeys(one for work in works for one in work.all()))
 
 
 def of_run(spec: RunSpec) -> Work:

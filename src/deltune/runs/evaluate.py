@@ -79,7 +79,8 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     name = first.environment.get("data", {}).get("kind", "classification")
     kind = kind_of(name, load_config(spec.model), spec.answer)
     tokenizer = tokenizer_of(spec)
-    spoken = {name: languages(tokenizer_of(place.spec)) for name, place in runs.items()} if codes(tokenizer) else {}
+    several = len(runs) > 1 and codes(tokenizer)
+    spoken = {name: languages(tokenizer_of(place.spec)) for name, place in runs.items()} if several else {}
     if len(set(spoken.values())) > 1:
         told = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in spoken.items())
         raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({told}); use them apart")

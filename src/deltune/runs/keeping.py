@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,6 @@ def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float
     def make() -> str | None:
         """What hinders: states save time and change no number, so that nothing may fail for them."""
         try:
-            place.mkdir(parents=True, exist_ok=True)
             for split, plan in plans.items():
                 if plan.read(place) is None:
                     plan.write(place, trunk, use, encoded[split])
@@ -182,25 +180,18 @@ class _Plan:
         header = json.dumps(facts := self.tensors()).encode()
         header += b" " * (-len(header) % 8)
         begin = 8 + len(header)
-        handle, fresh = tempfile.mkstemp(prefix=caching.PART, dir=place)
-        try:
-            with open(handle, "wb") as file:
-                file.write(len(header).to_bytes(8, "little") + header)
+        with caching.whole(self.path(place)) as file:
+            file.write(len(header).to_bytes(8, "little") + header)
 
-                def take(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
-                    rows = [encoded.rows[i] for i in indices]
-                    for i, states in zip(indices, _parts(trunk, rows, batch, self.reads), strict=True):
-                        for name, part in states.items():
-                            of_row = part[0].numel() * part.itemsize
-                            file.seek(begin + facts[name]["data_offsets"][0] + self.starts[name][i] * of_row)
-                            file.write(_bytes(part))
+            def take(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
+                rows = [encoded.rows[i] for i in indices]
+                for i, states in zip(indices, _parts(trunk, rows, batch, self.reads), strict=True):
+                    for name, part in states.items():
+                        of_row = part[0].numel() * part.itemsize
+                        file.seek(begin + facts[name]["data_offsets"][0] + self.starts[name][i] * of_row)
+                        file.write(_bytes(part))
 
-                use.over(encoded, take)
-                file.flush()
-                os.fsync(file.fileno())  # a file is trusted by its name and shape
-            os.replace(fresh, self.path(place))
-        finally:
-            Path(fresh).unlink(missing_ok=True)
+            use.over(encoded, take)
 
 
 def _tried(

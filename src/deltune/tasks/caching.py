@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow
 
@@ -136,19 +136,28 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     ]
 
 
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there under its name when all of it is on the disk, or not at all: it is trusted by its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, fresh = tempfile.mkstemp(prefix=PART, dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    finally:
+        Path(fresh).unlink(missing_ok=True)
+
+
 def _write(path: Path, made: Encoded) -> None:
     """The rows as one file, whole or not at all."""
     rows = [{**row, "length": length} for row, length in zip(made.rows, made.lengths, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
     table = table.replace_schema_metadata({name: str(getattr(made, name)) for name in COUNTS})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, fresh = tempfile.mkstemp(prefix=PART, dir=path.parent)
-    try:
-        with open(handle, "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table, max_chunksize=10_000)
-        os.replace(fresh, path)
-    finally:
-        Path(fresh).unlink(missing_ok=True)
+    with whole(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=10_000)
     bound(path.parent, ".arrow", [path], KEPT)
 
 
