@@ -31,12 +31,13 @@ class Piece:
 
 @dataclass
 class Report:
-    """What was found, in one file: rows and seconds by piece, the pieces that are left, and the machine."""
+    """What was found, in one file: rows, seconds and commit by piece, the pieces that are left, and the machine."""
 
     path: Path
     machine: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, list[Row]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    commits: dict[str, str | None] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
     @classmethod
@@ -44,7 +45,7 @@ class Report:
         """Errors: OSError, ValueError and KeyError for a file that is none of ours."""
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = {piece: [Row.of_json(row) for row in own] for piece, own in found["rows"].items()}
-        return cls(path, found["machine"], rows, found["seconds"], found["left"])
+        return cls(path, found["machine"], rows, found["seconds"], found["commits"], found["left"])
 
     @classmethod
     def begin(cls, path: Path, machine: dict[str, Any], pieces: Sequence[Piece], again: bool = False) -> Report:
@@ -64,9 +65,9 @@ class Report:
         """Whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = {piece: [row.json() for row in own] for piece, own in self.rows.items()}
-        values = {"machine": self.machine, "left": self.left, "seconds": self.seconds, "rows": rows}
+        known = {"machine": self.machine, "left": self.left, "seconds": self.seconds, "commits": self.commits}
         fresh = self.path.with_suffix(".fresh")
-        fresh.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        fresh.write_text(json.dumps({**known, "rows": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(fresh, self.path)
 
     def all_rows(self) -> list[Row]:
@@ -79,7 +80,6 @@ def machine(threads: int) -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "commit": _commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -87,7 +87,7 @@ def machine(threads: int) -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Of the checkout that this is, with `-dirty` where it was changed."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
@@ -119,6 +119,7 @@ def carry_out(pieces: Sequence[Piece], report: Report, begins: Callable[[Piece],
         began = time.perf_counter()
         report.rows[piece.name] = piece.measure()
         report.seconds[piece.name] = round(time.perf_counter() - began, 1)
+        report.commits[piece.name] = commit()
         report.left.remove(piece.name)
         report.write()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,14 @@ def markdown(rows: Iterable[Row]) -> str:
     return "\n".join([*lines, *("| " + " | ".join((row.name, *cells(row))) + " |" for row in rows)]) + "\n"
 
 
-def facts(machine: Mapping[str, Any]) -> str:
-    """The machine as a list."""
-    return "".join(f"- {name}: {value}\n" for name, value in machine.items() if value is not None)
+def facts(report: Report) -> str:
+    """The machine as a list, and the commits that were measured: each with its parts where there are several."""
+    of_commit: dict[str, list[str]] = {}
+    for piece, commit in report.commits.items():
+        of_commit.setdefault(str(commit), []).append(piece.partition(":")[0])
+    said = [f"{name} ({', '.join(dict.fromkeys(parts))})" for name, parts in of_commit.items()]
+    known: dict[str, Any] = {**report.machine, "commit": "; ".join(said if len(said) > 1 else of_commit) or None}
+    return "".join(f"- {name}: {value}\n" for name, value in known.items() if value is not None)
 
 
 def written(page: str, report: Report) -> str:
@@ -68,7 +73,7 @@ def written(page: str, report: Report) -> str:
         name = found[2]
         own = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
         if name == "machine":
-            return f"{found[1]}{facts(report.machine)}{found[3]}"
+            return f"{found[1]}{facts(report)}{found[3]}"
         return f"{found[1]}{markdown(own)}{found[3]}" if own else found[0]
 
     return MARKS.sub(fill, page)

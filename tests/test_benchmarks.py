@@ -111,6 +111,7 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     carry_out(pieces(False), report, lambda piece: told.append(piece.name))
     assert done == ["a", "b", "c"] and told == ["b", "c"] and not report.left
     assert [row.name for row in Report.read(path).all_rows()] == ["a", "b", "c"]
+    assert set(Report.read(path).commits) == {"a", "b", "c"}  # each piece may be of another one
     one = pieces(False)[:1]
     again = Report.begin(path, here, one)  # a finished one is measured anew, the others stay
     assert again.left == ["a"] and set(again.rows) == {"a", "b", "c"}
@@ -136,10 +137,12 @@ def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
     page = "\n".join(
         f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("steps", "mixed", "machine")
     )
-    found = report.written(page, Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows))
+    measured = Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows, commits={"steps: a": "1f", "life: b": "2e"})
+    found = report.written(page, measured)
     assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in found and "steps as it was" not in found
-    assert "mixed as it was" in found and "- cpu: Z80\n" in found and "gpu" not in found
-    assert report.written(found, Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows)) == found
+    assert "mixed as it was" in found and "gpu" not in found
+    assert "- cpu: Z80\n- commit: 1f (steps); 2e (life)\n" in found
+    assert report.written(found, measured) == found
 
 
 # -- tiny runs
