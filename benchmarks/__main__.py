@@ -3,7 +3,7 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: steps, adapterhub, memory, life, trunk, mixed, study, whole; by name only: methods, wholefull. What was
+Parts: steps, adapterhub, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, wholefull. What was
 interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
 """
 
@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from deltune.runs.progress import Bar
 
-from . import adapterhub, life, memory, methods, mixed, report, steps, study, trunk, whole
+from . import adapterhub, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +37,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "steps": steps.pieces(),
         "adapterhub": adapterhub.pieces(environment),
         "memory": memory.pieces(),
+        "prefix": prefix.pieces(),
         "life": life.pieces(),
         "trunk": trunk.pieces(),
         "mixed": mixed.pieces(),
@@ -67,12 +68,14 @@ def main() -> None:
     known = parts(given.data_root if given.data_root.is_dir() else None, given.adapterhub)
     default = ",".join(name for name in known if name not in EXTRA)
     todo = chosen(known, given.only or default)
-    found = Report.begin(given.output, machine(given.threads), todo, given.again)
+    every = [piece for own in known.values() for piece in own]
+    found = Report.begin(given.output, machine(given.threads), todo, every, given.again)
     measured(todo, found)
-    report.show(found.all_rows())
-    missed = [row for row in found.all_rows() if row.passed is False]
-    spent = sum(found.seconds.values())
-    print(f"{len(found.all_rows())} rows, {len(missed)} targets missed, {spent / 60:.1f} minutes; {found.path}")
+    rows = [row for piece in todo for row in found.rows[piece.name]]
+    report.show(rows)
+    missed = [row for row in rows if row.passed is False]
+    spent = sum(found.seconds[piece.name] for piece in todo)
+    print(f"{len(rows)} rows, {len(missed)} targets missed, {spent / 60:.1f} minutes; {found.path}")
     sys.exit(bool(missed))
 
 

@@ -20,16 +20,20 @@ FULL = "full"
 CONFIGS: dict[str, Callable[[int], Any]] = {
     "lora(rank=8)": lambda width: adapters.LoRAConfig(r=8, alpha=8),
     "prefix(length=16)": lambda width: adapters.PrefixTuningConfig(prefix_length=16, flat=True),
-    "adapter(style='pfeiffer', rank=16)": lambda width: adapters.SeqBnConfig(reduction_factor=width / 16),
-    "adapter(rank=16)": lambda width: adapters.DoubleSeqBnConfig(reduction_factor=width / 16),
-    "scaled_parallel_adapter(rank=16)": lambda width: adapters.ParBnConfig(reduction_factor=width / 16),
-    "mam(length=16, rank=16)": lambda width: adapters.MAMConfig(
+    "adapter(style='pfeiffer', rank=16, bias=True)": lambda width: adapters.SeqBnConfig(reduction_factor=width / 16),
+    "adapter(rank=16, bias=True)": lambda width: adapters.DoubleSeqBnConfig(reduction_factor=width / 16),
+    "scaled_parallel_adapter(rank=16, bias=True)": lambda width: adapters.ParBnConfig(reduction_factor=width / 16),
+    "prefix(length=16) + scaled_parallel_adapter(rank=16, bias=True)": lambda width: adapters.MAMConfig(
         adapters.PrefixTuningConfig(prefix_length=16, flat=True), adapters.ParBnConfig(reduction_factor=width / 16)
+    ),
+    "unipelt(length=10, rank=8, bottleneck=16)": lambda width: adapters.UniPELTConfig(
+        adapters.PrefixTuningConfig(prefix_length=10, flat=True), adapters.SeqBnConfig(reduction_factor=width / 16)
     ),
     "ia3": lambda width: adapters.IA3Config(),
     "prompt(length=20)": lambda width: adapters.PromptTuningConfig(prompt_length=20),
 }
-"""Our expression -> their configuration of the same sizes, for a width."""
+"""Our expression -> their configuration of the same sizes, for a width. Their bottlenecks have biases in any case, but
+for unipelt's, ours too."""
 
 
 def make(shape: Shape) -> tuple[dict[str, Turn], list[str]]:

@@ -48,14 +48,27 @@ class Report:
         return cls(path, found["machine"], rows, found["seconds"], found["commits"], found["left"])
 
     @classmethod
-    def begin(cls, path: Path, machine: dict[str, Any], pieces: Sequence[Piece], again: bool = False) -> Report:
+    def begin(
+        cls,
+        path: Path,
+        machine: dict[str, Any],
+        pieces: Sequence[Piece],
+        known: Sequence[Piece] = (),
+        again: bool = False,
+    ) -> Report:
         """The file's report, if it is of this machine and these versions, else an empty one; `left` has what is asked.
 
-        Of pieces that an interrupted run has left, only those; else all of them, `again` in any case.
+        Of pieces that an interrupted run has left, only those; else all of them, `again` in any case. Nothing stays of
+        pieces that there are no more; known: those that there are besides the ones asked for.
         """
         report = cls.read(path) if path.is_file() else cls(path, machine)
         if report.machine != machine:
             report = cls(path, machine)
+        names = {piece.name for piece in (*pieces, *known)}
+        for of_piece in (report.rows, report.seconds, report.commits):
+            for gone in of_piece.keys() - names:
+                del of_piece[gone]
+        report.left = [name for name in report.left if name in names]
         asked = [piece.name for piece in pieces]
         if again or not set(asked) & set(report.left):
             report.left = [*asked, *(name for name in report.left if name not in asked)]

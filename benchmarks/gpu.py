@@ -1,6 +1,7 @@
 """A model of about a billion parameters on an accelerator: seconds, tokens a second, peak memory and kernels of a step.
 
     python -m benchmarks.gpu [--shape 1b|tiny] [--device cuda|cpu] [--rounds 20] [--output build/bench-gpu.json]
+    python -m benchmarks.gpu --write docs/speed.md
 
 Llama's shape, random weights in bf16, causal language modelling without padding; ours and PEFT's, eager and compiled.
 Every side has its turn in an interleaved run of its mode; ratios are to PEFT's side of the same method and mode.
@@ -13,6 +14,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from deltune.engine.clock import Turn, interleaved
 
 from .frame import Piece, Report, carry_out, machine
 from .memory import MIB, peak
-from .report import show
+from .prefix import served
+from .report import show, write
 from .rows import NOT_SLOWER, Row, Target, compared, missing
 
 MODES = ("eager", "compiled")
@@ -152,6 +155,8 @@ def measure(size: Size, device: str, mode: str, method: str, rounds: int) -> lis
         turn = build(size, device, compiled, side, method)
         assert turn is not None
         steps[side] = synchronised(turn.step, device)
+    if apart := method.startswith("prefix") and not compiled:
+        steps["merged"] = partial(served, steps["ours"], "merged")
     seconds = interleaved(steps, rounds, warm=3)
     for side, (bytes_at_peak, launched) in facts.items():
         name = f"{'' if side == 'ours' else 'PEFT’s '}{method}, {mode}"
@@ -164,14 +169,16 @@ def measure(size: Size, device: str, mode: str, method: str, rounds: int) -> lis
         rows.append(compared(f"{method}, {mode}: step / PEFT's", seconds["ours"], seconds["theirs"], NOT_SLOWER))
         share = facts["ours"][0] / facts["theirs"][0]
         rows.append(Row(f"{method}, {mode}: peak memory / PEFT's", share, Target(1.0)))
-    elif method != "full":
+    if apart:
+        rows.append(compared(f"{method}, {mode}: step, merged / joined", seconds["merged"], seconds["ours"]))
+    if "theirs" not in facts and method != "full":
         rows.append(missing(f"{method}, {mode}: step / PEFT's", "PEFT has no such method"))
     return rows
 
 
 def pieces(size: Size, device: str, rounds: int) -> list[Piece]:
     return [
-        Piece(f"{mode}: {method}", lambda m=mode, x=method: measure(size, device, m, x, rounds), 30.0)  # type: ignore[misc]
+        Piece(f"gpu: {method}, {mode}", lambda m=mode, x=method: measure(size, device, m, x, rounds), 30.0)  # type: ignore[misc]
         for mode in MODES
         for method in METHODS
     ]
@@ -183,7 +190,11 @@ def main() -> None:
     asked.add_argument("--device", default="cuda")
     asked.add_argument("--rounds", type=int, default=20)
     asked.add_argument("--output", type=Path, default=Path("build/bench-gpu.json"))
+    asked.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
     given = asked.parse_args()
+    if given.write is not None:
+        write(given.write, Report.read(given.output), "gpumachine")
+        return
     if given.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("no accelerator here; try the code by: python -m benchmarks.gpu --shape tiny --device cpu")
     todo = pieces(SIZES[given.shape], given.device, given.rounds)

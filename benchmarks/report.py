@@ -14,7 +14,7 @@ from .frame import Report
 from .rows import Row
 
 MARKS = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""`<!-- bench: NAME -->` … `<!-- end -->`: a part's rows, or `machine`."""
+"""`<!-- bench: NAME -->` … `<!-- end -->`: a part's rows, or what they were measured on."""
 SAID = {True: "pass", False: "FAIL", None: "–"}
 
 
@@ -66,19 +66,20 @@ def facts(report: Report) -> str:
     return "".join(f"- {name}: {value}\n" for name, value in known.items() if value is not None)
 
 
-def written(page: str, report: Report) -> str:
-    """A page with the tables between its marks taken from the report. A part that it has no rows of stays as it is."""
+def written(page: str, report: Report, machine: str = "machine") -> str:
+    """A page with the tables between its marks taken from the report. A part that it has no rows of stays as it is.
+    machine: the mark of what was measured on."""
 
     def fill(found: re.Match[str]) -> str:
         name = found[2]
         own = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
-        if name == "machine":
+        if name == machine:
             return f"{found[1]}{facts(report)}{found[3]}"
         return f"{found[1]}{markdown(own)}{found[3]}" if own else found[0]
 
     return MARKS.sub(fill, page)
 
 
-def write(path: Path, report: Report) -> None:
+def write(path: Path, report: Report, machine: str = "machine") -> None:
     """Fill the tables of a page."""
-    path.write_text(written(path.read_text(encoding="utf-8"), report), encoding="utf-8")
+    path.write_text(written(path.read_text(encoding="utf-8"), report, machine), encoding="utf-8")

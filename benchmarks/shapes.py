@@ -40,11 +40,12 @@ class Shape:
         return "SEQ_CLS" if self.kind == "encoder" else "CAUSAL_LM"
 
     def __str__(self) -> str:
-        return f"{self.name} {self.kind}, {'padded' if self.padded else 'no padding'}, dropout {self.dropout:g}"
+        padding = "padded" if self.padded else "no padding"
+        return f"{self.name} {self.kind}, {self.rows} × {self.tokens}, {padding}, dropout {self.dropout:g}"
 
 
-def minilm(kind: str, padded: bool = False, dropout: float = 0.1) -> Shape:
-    return Shape("MiniLM", 384, 6, kind, 8, 64, padded, dropout)
+def minilm(kind: str, padded: bool = False, dropout: float = 0.1, rows: int = 16) -> Shape:
+    return Shape("MiniLM", 384, 6, kind, rows, 64, padded, dropout)
 
 
 def base(kind: str, padded: bool = False, dropout: float = 0.1) -> Shape:

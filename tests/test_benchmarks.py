@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 import tiny as parts
-from benchmarks import adapterhub, gpu, life, memory, methods, mixed, report, steps, study, trunk, whole
+from benchmarks import adapterhub, gpu, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
 from benchmarks.__main__ import parts as all_parts
 from benchmarks.frame import Piece, Report, carry_out, chosen
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
@@ -113,8 +113,10 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     assert [row.name for row in Report.read(path).all_rows()] == ["a", "b", "c"]
     assert set(Report.read(path).commits) == {"a", "b", "c"}  # each piece may be of another one
     one = pieces(False)[:1]
-    again = Report.begin(path, here, one)  # a finished one is measured anew, the others stay
+    again = Report.begin(path, here, one, known=pieces(False))  # a finished one is measured anew, the others stay
     assert again.left == ["a"] and set(again.rows) == {"a", "b", "c"}
+    few = Report.begin(path, here, one, known=pieces(False)[1:2])
+    assert set(few.rows) == set(few.commits) == {"a", "b"}  # there is no piece c any more
     assert not Report.begin(path, {"cpu": "y"}, one).rows  # numbers of another machine are no company
 
 
@@ -187,6 +189,11 @@ def test_mixed() -> None:
     assert all("the bare model" in row.note for row in rows)
 
 
+def test_prefix() -> None:
+    rows = measured(prefix.measure(tiny("decoder", dropout=0.0), 1))
+    assert [row.target is not None for row in rows] == [False, True] * 2  # only what auto takes is judged
+
+
 def test_methods(tmp_path: Path) -> None:
     rows = measured(methods.measure(str(parts.model(tmp_path / "model")), ("lora(rank=2)", "head"), 2, 8, 1))
     assert {row.unit for row in rows} == {"×", "MiB"}
@@ -226,6 +233,7 @@ def test_gpu_s_code_on_a_cpu() -> None:
     size = gpu.SIZES["tiny"]
     with_peft = measured(gpu.measure(size, "cpu", "eager", "lora(rank=8)", 1))
     assert sum(row.target is not None for row in with_peft) == 2
+    assert "merged / joined" in measured(gpu.measure(size, "cpu", "eager", "prefix(length=16)", 1))[-1].name
     alone = measured(gpu.measure(size, "cpu", "eager", "mam(length=16, rank=16)", 1))
     assert alone[-1].figure is None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,26 @@ def test_a_tokenizer_is_what_it_does_not_what_it_did(parts: tuple[Any, Any], pla
         tokenizer(["a b c"], **settings)
         rows(parts, content="before")
     assert len(list(place.glob("*.arrow"))) == 1
+
+
+def test_who_comes_second_waits_and_finds_the_rows(parts: tuple[Any, Any], place: Path) -> None:
+    """Workers that begin a task at once tokenise it once."""
+    calls, inside, begun = [], threading.Barrier(2), threading.Barrier(2)
+
+    def encode(*given: Any) -> Encoded:
+        calls.append(given)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            inside.wait(timeout=1)  # there is nobody else
+        return CLASSIFICATION.encode(*given)
+
+    def worker() -> list[Any]:
+        begun.wait()
+        return list(rows(parts, replace(CLASSIFICATION, encode=encode)).rows)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(worker) for _ in range(2)]
+        assert first.result() == second.result()
+    assert len(calls) == 1 and inside.broken
 
 
 def test_files_of_others_stay(parts: tuple[Any, Any], place: Path) -> None:

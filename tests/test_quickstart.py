@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -40,9 +39,7 @@ def test_the_packaged_tickets_are_whole() -> None:
 
 
 @pytest.mark.slow
-def test_on_minilm_it_takes_about_a_minute_and_tuning_wins(tmp_path: Path) -> None:
-    start = time.monotonic()
+def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
     runs = quickstart.quickstart(output=tmp_path)
     accuracy = [run.metrics["test"]["accuracy"] for run in runs.values()]
     assert accuracy[1] > accuracy[0] + 0.1
-    assert time.monotonic() - start < 300, "about a minute on two cores with nothing else to do"

@@ -125,6 +125,17 @@ def test_compiled(family: Family, method: str, backend: str) -> None:
     tuned.detach()
 
 
+@pytest.mark.parametrize("text", ["lora(rank=2)", "ia3", "mam(length=2, rank=2)", "layernorm"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "gpt_neox", "llama"])
+def test_a_compiled_graph_is_in_one_piece(name: str, text: str) -> None:
+    """As the bare model's: nothing that an edit does in a pass breaks it."""
+    model = specimen(name)
+    tuned = deltune.attach(model, text)
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(model)(**batch(model)).graph_break_count == 0
+    tuned.detach()
+
+
 @cells("prefix(length=3) + lora(rank=2) + layernorm", "prefix(length=3, gate=False)", "prompt(length=3)", EVERY)
 def test_hidden_states_and_attentions_keep_their_shapes(family: Family, row: Row) -> None:
     model = build(family, main_role(family), attn_implementation="eager")

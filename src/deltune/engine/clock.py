@@ -77,7 +77,7 @@ class Turn:
 
     def step(self) -> None:
         """Forward, backward, and the optimiser's step, in train mode. Error: nothing is trained."""
-        self.model.train()
+        self._mode(train=True)
         self.model(**self.labelled).loss.backward()
         assert self.optimiser is not None
         self.optimiser.step()
@@ -85,7 +85,7 @@ class Turn:
 
     def forward(self) -> None:
         """Forward in train mode without gradients: what no training can do without."""
-        self.model.train()
+        self._mode(train=True)
         with torch.no_grad():
             self.model(**self.labelled)
 
@@ -97,9 +97,14 @@ class Turn:
 
     def inference(self) -> None:
         """Forward in eval mode without gradients."""
-        self.model.eval()
+        self._mode(train=False)
         with torch.no_grad():
             self.model(**self.batch)
+
+    def _mode(self, train: bool) -> None:
+        """Only where it changes: it walks over all modules, which no pass of a run does."""
+        if self.model.training != train:
+            self.model.train(train)
 
     def kept(self) -> int:
         """Bytes that one forward pass keeps for its backward pass, parameters apart."""
@@ -112,7 +117,7 @@ class Turn:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        self.model.train()
+        self._mode(train=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = self.model(**self.labelled).loss
         del loss

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,6 @@ from transformers import PreTrainedModel
 from ..algebra.counting import kept_shapes, trained_shapes
 from ..algebra.elements import Method
 from ..algebra.planning import Plan, PlannedEdit
-from ..anatomy.values import Columns
 from ..mathematics.compositions import Gate
 from ..mathematics.forms import Shapes
 from ..mathematics.sparse import Mask
@@ -143,32 +144,66 @@ class Edit(nn.Module):
 
     def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """compose(h, form(u)): u is the x that was seen (parallel), or h (sequential)."""
-        columns = self.place.target.columns
-        part = h if columns is None else _part(h, columns).flatten(-2)
         x = self.take()
         if self.modification.insertion == "parallel":
             assert x is not None
             u = x
         else:
-            u = module.forward(part) if self.place.again else part
+            u = module.forward(h) if self.place.again else h
         form, scale = self.modification.form, self.factor()
         if scale is None:
-            changed = self.change(part, form(self.tensors(), u, self.training), x)
-        else:
-            changed = form.onto(part, self.tensors(), u, self.training, scale)
-        if columns is None:
-            return changed
-        whole = h.clone()
-        _part(whole, columns).copy_(changed.unflatten(-1, (columns.groups, -1)))
-        return whole
+            return self.change(h, form(self.tensors(), u, self.training), x)
+        return form.onto(h, self.tensors(), u, self.training, scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "seen": None}
 
 
-def _part(h: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """The view (..., groups, width) of a fused projection's output that `columns` names."""
-    return h.unflatten(-1, (columns.groups, -1))[..., columns.start : columns.stop]
+@dataclass(frozen=True)
+class Parts:
+    """Edits of a fused projection's parts: its output is taken apart and put together once for all of them.
+
+    groups: equal blocks of the output; ends: where the parts of a block end, but for the last; edits: of each part.
+    """
+
+    groups: int
+    ends: tuple[int, ...]
+    edits: tuple[tuple[int, tuple[Edit, ...]], ...]
+
+    @classmethod
+    def of(cls, edits: Sequence[Edit], groups: int) -> Parts:
+        """The columns of query, key and value do not overlap."""
+        columns = [edit.place.target.columns for edit in edits]
+        chosen = [part for part in dict.fromkeys(columns) if part is not None]
+        ends = sorted({end for part in chosen for end in (part.start, part.stop)} - {0})
+        own = (tuple(edit for edit, its in zip(edits, columns, strict=True) if its == part) for part in chosen)
+        return cls(groups, tuple(ends), tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True)))
+
+    def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """h with the edits of all parts."""
+        blocks = h.unflatten(-1, (self.groups, -1))
+        ends = (0, *self.ends, blocks.shape[-1])
+        parts = list(blocks.split([stop - start for start, stop in pairwise(ends)], dim=-1))
+        for number, own in self.edits:
+            part = parts[number].flatten(-2)
+            for edit in own:
+                part = edit.apply_to(part, module)
+            parts[number] = part.unflatten(-1, (self.groups, -1))
+        return torch.cat(parts, dim=-1).flatten(-2)
+
+
+def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
+    """Edits at one side of a module, in their order, those of parts that follow one another together."""
+    found: list[Edit | Parts] = []
+    for groups, some in groupby(edits, key=_groups):
+        own = list(some)
+        found += [Parts.of(own, groups)] if groups else own
+    return found
+
+
+def _groups(edit: Edit) -> int:
+    columns = edit.place.target.columns
+    return 0 if columns is None else columns.groups
 
 
 class Delta(nn.Module):

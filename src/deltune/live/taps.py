@@ -14,10 +14,44 @@ from torch import nn
 from ..anatomy.trace import PORT, observing
 from ..anatomy.values import Anatomy
 from ..errors import DeltuneError
-from .edits import Edit
+from .edits import Edit, chained
 from .gates import Change
 from .uses import Use, edits_of, joined, single
 from .weights import Sparse
+
+
+class Writes:
+    """The edits in use that write at one side of a module. What can be said of them before a pass is said here: a
+    compiled graph does not break where they are looped over."""
+
+    def __init__(self, edits: Sequence[tuple[Edit, Use]]) -> None:
+        self.edits = [edit for edit, _ in edits]
+        uses = dict.fromkeys(use for _, use in edits)
+        self.chains = [(use, chained(edit for edit, its in edits if its is use)) for use in uses]
+
+    def applied(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """h with the edits, each in the rows that use it."""
+        if observing():
+            for edit in self.edits:
+                mark(edit)
+            return h
+        parts: dict[Use, torch.Tensor] = {}
+        for use, chain in self.chains:
+            if use.rows is None:
+                for one in chain:
+                    h = one.apply_to(h, module)
+            else:
+                part = use.pick(h)
+                with use.lending(module):
+                    for one in chain:
+                        part = one.apply_to(part, module)
+                parts[use] = part
+        return joined(h, parts) if parts else h
+
+
+def mark(edit: Edit) -> None:
+    """While the model is only looked at: the edit fired, if what it reads had been seen."""
+    edit.fired |= edit.place.source is None or edit.take() is not None
 
 
 class Tap:
@@ -27,8 +61,7 @@ class Tap:
         module = model.get_submodule(path)
         self.path = path
         self.reads: list[tuple[Edit, Use]] = []
-        self.writes_input: list[tuple[Edit, Use]] = []
-        self.writes_output: list[tuple[Edit, Use]] = []
+        self.writes_input, self.writes_output = Writes([]), Writes([])
         self.handles = [
             module.register_forward_pre_hook(self.before, with_kwargs=True),
             module.register_forward_hook(self.after, with_kwargs=True),
@@ -39,48 +72,29 @@ class Tap:
         edits = edits_of(uses)
         self.reads = [(e, u) for e, u in edits if e.place.source is not None and e.place.source.path == self.path]
         own = [(e, u) for e, u in edits if e.place.target.path == self.path]
-        self.writes_input = [(e, u) for e, u in own if e.place.target.side == "input"]
-        self.writes_output = [(e, u) for e, u in own if e.place.target.side == "output"]
+        self.writes_input = Writes([(e, u) for e, u in own if e.place.target.side == "input"])
+        self.writes_output = Writes([(e, u) for e, u in own if e.place.target.side == "output"])
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
-        if not (self.reads or self.writes_input):
+        if not (self.reads or self.writes_input.edits):
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        h = self.applied(self.writes_input, h, module)
+        h = self.writes_input.applied(h, module)
         for edit, use in self.reads:
             edit.seen = use.pick(h)
-        if not self.writes_input:
+        if not self.writes_input.edits:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Change the module's output (its first element, when it is a tuple)."""
-        if not self.writes_output:
+        if not self.writes_output.edits:
             return None
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = self.applied(self.writes_output, h, module)
+        h = self.writes_output.applied(h, module)
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
-
-    def applied(self, edits: Sequence[tuple[Edit, Use]], h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with the edits, each in the rows that use it."""
-        parts: dict[Use, torch.Tensor] = {}
-        for edit, use in edits:
-            if observing():
-                self.mark(edit)
-            elif use.rows is None:
-                h = edit.apply_to(h, module)
-            else:
-                part = parts[use] if use in parts else use.pick(h)
-                with use.lending(module):
-                    parts[use] = edit.apply_to(part, module)
-        return joined(h, parts) if parts else h
-
-    @staticmethod
-    def mark(edit: Edit) -> None:
-        """While the model is only looked at: the edit fired, if what it reads had been seen."""
-        edit.fired |= edit.place.source is None or edit.take() is not None
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -106,7 +120,7 @@ class AttentionPort:
 
     def mark(self) -> None:
         for edit, _ in self.active:
-            Tap.mark(edit)
+            mark(edit)
 
     def remove(self) -> None:
         self.module.__dict__.pop(PORT, None)
@@ -144,7 +158,7 @@ class StatesTap:
             return None
         if observing():
             for edit, _ in self.active:
-                Tap.mark(edit)
+                mark(edit)
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*(h[:, -last.shape[1] :] for h in states), last]

@@ -93,10 +93,11 @@ def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float
         """What hinders: states save time and change no number, so that nothing may fail for them."""
         try:
             for split, plan in plans.items():
-                if plan.read(place) is None:
-                    plan.write(place, trunk, use, encoded[split])
-                elif use.advance is not None:
-                    use.advance(len(encoded[split]))
+                with caching.making(plan.path(place)):
+                    if plan.read(place) is None:
+                        plan.write(place, trunk, use, encoded[split])
+                    elif use.advance is not None:
+                        use.advance(len(encoded[split]))
         except OSError as error:
             return f"no states can be written ({error})"
         caching.bound(place, ".safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow
+from filelock import FileLock
 
 from .encoding import Encoded, Row
 from .kinds import Columns, Kind, Limits
@@ -88,18 +89,19 @@ def encoded(
         return kind.encode(tokenizer, model, columns, limits, training)
     key = _key(kind, tokenizer, model, limits, training, content)
     path = place / f"{key}.arrow"
-    found = _read(path)
-    if found is None:
-        made = kind.encode(tokenizer, model, columns, limits, training)
-        try:
-            _write(path, made)
-        except (OSError, pyarrow.ArrowException) as error:
-            warnings.warn(
-                f"tokenised rows cannot be kept in {place} ({error}); {VARIABLE}=off keeps none", stacklevel=2
-            )
-            return made
+    with making(path):
         found = _read(path)
-        return made if found is None else found
+        if found is None:
+            made = kind.encode(tokenizer, model, columns, limits, training)
+            try:
+                _write(path, made)
+            except (OSError, pyarrow.ArrowException) as error:
+                warnings.warn(
+                    f"tokenised rows cannot be kept in {place} ({error}); {VARIABLE}=off keeps none", stacklevel=2
+                )
+                return made
+            found = _read(path)
+            return made if found is None else found
     return found
 
 
@@ -134,6 +136,17 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         sorted(tokenizer.init_kwargs.items(), key=str),
         languages(tokenizer),  # set after it was made
     ]
+
+
+@contextlib.contextmanager
+def making(path: Path) -> Iterator[None]:
+    """Inside, no other process makes this file: who comes second waits, and finds it. Where nothing can be locked each
+    makes its own, and the last one stays."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, NotImplementedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(path.parent / f"{PART}{path.stem}.lock"))
+        yield
 
 
 @contextlib.contextmanager
