@@ -97,7 +97,7 @@ class _Reader:
                 return self.build(node, node, [], {})
             if not top and node.id in self.words:
                 return node.id
-            self.fail(node, unknown("name", node.id, self.vocabulary))
+            self.fail(node, unknown("name", node.id, [*(() if top else self.words), *self.vocabulary]))
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):

@@ -53,6 +53,15 @@ def methods(
 
 
 @app.command()
+def tasks(as_json: Json = False) -> None:
+    """List every task that is known by name: its kind, its folder below a data root, its hub id and its metrics."""
+    from . import show
+
+    facts = show.task_facts()
+    out.print_json(data=facts) if as_json else out.print(show.task_table(facts))
+
+
+@app.command()
 def count(
     model: ModelArgument,
     method: Annotated[str, typer.Argument(metavar="METHOD", help='Such as "prefix(length=16) + layernorm".')],

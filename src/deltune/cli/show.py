@@ -13,6 +13,7 @@ from rich.table import Table
 from ..algebra.catalogue import TABLE
 from ..expressions import usage
 from ..runs.specs import RunSpec
+from ..tasks.table import TASKS
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
@@ -45,6 +46,31 @@ def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     for fact in facts.values():
         table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
     return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME")
+
+
+def task_facts() -> dict[str, dict[str, Any]]:
+    """Every task of the table: name, kind, folder, hub id, columns by role, metrics and version."""
+    return {
+        name: {
+            "name": name,
+            "kind": task.kind,
+            "folder": task.folder,
+            "hub": task.hub.source if task.hub else None,
+            "columns": dict(task.columns),
+            "metrics": list(task.metrics),
+            "version": task.version,
+        }
+        for name, task in TASKS.items()
+    }
+
+
+def task_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """One line a task."""
+    table = _table("task", "kind", "folder", "metrics")
+    table.columns[0].min_width = max(map(len, facts))
+    for fact in facts.values():
+        table.add_row(fact["name"], fact["kind"], fact["folder"], ", ".join(fact["metrics"]))
+    return Group(table, "With --data-root ROOT a task is read from ROOT/folder, without it from the hub.")
 
 
 def method_page(fact: Mapping[str, Any]) -> str:

@@ -133,9 +133,10 @@ def _outlook(several: list[Study], rows: dict[str, Row], workers: int) -> str:
         told = [known[_sort(w.kind, w.spec)] for w in left if _sort(w.kind, w.spec) in known]
         minutes = sum(sum(seconds) / len(seconds) for seconds in told) / 60 / workers
         rest = len(left) - len(told)
-        said = f"about {minutes:.1f} minutes" if told or not rest else "of"
-        said += f"{' and' if told else ''} {rest} like nothing that was run yet, how long is not known" if rest else ""
-        lines.append(f"{study.name}: {len(works)} works, {len(works) - len(left)} done; {len(left)} left, {said}")
+        said = [f"about {minutes:.1f} minutes"] if told or not rest else []
+        said += [f"how long {rest} of them take is not known: nothing like them was run yet"] if rest else []
+        done = len(works) - len(left)
+        lines.append(f"{study.name}: {len(works)} works, {done} done; {len(left)} left, {' and '.join(said)}")
     return "\n".join(lines)
 
 
@@ -156,10 +157,11 @@ def status(
     from ..engine.works import in_order
     from ..reports.facts import describe
 
+    asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
-    for study in studies(names, scale, data_root, model_root):
+    for study in asked:
         works = in_order(study.plan(rows))
         failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
         cells[study.name] = {
@@ -195,11 +197,9 @@ def report(
     from ..runs.folder import room, write
     from ..studies import sections
 
+    asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
-    parts = [
-        sections.section(study, rows, CLAIMS.get(study.name, ()), paper)
-        for study in studies(names, scale, data_root, model_root)
-    ]
+    parts = [sections.section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
     if html is not None:
         with room(html):
             html.parent.mkdir(parents=True, exist_ok=True)

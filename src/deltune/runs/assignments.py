@@ -99,7 +99,15 @@ def data_of(
     asked["train"] = asked["train"] if training else None
     samples = {split: rows for split, rows in asked.items() if rows is not None}
     known = spec.labels if spec.relabel else labels or spec.labels
-    found = read(source, columns, known, samples, spec.seed, training, kind, layout)
+    try:
+        found = read(source, columns, known, samples, spec.seed, training, kind, layout)
+    except DeltuneError as error:
+        if layout is None or task is None:
+            raise
+        raise DeltuneError(
+            f"task {spec.task} is read from the hub, as no data_root (the folder that holds {task.folder}/) is given: "
+            f"{error}"
+        ) from error
     if spec.relabel:
         found = reading.relabelled(found, spec.relabel)
     return task, found

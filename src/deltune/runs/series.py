@@ -30,6 +30,10 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
     """
     run.sweep()
     run.open(spec)
+    tries, seeds = len(spec.tries()), len(spec.seeds)
+    told.info(
+        "%s%d seed%s", f"up to {tries} values tried under the first of " if tries > 1 else "", seeds, "s"[: seeds > 1]
+    )
     chosen, lines = _search(spec, run, one)
     for seed in spec.seeds[1:]:
         lines.append(_line(run, one, chosen.model_copy(update={"seed": seed}), f"seed{seed}", spec))

@@ -214,7 +214,13 @@ def find(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
         if not folder.parent.is_dir():
             raise DeltuneError(f"there is no folder {folder.parent}, where task {name} is looked for")
         here = [n for n, t in TASKS.items() if (folder.parent / t.folder).is_dir()]
+        itself = Path(data_root).name == task.folder
         raise DeltuneError(
-            f"{folder.parent} has no folder {task.folder} for task {name}; it has {', '.join(here) or 'none'}"
+            f"{folder.parent} has no folder {task.folder} for task {name}; "
+            + (
+                f"as data_root give its parent, {folder.parent.parent}"
+                if itself
+                else f"of the tasks it has {', '.join(here) or 'none'}"
+            )
         )
     return task, str(folder)
