@@ -3,8 +3,8 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: steps, adapterhub, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, wholefull. What was
-interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
+Parts: steps, adapterhub, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others, wholefull.
+What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import adapterhub, life, memory, methods, mixed, prefix, report, steps, s
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
-EXTRA = ("methods", "wholefull")
+EXTRA = ("methods", "others", "wholefull")
 """Parts that are measured only when they are named."""
 
 
@@ -44,6 +44,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "study": study.pieces(),
         "whole": whole.pieces(data_root),
         "methods": methods.pieces(),
+        "others": steps.others(),
         "wholefull": whole.pieces(data_root, full=True),
     }
 

@@ -20,8 +20,8 @@ FLOORS = {
     ),
     "dialects": ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     "live": (
-        "weights", "gates", "edits", "uses", "merged_attention", "attention", "taps", "positions", "prompting",
-        "merging", "wiring", "mixing", "store", "handle", "interchange", "attaching", "trunk",
+        "weights", "gates", "edits", "uses", "chains", "merged_attention", "attention", "taps", "positions",
+        "prompting", "merging", "wiring", "mixing", "store", "handle", "interchange", "attaching", "trunk",
     ),
     "sources": ("models", "files", "columns", "labels", "layouts", "data"),
     "metrics": ("measures", "labels", "captions", "texts", "neural", "table"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from bisect import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -157,53 +155,6 @@ class Edit(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "seen": None}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Edits of a fused projection's parts: its output is taken apart and put together once for all of them.
-
-    groups: equal blocks of the output; ends: where the parts of a block end, but for the last; edits: of each part.
-    """
-
-    groups: int
-    ends: tuple[int, ...]
-    edits: tuple[tuple[int, tuple[Edit, ...]], ...]
-
-    @classmethod
-    def of(cls, edits: Sequence[Edit], groups: int) -> Parts:
-        """The columns of query, key and value do not overlap."""
-        columns = [edit.place.target.columns for edit in edits]
-        chosen = [part for part in dict.fromkeys(columns) if part is not None]
-        ends = sorted({end for part in chosen for end in (part.start, part.stop)} - {0})
-        own = (tuple(edit for edit, its in zip(edits, columns, strict=True) if its == part) for part in chosen)
-        return cls(groups, tuple(ends), tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True)))
-
-    def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with the edits of all parts."""
-        blocks = h.unflatten(-1, (self.groups, -1))
-        ends = (0, *self.ends, blocks.shape[-1])
-        parts = list(blocks.split([stop - start for start, stop in pairwise(ends)], dim=-1))
-        for number, own in self.edits:
-            part = parts[number].flatten(-2)
-            for edit in own:
-                part = edit.apply_to(part, module)
-            parts[number] = part.unflatten(-1, (self.groups, -1))
-        return torch.cat(parts, dim=-1).flatten(-2)
-
-
-def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
-    """Edits at one side of a module, in their order, those of parts that follow one another together."""
-    found: list[Edit | Parts] = []
-    for groups, some in groupby(edits, key=_groups):
-        own = list(some)
-        found += [Parts.of(own, groups)] if groups else own
-    return found
-
-
-def _groups(edit: Edit) -> int:
-    columns = edit.place.target.columns
-    return 0 if columns is None else columns.groups
 
 
 class Delta(nn.Module):

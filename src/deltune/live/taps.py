@@ -14,44 +14,11 @@ from torch import nn
 from ..anatomy.trace import PORT, observing
 from ..anatomy.values import Anatomy
 from ..errors import DeltuneError
-from .edits import Edit, chained
+from .chains import Writes, mark
+from .edits import Edit
 from .gates import Change
 from .uses import Use, edits_of, joined, single
 from .weights import Sparse
-
-
-class Writes:
-    """The edits in use that write at one side of a module. What can be said of them before a pass is said here: a
-    compiled graph does not break where they are looped over."""
-
-    def __init__(self, edits: Sequence[tuple[Edit, Use]]) -> None:
-        self.edits = [edit for edit, _ in edits]
-        uses = dict.fromkeys(use for _, use in edits)
-        self.chains = [(use, chained(edit for edit, its in edits if its is use)) for use in uses]
-
-    def applied(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with the edits, each in the rows that use it."""
-        if observing():
-            for edit in self.edits:
-                mark(edit)
-            return h
-        parts: dict[Use, torch.Tensor] = {}
-        for use, chain in self.chains:
-            if use.rows is None:
-                for one in chain:
-                    h = one.apply_to(h, module)
-            else:
-                part = use.pick(h)
-                with use.lending(module):
-                    for one in chain:
-                        part = one.apply_to(part, module)
-                parts[use] = part
-        return joined(h, parts) if parts else h
-
-
-def mark(edit: Edit) -> None:
-    """While the model is only looked at: the edit fired, if what it reads had been seen."""
-    edit.fired |= edit.place.source is None or edit.take() is not None
 
 
 class Tap:
