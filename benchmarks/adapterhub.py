@@ -22,12 +22,13 @@ import torch
 from deltune.engine.clock import Ratio, interleaved, ratio
 
 from .frame import Piece
-from .peers import full, ours
+from .peers import bare, full, ours
 from .rows import NOT_SLOWER, Row, missing, of_ratio
 from .shapes import Shape, build, minilm
 
 ROOT = Path(__file__).parents[1]
-FULL = "full"
+FULL, BARE = ALL = ("full", "bare")
+"""What both have that is no method."""
 
 
 class Died(Exception):
@@ -75,10 +76,10 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
     try:
         told = worker.ask(shape=asdict(shape))
         like = build(shape)
-        sides = {method: full(shape) if method == FULL else ours(method, shape, like) for method in told["methods"]}
         cases: dict[tuple[str, str], Callable[[], object]] = {
-            ("ours", method): turn.step for method, turn in sides.items()
-        }
+            ("ours", FULL): full(shape).step, ("ours", BARE): bare(shape, like).forwards
+        }  # fmt: skip
+        cases |= {("ours", method): ours(method, shape, like).step for method in told["methods"] if method not in ALL}
         cases |= {("theirs", method): partial(worker.ask, step=method) for method in told["methods"]}
         gc.collect()
         seconds = interleaved(cases, rounds)
@@ -98,7 +99,11 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
             for side in shares
         ]
         note = f"of full tuning: {', '.join(each)}"
-        rows.append(of_ratio(name.format(method), found, NOT_SLOWER, note))
+        if method == BARE:  # by how much the two transformers differ
+            bare_name = f"two forwards, bare / in AdapterHub's environment, both of full tuning; {shape}"
+            rows.append(of_ratio(bare_name, found, None, note))
+        else:
+            rows.append(of_ratio(name.format(method), found, NOT_SLOWER, note))
     return rows
 
 

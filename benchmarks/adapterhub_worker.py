@@ -1,6 +1,7 @@
 """AdapterHub's side, in an environment of its own: makes what it is told and takes a step of it when it is told.
 
-Lines of JSON come in, a line goes out for each: {"shape": …} builds, {"step": NAME} takes a step.
+Lines of JSON come in, a line goes out for each: {"shape": …} builds, {"step": NAME} takes a step, or two forward passes
+with the bare model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import adapters
 from benchmarks.shapes import Shape, batch, build
 from deltune.engine.clock import Turn
 
-FULL = "full"
+FULL, BARE = "full", "bare"
 CONFIGS: dict[str, Callable[[int], Any]] = {
     "lora(rank=8)": lambda width: adapters.LoRAConfig(r=8, alpha=8),
     "prefix(length=16)": lambda width: adapters.PrefixTuningConfig(prefix_length=16, flat=True),
@@ -37,10 +38,13 @@ for unipelt's, ours too."""
 
 
 def make(shape: Shape) -> tuple[dict[str, Turn], list[str]]:
-    """Full tuning, and every method on frozen weights in the same memory; and what AdapterHub cannot put there."""
+    """Full tuning, the bare model, every method on frozen weights in the same memory; and what AdapterHub cannot."""
     like = build(shape)
     whole = build(shape)
-    turns = {FULL: Turn(whole, *batch(shape), list(whole.parameters()))}
+    turns = {
+        FULL: Turn(whole, *batch(shape), list(whole.parameters())),
+        BARE: Turn(build(shape, like).requires_grad_(False), *batch(shape), []),
+    }
     cannot = []
     for method, config in CONFIGS.items():
         model: Any = build(shape, like)
@@ -65,7 +69,8 @@ def main() -> None:
             turns, cannot = make(Shape(**asked["shape"]))
             print(json.dumps({"methods": list(turns), "cannot": cannot}), file=answers, flush=True)
         else:
-            turns[asked["step"]].step()
+            turn = turns[asked["step"]]
+            turn.forwards() if asked["step"] == BARE else turn.step()
             print("{}", file=answers, flush=True)
 
 

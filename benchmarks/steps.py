@@ -59,7 +59,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
 
 
 def pieces() -> list[Piece]:
-    """Both kinds, without dropout and padding and with both; of the base shapes, ten times as slow, one of each kind."""
+    """Both kinds, without dropout and padding and with both; of the base shapes, ten times as slow, one of each."""
     shapes = [
         (minilm("encoder", False, 0.0), 9, 60.0),
         (minilm("encoder", True, 0.1), 9, 70.0),
