@@ -3,7 +3,7 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: steps, adapterhub, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others, wholefull.
+Parts: adapterhub, steps, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others, wholefull.
 What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
 """
 
@@ -34,8 +34,8 @@ EXTRA = ("methods", "others", "wholefull")
 def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece]]:
     """All parts, in the order of the table."""
     return {
+        "adapterhub": adapterhub.pieces(environment),  # first: its process is fresh, and so is ours now
         "steps": steps.pieces(),
-        "adapterhub": adapterhub.pieces(environment),
         "memory": memory.pieces(),
         "prefix": prefix.pieces(),
         "life": life.pieces(),

@@ -62,6 +62,6 @@ def switched(shape: Shape, methods: tuple[str, ...] = METHODS, deltas: int = 100
 
 def pieces() -> list[Piece]:
     return [
-        Piece("life: attach", partial(attached, LlamaConfig()), 40.0),  # its defaults are the 7-billion shape
-        Piece("life: switch", partial(switched, minilm("encoder")), 60.0),
+        Piece("life: attach", partial(attached, LlamaConfig()), 6.0),  # its defaults are the 7-billion shape
+        Piece("life: switch", partial(switched, minilm("encoder")), 15.0),
     ]

@@ -63,8 +63,8 @@ def pieces() -> list[Piece]:
     shapes = [
         (minilm("encoder", False, 0.0), 9, 60.0),
         (minilm("encoder", True, 0.1), 9, 70.0),
-        (minilm("decoder", False, 0.0), 9, 90.0),
-        (minilm("decoder", True, 0.1), 9, 95.0),
+        (minilm("decoder", False, 0.0), 7, 70.0),
+        (minilm("decoder", True, 0.1), 7, 75.0),
         (base("encoder", True, 0.1), 7, 65.0),
         (base("decoder", False, 0.0), 7, 65.0),
     ]

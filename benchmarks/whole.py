@@ -42,7 +42,7 @@ JOBS = (
     Job("sick", {"text": "premise", "pair": "hypothesis", "label": "label"}, {}, 0.62),
     Job("sst2", {"text": "sentence", "label": "label"}, {"train": 4000}, 0.40),
 )
-SHORT = {"train": 1500, "validation": 250, "test": 250}
+SHORT = {"train": 600, "validation": 100, "test": 100}
 
 
 def prepared(job: Job, root: Path, to: Path, most: Mapping[str, int]) -> Path:
@@ -115,7 +115,7 @@ def pieces(root: Path | None, full: bool = False) -> list[Piece]:
     """Short: one epoch, fewer rows, one pair, to see that it runs; full: 3 epochs, all rows, 5 seeds, as the targets
     say."""
     kind = "wholefull" if full else "whole"
-    seconds = 0.0 if root is None else 1400.0 if full else 40.0
+    seconds = 0.0 if root is None else 1400.0 if full else 30.0
     if full:
         return [Piece(f"{kind}: {job.name}", partial(measure, job, root, 3, range(5)), seconds) for job in JOBS]
     return [Piece(f"{kind}: {job.name}", partial(measure, job, root, 1, (0,), SHORT), seconds) for job in JOBS]
