@@ -127,7 +127,7 @@ def test_parts_are_chosen_by_name() -> None:
         "mixed: 64 tokens",
         "study: 24 runs",
     ]
-    with pytest.raises(SystemExit, match="no part stps; the parts are steps"):
+    with pytest.raises(SystemExit, match="no part stps; the parts are adapterhub"):
         chosen(known, "stps")
     every = [piece for own in known.values() for piece in own]
     assert len({piece.name for piece in every}) == len(every)
