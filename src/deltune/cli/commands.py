@@ -239,7 +239,6 @@ def quickstart(
 
 def main() -> None:
     """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow each other down where cores are shared
     launching.follow()
     try:
         app(prog_name="deltune")

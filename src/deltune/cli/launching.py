@@ -28,7 +28,9 @@ def launch(count: int, command: Sequence[str]) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     threads = str(max(1, (os.cpu_count() or 1) // count))
-    told = {"OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # threads that spin while they wait slow others down on shared cores; a process alone is a tenth faster with them
+    shared = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+    told = {**shared, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     told |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     with _lifeline() as line:
         told[LIFELINE] = str(line)
