@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CHUNK = 1000  # texts a call of the tokenizer
-POOL = 50  # steps' worth of rows that are sorted by length together
+POOL = 150  # steps' worth of rows that are sorted by length together
 
 Row = dict[str, Any]
 
@@ -147,7 +147,7 @@ def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
 class Batches(Sampler[list[int]]):
     """The rows of every step, of similar length and in random order; each step cut into `chunks` batches.
 
-    By rows: rows are shuffled, sorted within pools of 50 steps, cut into steps of `size`, and the steps shuffled; the
+    By rows: rows are shuffled, sorted within pools of 150 steps, cut into steps of `size`, and the steps shuffled; the
     rows that fill no step come last. By `tokens`: all rows are sorted, those of one length in random order, and cut
     into the most rows whose number times the largest fits, a larger row by itself; the steps are shuffled. Lengths
     alone decide the cuts then, so that every epoch has as many steps.
