@@ -13,7 +13,7 @@ from ..errors import DeltuneError, unknown
 from . import launching
 from .notes import notes
 from .study import app as study
-from .terminal import Json, ModelArgument, Quiet, RunArgument, out
+from .terminal import Json, ModelArgument, Quiet, RunArgument, importing, out
 from .train import train
 
 app = typer.Typer(
@@ -130,7 +130,8 @@ def evaluate(
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
     with notes(quiet):
-        from ..runs import evaluate as scoring
+        with importing():
+            from ..runs import evaluate as scoring
 
         if rescore:
             found = scoring.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
@@ -160,8 +161,9 @@ def predict(
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with notes(quiet):
-        from ..runs import inputs
-        from ..runs.evaluate import predicted
+        with importing():
+            from ..runs import inputs
+            from ..runs.evaluate import predicted
 
         rows = inputs.of_options(text or [], pair or []) if file is None else inputs.of_file(file, run)
         found = predicted(run, rows)
@@ -232,7 +234,8 @@ def quickstart(
 ) -> None:
     """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
     with notes(False):
-        from .quickstart import SENTENCE, quickstart
+        with importing():
+            from .quickstart import SENTENCE, quickstart
 
         quickstart(text or SENTENCE, output)
 

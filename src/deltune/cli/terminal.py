@@ -1,7 +1,10 @@
-"""What all commands share: where they print, and their common arguments."""
+"""What all commands share: where they print, their common arguments, and how they import what they work with."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,3 +17,14 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, fol
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no notes.")]
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around imports: of a million new objects none is garbage, and looking for it takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # nor will they be later
+        gc.enable()

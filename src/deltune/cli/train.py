@@ -11,7 +11,7 @@ import typer
 from ..errors import DeltuneError
 from . import launching
 from .notes import notes
-from .terminal import Json, Quiet, out
+from .terminal import Json, Quiet, importing, out
 
 
 def train(
@@ -117,9 +117,10 @@ def train(
         "source_language": source_language, "target_language": target_language,
         "trunk_dropout": trunk_dropout, "trunk_cache": trunk_cache,
     }  # fmt: skip
-    from ..algebra import protocols
-    from ..runs import specs
-    from . import show
+    with importing():
+        from ..algebra import protocols
+        from ..runs import specs
+        from . import show
 
     if devices.isdigit():
         devices, launch = "auto", launch or int(devices)
@@ -133,8 +134,9 @@ def train(
         raise DeltuneError("--output is missing: the folder of the run")
     quiet = quiet or not launching.speaks()
     with notes(quiet):
-        from ..runs import stopping
-        from ..runs import train as training
+        with importing():
+            from ..runs import stopping
+            from ..runs import train as training
 
         stopping.follow()
 
