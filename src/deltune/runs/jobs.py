@@ -19,7 +19,7 @@ from ..tasks.kinds import Columns, Kind, Limits, Use
 from . import checkpoints, processes, sharding
 from .folder import Run
 from .progress import Bar
-from .scoring import Scored, scored
+from .scoring import Scored, lines, scored
 from .specs import RunSpec
 
 if TYPE_CHECKING:
@@ -99,13 +99,24 @@ class Job:
             self.precision, advance, loss_only=loss_only,
         )  # fmt: skip
 
+    @property
+    def gated(self) -> bool:
+        """Whether its delta has gates that are being learned."""
+        return any(True for _ in self.tuned.delta().all_gates())
+
+    def answered(self, split: str, result: Scored) -> dict[str, Any]:
+        """Write a split's predictions; returns what is to be known of them besides."""
+        self.run.predicted(split, lines(self.kind, self.columns[split], result, self.data.labels))
+        return {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
+
     def keep(self) -> None:
         """Save the delta as it is."""
         with sharding.whole(self.tuned):
             processes.of_main(lambda: self.tuned.save(self.run.delta))
 
-    def judge(self, metrics: dict[str, float], epoch: float, step: int) -> bool:
-        """Keep the delta if these validation metrics are the best so far; returns whether they are."""
+    def judge(self, result: Scored, epoch: float, step: int) -> bool:
+        """Keep the delta, and its answers, if this validation is the best so far; returns whether it is."""
+        metrics = result.metrics
         value = metrics[self.metric]
         lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
         rank = [-value if lower else value, -metrics["loss"]]
@@ -114,6 +125,8 @@ class Job:
             return False
         self.keep()
         self.best = {"epoch": passes(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
+        if result.predictions and not self.gated:  # gates still close between here and the file
+            self.best["answered"] = self.answered("validation", result)
         self.stale = 0
         return True
 

@@ -28,7 +28,6 @@ from .folder import Run, environment, room
 from .jobs import Job
 from .parts import Parts
 from .progress import Bar
-from .scoring import lines
 from .series import together
 from .specs import RunSpec
 from .trainer import DeltaTrainer, Reports
@@ -255,7 +254,7 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
 
 
 def _finish(job: Job, bar: Bar) -> dict[str, Any]:
-    """Score the kept delta as it is on the disk, and write predictions and metrics."""
+    """Score the kept delta as it is on the disk, where its answers are not there yet, and write the metrics."""
     seconds = job.seconds
     count = job.tuned.count().as_dict()
     sharded, device = sharding.sharded(job.model), job.model.device
@@ -263,18 +262,16 @@ def _finish(job: Job, bar: Bar) -> dict[str, Any]:
     job.tuned = load(model, job.run.delta)
     if sharded:
         sharding.shard(job.tuned, device)
-    results: dict[str, Any] = {}
-    signatures: dict[str, str] = {}
-    omitted: dict[str, str] = {}
     splits = [split for split in SPLITS if split in job.encoded]
-    bar.start("evaluate", sum(len(job.encoded[split]) for split in splits))
-    for split in splits:
-        result = job.scored(split, bar)
-        results[split], signatures, omitted = result.metrics, result.signatures, result.omitted
-        job.run.predicted(split, lines(job.kind, job.columns[split], result, job.data.labels))
-    best = {key: value for key, value in job.best.items() if key != "rank"}
+    found = {"validation": job.best["answered"]} if "answered" in job.best else {}
+    rest = [split for split in splits if split not in found]
+    bar.start("evaluate", sum(len(job.encoded[split]) for split in rest))
+    found |= {split: job.answered(split, job.scored(split, bar)) for split in rest}
+    results = {split: found[split]["metrics"] for split in splits}
+    last = found[splits[-1]] if splits else {"signatures": {}, "omitted": {}}
+    best = {key: value for key, value in job.best.items() if key not in ("rank", "answered")}
     metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, **job.truncated}
-    metrics |= {"signatures": signatures, "omitted": omitted}
+    metrics |= {"signatures": last["signatures"], "omitted": last["omitted"]}
     job.tuned.detach()
     job.run.finish(metrics)
     return metrics

@@ -99,9 +99,9 @@ class DeltaTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Score the validation split, and keep the delta if it is the best so far."""
         job = self.job
-        result = job.scored("validation", loss_only=job.metric == "loss").metrics
+        result = job.scored("validation", loss_only=job.metric == "loss")
         better = job.judge(result, self.state.epoch or 0, self.state.global_step)
-        metrics = {f"eval_{name}": value for name, value in result.items()}
+        metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
         self.log(metrics | {"eval_best": better})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.control.should_training_stop |= job.stopped
@@ -159,8 +159,8 @@ class Reports(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stopping.check()
-        gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
-        with sharding.whole(self.job.tuned, write=True) if gated else contextlib.nullcontext():
+        # gates may be fixed now, which takes all of them
+        with sharding.whole(self.job.tuned, write=True) if self.job.gated else contextlib.nullcontext():
             self.job.tuned.advance(state.global_step / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
