@@ -44,7 +44,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "study": study.pieces(),
         "whole": whole.pieces(data_root),
         "methods": methods.pieces(),
-        "others": steps.others(),
+        "others": [*adapterhub.others(environment), *steps.others()],
         "wholefull": whole.pieces(data_root, full=True),
     }
 

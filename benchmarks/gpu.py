@@ -193,7 +193,7 @@ def main() -> None:
     asked.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
     given = asked.parse_args()
     if given.write is not None:
-        write(given.write, Report.read(given.output), "gpumachine")
+        write(given.write, Report.read(given.output), "gpu")
         return
     if given.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("no accelerator here; try the code by: python -m benchmarks.gpu --shape tiny --device cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from .frame import Report
 from .rows import Row
 
 MARKS = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""`<!-- bench: NAME -->` … `<!-- end -->`: a part's rows, or what they were measured on."""
+"""`<!-- bench: NAME -->` … `<!-- end -->`: a part's rows, a summary of all, or what they were measured on."""
 SAID = {True: "pass", False: "FAIL", None: "–"}
 
 
@@ -56,6 +57,22 @@ def markdown(rows: Iterable[Row]) -> str:
     return "\n".join([*lines, *("| " + " | ".join((row.name, *cells(row))) + " |" for row in rows)]) + "\n"
 
 
+def summary(rows: Iterable[Row]) -> str:
+    """A line for each kind of figure with a target: how many there are, how many meet it, and how they lie."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.passed is not None:
+            kinds.setdefault((row.name.partition(":")[0], str(row.target)), []).append(row)
+    lines = ["| what | target | met | lowest | median | highest |", "|---|---|---|---|---|---|"]
+    for (kind, target), own in kinds.items():
+        figures = sorted(row.figure for row in own if row.figure is not None)
+        lies = (_number(value) for value in (figures[0], statistics.median(figures), figures[-1]))
+        met = f"{sum(row.passed is True for row in own)} of {len(own)}"
+        unit = f", {own[0].unit}" if own[0].unit not in ("", "×") else ""
+        lines.append(f"| {' | '.join((kind + unit, target, met, *lies))} |")
+    return "\n".join(lines) + "\n"
+
+
 def facts(report: Report) -> str:
     """The machine as a list, and the commits that were measured: each with its parts where there are several."""
     of_commit: dict[str, list[str]] = {}
@@ -66,20 +83,22 @@ def facts(report: Report) -> str:
     return "".join(f"- {name}: {value}\n" for name, value in known.items() if value is not None)
 
 
-def written(page: str, report: Report, machine: str = "machine") -> str:
+def written(page: str, report: Report, prefix: str = "") -> str:
     """A page with the tables between its marks taken from the report. A part that it has no rows of stays as it is.
-    machine: the mark of what was measured on."""
+    prefix: of the marks `machine`, what was measured on, and `summary`, of all rows."""
 
     def fill(found: re.Match[str]) -> str:
         name = found[2]
         own = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
-        if name == machine:
+        if name == f"{prefix}machine":
             return f"{found[1]}{facts(report)}{found[3]}"
+        if name == f"{prefix}summary":
+            return f"{found[1]}{summary(row for rows in report.rows.values() for row in rows)}{found[3]}"
         return f"{found[1]}{markdown(own)}{found[3]}" if own else found[0]
 
     return MARKS.sub(fill, page)
 
 
-def write(path: Path, report: Report, machine: str = "machine") -> None:
+def write(path: Path, report: Report, prefix: str = "") -> None:
     """Fill the tables of a page."""
-    path.write_text(written(path.read_text(encoding="utf-8"), report, machine), encoding="utf-8")
+    path.write_text(written(path.read_text(encoding="utf-8"), report, prefix), encoding="utf-8")

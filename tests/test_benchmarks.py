@@ -49,10 +49,16 @@ def test_ratios_are_of_the_same_round() -> None:
     assert found.figure == found.low == found.high == 0.75 and found.rounds == 7
 
 
-def test_turns_are_taken_there_and_back() -> None:
-    seen: list[str] = []
-    found = interleaved({name: partial(seen.append, name) for name in "abc"}, rounds=3, warm=1)
-    assert "".join(seen) == "abcabccbaabc" and {name: len(own) for name, own in found.items()} == dict(a=3, b=3, c=3)
+def test_each_round_has_an_order_of_its_own() -> None:
+    def turns() -> list[str]:
+        seen: list[str] = []
+        found = interleaved({name: partial(seen.append, name) for name in "abcdef"}, rounds=20, warm=1)
+        assert {len(own) for own in found.values()} == {20}
+        return ["".join(seen[i : i + 6]) for i in range(0, len(seen), 6)]
+
+    rounds = turns()
+    assert all(sorted(one) == list("abcdef") for one in rounds) and len(rounds) == 21
+    assert len(set(rounds)) > 15 and rounds == turns()
 
 
 @pytest.mark.parametrize(
@@ -137,12 +143,13 @@ def test_parts_are_chosen_by_name() -> None:
 def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
     rows = {"steps: a": [compared("x", [1.0] * 6, [2.0] * 6, NOT_SLOWER)], "life: b": [missing("y", "no time")]}
     page = "\n".join(
-        f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("steps", "mixed", "machine")
+        f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("summary", "steps", "mixed", "machine")
     )
     measured = Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows, commits={"steps: a": "1f", "life: b": "2e"})
     found = report.written(page, measured)
     assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in found and "steps as it was" not in found
     assert "mixed as it was" in found and "gpu" not in found
+    assert "| x | ≤ 1 | 1 of 1 | 0.500 | 0.500 | 0.500 |\n<!-- end -->" in found and "| y |" not in found
     assert "- cpu: Z80\n- commit: 1f (steps); 2e (life)\n" in found
     assert report.written(found, measured) == found
 

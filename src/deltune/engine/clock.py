@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -18,16 +19,18 @@ Case = TypeVar("Case", bound=Hashable)
 def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: int = 1) -> dict[Case, list[float]]:
     """case -> seconds of its turn in each round.
 
-    Every round gives each case one turn; every other round goes backwards, so that nobody always follows the same
-    neighbour. warm: rounds before, which are not timed.
+    Every round gives each case one turn, in another order (the same in every run): what a case finds in the caches
+    depends on its neighbour. warm: rounds before, which are not timed.
     """
     for _ in range(warm):
         for turn in cases.values():
             turn()
+    chance = random.Random(0)
     order = list(cases)
     seconds: dict[Case, list[float]] = {case: [] for case in order}
-    for number in range(rounds):
-        for case in order if number % 2 == 0 else reversed(order):
+    for _ in range(rounds):
+        chance.shuffle(order)
+        for case in order:
             began = time.perf_counter()
             cases[case]()
             seconds[case].append(time.perf_counter() - began)

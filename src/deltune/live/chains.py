@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..anatomy.trace import observing
+from ..mathematics.forms import Rescale
 from .edits import Edit
 from .uses import Use, joined
 
@@ -20,11 +21,13 @@ class Parts:
     """Edits of a fused projection's parts: its output is taken apart and put together once for all of them.
 
     groups: equal blocks of the output; ends: where the parts of a block end, but for the last; edits: of each part.
+    multiplying: that is all they do, so they act on a vector of ones, by which the output is multiplied as a whole.
     """
 
     groups: int
     ends: tuple[int, ...]
     edits: tuple[tuple[int, tuple[Edit, ...]], ...]
+    multiplying: bool
 
     @classmethod
     def of(cls, edits: Sequence[Edit], groups: int) -> Parts:
@@ -33,10 +36,16 @@ class Parts:
         chosen = [part for part in dict.fromkeys(columns) if part is not None]
         ends = sorted({end for part in chosen for end in (part.start, part.stop)} - {0})
         own = (tuple(edit for edit, its in zip(edits, columns, strict=True) if its == part) for part in chosen)
-        return cls(groups, tuple(ends), tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True)))
+        numbered = tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True))
+        return cls(groups, tuple(ends), numbered, all(map(_multiplies, edits)))
 
     def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """h with the edits of all parts."""
+        if self.multiplying:
+            return h * self._changed(h.new_ones(h.shape[-1]), module)
+        return self._changed(h, module)
+
+    def _changed(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
         blocks = h.unflatten(-1, (self.groups, -1))
         ends = (0, *self.ends, blocks.shape[-1])
         parts = list(blocks.split([stop - start for start, stop in pairwise(ends)], dim=-1))
@@ -55,6 +64,12 @@ def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
         own = list(some)
         found += [Parts.of(own, groups)] if groups else own
     return found
+
+
+def _multiplies(edit: Edit) -> bool:
+    modification = edit.modification
+    alone = modification.insertion == "sequential" and not edit.place.again and edit.factor() == 1
+    return alone and isinstance(modification.form, Rescale)
 
 
 def _groups(edit: Edit) -> int:

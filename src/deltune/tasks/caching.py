@@ -89,20 +89,21 @@ def encoded(
         return kind.encode(tokenizer, model, columns, limits, training)
     key = _key(kind, tokenizer, model, limits, training, content)
     path = place / f"{key}.arrow"
+    if (found := _read(path)) is not None:
+        return found
     with making(path):
+        if (found := _read(path)) is not None:  # made by another process meanwhile
+            return found
+        made = kind.encode(tokenizer, model, columns, limits, training)
+        try:
+            _write(path, made)
+        except (OSError, pyarrow.ArrowException) as error:
+            warnings.warn(
+                f"tokenised rows cannot be kept in {place} ({error}); {VARIABLE}=off keeps none", stacklevel=2
+            )
+            return made
         found = _read(path)
-        if found is None:
-            made = kind.encode(tokenizer, model, columns, limits, training)
-            try:
-                _write(path, made)
-            except (OSError, pyarrow.ArrowException) as error:
-                warnings.warn(
-                    f"tokenised rows cannot be kept in {place} ({error}); {VARIABLE}=off keeps none", stacklevel=2
-                )
-                return made
-            found = _read(path)
-            return made if found is None else found
-    return found
+        return made if found is None else found
 
 
 def _key(
