@@ -113,7 +113,7 @@ def pieces(environment: Path) -> list[Piece]:
         minilm("encoder", dropout=0.1, rows=8),
         minilm("decoder", True, 0.1, rows=8),
     )
-    return [_piece(f"adapterhub: {shape}", shape, environment, 40.0) for shape in shapes]
+    return [_piece(f"adapterhub: {shape}", shape, environment, 45.0) for shape in shapes]
 
 
 def others(environment: Path) -> list[Piece]:
@@ -129,4 +129,4 @@ def others(environment: Path) -> list[Piece]:
 
 def _piece(name: str, shape: Shape, environment: Path, seconds: float) -> Piece:
     there = (environment / "bin" / "python").exists()
-    return Piece(name, partial(measure, shape, 9, environment), seconds if there else 0.0)
+    return Piece(name, partial(measure, shape, 7, environment), seconds if there else 0.0)

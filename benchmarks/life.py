@@ -38,7 +38,7 @@ def attached(config: LlamaConfig, methods: tuple[str, ...] = METHODS, times: int
                 model = AutoModelForCausalLM.from_config(config)
                 seconds.append(clocked(partial(deltune.attach, model, method)))
         size = sum(p.numel() for p in model.parameters()) / 1e9
-        name = f"attach {method} to a Llama shape of {size:.1f} billion on meta"
+        name = f"attach on the meta device: {method}; Llama shape of {size:.1f} billion"
         rows.append(Row(name, statistics.median(seconds), Target(2.0), (min(seconds), max(seconds)), "s", "all of 3"))
     return rows
 

@@ -55,12 +55,12 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
         gc.collect()
         seconds = interleaved({how: partial(served, work, how) for how in HOWS}, rounds)
         for how, target in judged.items():
-            name = f"{METHOD}, {what}: {how} / joined; {shape.name}, {shape.rows} × {shape.tokens} causal"
+            name = f"{what}, {how} / joined: {METHOD}; {shape.name}, {shape.rows} × {shape.tokens} causal"
             rows.append(compared(name, seconds[how], seconds["joined"], target))
     return rows
 
 
-def pieces(sizes: Sequence[tuple[int, int, float]] = ((16, 64, 12.0), (2, 512, 12.0), (1, 1000, 15.0))) -> list[Piece]:
+def pieces(sizes: Sequence[tuple[int, int, float]] = ((16, 64, 15.0), (2, 512, 17.0), (1, 1000, 17.0))) -> list[Piece]:
     """sizes: rows, tokens, seconds; GPT-2 has 1,024 positions."""
     shapes = [(replace(minilm("decoder", dropout=0.0, rows=rows), tokens=n), seconds) for rows, n, seconds in sizes]
-    return [Piece(f"prefix: {s.rows} × {s.tokens}", partial(measure, s, 15), seconds) for s, seconds in shapes]
+    return [Piece(f"prefix: {s.rows} × {s.tokens}", partial(measure, s, 9), seconds) for s, seconds in shapes]

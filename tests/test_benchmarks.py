@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -59,6 +60,7 @@ def test_each_round_has_an_order_of_its_own() -> None:
     rounds = turns()
     assert all(sorted(one) == list("abcdef") for one in rounds) and len(rounds) == 21
     assert len(set(rounds)) > 15 and rounds == turns()
+    assert all(one[-1] != two[0] for one, two in itertools.pairwise(rounds)), "nobody follows himself"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,7 @@ def test_parts_are_chosen_by_name() -> None:
 
 def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
     rows = {"steps: a": [compared("x", [1.0] * 6, [2.0] * 6, NOT_SLOWER)], "life: b": [missing("y", "no time")]}
+    rows["memory: c"] = [Row(f"z: {f}", f, Target(limit)) for f, limit in ((3.0, 2), (1.0, 2), (9.0, 2), (5.0, 7))]
     page = "\n".join(
         f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("summary", "steps", "mixed", "machine")
     )
@@ -149,7 +152,8 @@ def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
     found = report.written(page, measured)
     assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in found and "steps as it was" not in found
     assert "mixed as it was" in found and "gpu" not in found
-    assert "| x | ≤ 1 | 1 of 1 | 0.500 | 0.500 | 0.500 |\n<!-- end -->" in found and "| y |" not in found
+    assert "| x | ≤ 1 | 1 of 1 | 0.500 | 0.500 | 0.500 |\n" in found and "| y |" not in found
+    assert "| z | ≤ 2 | 1 of 3 | 1.000 | 3.000 | 9.000 |\n| z | ≤ 7 | 1 of 1 | 5.000 |" in found
     assert "- cpu: Z80\n- commit: 1f (steps); 2e (life)\n" in found
     assert report.written(found, measured) == found
 

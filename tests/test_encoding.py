@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import random
 
 import pytest
@@ -21,17 +23,20 @@ def real(steps: list[list[int]]) -> int:
     return sum(LENGTHS[i] for step in steps for i in step)
 
 
-def test_every_row_once_and_the_short_step_last() -> None:
-    steps = list(Batches(LENGTHS, 16, seed=1))
+@pytest.mark.parametrize(("size", "whole", "rest"), [(16, 62, 11), (4, 250, 3)])
+def test_every_row_once_and_the_short_step_last(size: int, whole: int, rest: int) -> None:
+    steps = list(Batches(LENGTHS, size, seed=1))
     assert sorted(itertools.chain(*steps)) == list(range(1003))
-    assert [len(step) for step in steps] == [16] * 62 + [11]
-    assert len(Batches(LENGTHS, 16, seed=1)) == 63
+    assert [len(step) for step in steps] == [size] * whole + [rest]
+    assert len(Batches(LENGTHS, size, seed=1)) == whole + 1
 
 
 def test_the_order_is_the_one_of_earlier_runs() -> None:
     """A resumed run and a repeated one go on in it: if this fails, the numbers of old results cannot be had again."""
     steps = list(Batches([5, 3, 9, 1, 7, 2, 8], 2, seed=4))
     assert steps == [[3, 5], [0, 4], [6, 2], [1]]
+    pools = json.dumps(list(Batches(LENGTHS, 4, seed=4)))  # more steps than are sorted together
+    assert hashlib.sha256(pools.encode()).hexdigest()[:16] == "9c47291207a9b0f2"
 
 
 def test_lengths_within_a_step_are_similar() -> None:

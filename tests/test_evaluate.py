@@ -182,3 +182,5 @@ def test_an_unfinished_run_says_so(tmp_path: Path, run: Run) -> None:
     (tmp_path / "run" / "metrics.json").unlink()
     with pytest.warns(UserWarning, match="not finished"):
         ready(tmp_path / "run")
+    with pytest.raises(DeltuneError, match="not finished"):
+        rescore(tmp_path / "run")

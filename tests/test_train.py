@@ -21,6 +21,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.runs import checkpoints
 from deltune.runs import folder as runs
+from deltune.runs.evaluate import evaluate
 from deltune.runs.folder import Run
 from deltune.runs.train import train
 from deltune.runs.trainer import DeltaTrainer
@@ -104,7 +105,8 @@ def test_it_learns(root: Path, tmp_path: Path) -> None:
     assert metrics["test"]["accuracy"] > 0.9
 
 
-def test_the_best_epoch_is_kept(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None:
     """Every fourth label is wrong: validation gets better, and worse again as these are learned by heart."""
     rows, labels = tiny.sentences(48, 0), sorted(tiny.WORDS)
     for row in rows[::4]:
@@ -112,13 +114,19 @@ def test_the_best_epoch_is_kept(root: Path, tmp_path: Path) -> None:
     tiny.lines(tiny.data(tmp_path / "data") / "train.jsonl", rows)
     run = Run(tmp_path / "run")
     spec = tiny.spec(
-        root, data=str(tmp_path / "data"), method="full", epochs=12, lr=3e-3, schedule="constant", metric="loss"
+        root, data=str(tmp_path / "data"), method="full", epochs=12, lr=3e-3, schedule="constant", metric=metric
     )
     metrics = train(spec, run.folder)
-    losses = [line["eval_loss"] for line in log(run) if "eval_loss" in line]
-    assert losses[0] > min(losses) < losses[-1]
-    assert metrics["best"]["epoch"] == 1 + losses.index(min(losses))
-    assert metrics["validation"]["loss"] == min(losses) == metrics["best"]["value"]
+    found = [line for line in log(run) if "eval_loss" in line]
+    ranks = [(-line["eval_accuracy"] if metric == "accuracy" else 0, line["eval_loss"]) for line in found]
+    best = ranks.index(min(ranks))
+    assert 0 < best < 11 and metrics["validation"]["loss"] == found[best]["eval_loss"]
+    value = found[best][f"eval_{metric}"]
+    assert metrics["best"] == {"epoch": 1 + best, "step": 6 * (1 + best), "metric": metric, "value": value}
+    assert evaluate(run.folder, output=tmp_path / "again") == {s: metrics[s] for s in ("validation", "test")}
+    for split in ("validation", "test"):
+        again = (tmp_path / "again" / f"{split}.jsonl").read_text()
+        assert again == (run.predictions / f"{split}.jsonl").read_text()
 
 
 def test_patience(root: Path, tmp_path: Path) -> None:
@@ -140,13 +148,16 @@ def test_patience(root: Path, tmp_path: Path) -> None:
         {"method": "lora(rank=2)", "head": "freeze"},
         {"method": "prompt(length=4)"},
         {"method": "prefix(length=3, reparameterise=8)"},
+        {"method": "prefix(length=3, reparameterise=8)", "precision": "bf16"},
+        {"method": "diff_pruning(sparsity=0.02)"},
         {"method": "head", "max_train_rows": 17},
     ],
     ids=str,
 )
 def test_options(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, epochs=1, **changes), tmp_path / "run")
-    assert metrics["validation"]["accuracy"] == metrics["best"]["value"], "what is on the disk is what was chosen"
+    again = evaluate(tmp_path / "run")
+    assert again == {split: metrics[split] for split in again}, "what is on the disk is what was chosen"
     assert (metrics["count"]["head"] == 0) == (changes.get("head") == "freeze")
 
 
@@ -201,28 +212,54 @@ def test_the_seed_decides(root: Path, tmp_path: Path, whole: Run) -> None:
 # -- interrupted
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 16])
-def test_interrupted_at_any_write(
-    moment: int, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped when a file or folder is about to take its place, and run again: the same run in the end."""
-    count = 0
+def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Path]:
+    """A run that was stopped when a file or folder was about to take its place for the moment-th time, and which."""
+    targets: list[Path] = []
     replace = os.replace
 
-    def interrupted(source: Any, target: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == moment:
+    def counted(source: Any, target: Any) -> None:
+        targets.append(Path(target))
+        if len(targets) == moment:
             raise KeyboardInterrupt
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupted)
+        patch.setattr(os, "replace", counted)
         with pytest.raises(KeyboardInterrupt):
-            train(tiny.spec(root), tmp_path / "run")
-    assert not Run(tmp_path / "run").finished
-    train(tiny.spec(root), tmp_path / "run")
-    same(whole, Run(tmp_path / "run"))
+            train(tiny.spec(root), folder)
+    return Run(folder), targets[-1]
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 7, 9, 10, 13, 14, 15, 17, 18])
+def test_interrupted_at_any_write(
+    moment: int, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run again, it is the same run in the end."""
+    run, missed = interrupted(root, tmp_path / "run", moment, monkeypatch)
+    assert not run.finished and (missed == run.metrics_file) == (moment == 18), "which is the last"
+    train(tiny.spec(root), run.folder)
+    same(whole, run)
+
+
+@pytest.mark.parametrize("lost", ["the answers", "the file", "the delta they were of"])
+def test_answers_that_are_not_of_the_delta_are_made_anew(
+    lost: str, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the best epoch answered is taken over only with the very delta, as after a kill between both."""
+    run, _ = interrupted(root, tmp_path / "run", 18, monkeypatch)
+    facts_file = next(run.checkpoint.glob("*/facts.json"))
+    facts = json.loads(facts_file.read_text())
+    assert facts["best"]["answered"]["metrics"] == whole.metrics["validation"]
+    facts["best"]["answered"]["metrics"] = {"accuracy": -1.0, "loss": -1.0}
+    if lost == "the answers":
+        del facts["best"]["answered"]
+    elif lost == "the file":
+        (run.predictions / "validation.jsonl").unlink()
+    else:
+        facts["best"]["answered"]["delta"] = "0" * 64
+    facts_file.write_text(json.dumps(facts))
+    train(tiny.spec(root), run.folder)
+    same(whole, run)
 
 
 def command(spec_file: Path, folder: Path) -> list[str]:

@@ -107,6 +107,7 @@ ROWS = (
     Row("apet(lora(rank=2, at='output') + layernorm, parameters=41)", merges=True),
     Row("apet(adapter(rank=4, bias=True, activation='gelu'), parameters=57, pattern='adjacent')"),
     Row("apet(adapter(rank=4, activation='gelu'), parameters=57, pattern='adjacent', along='columns')"),
+    Row("apet(ia3, parameters=20)", merges=True, needs=(INTERFACE,)),
     Row("apet(prefix(length=3), parameters=57)", identity=False, needs=(INTERFACE,)),
     Row("apet(layernorm(embedding=False, final=False), parameters=31, pattern='adjacent')", merges=True),
 )

@@ -59,7 +59,7 @@ def test_who_checkpoints(family: Family) -> None:
     assert specimen(family.name).supports_gradient_checkpointing == family.checkpoints
 
 
-@cells(*FEW, "bitfit", "full", "scaled_parallel_adapter(rank=4, scale='learned', x='residual')")
+@cells(*FEW, "bitfit", "full", "ia3", "scaled_parallel_adapter(rank=4, scale='learned', x='residual')")
 def test_autocast(family: Family, row: Row) -> None:
     """bfloat16 keeps 8 bits, 2^-9 of relative error a rounding; a few dozen roundings in sequence are under 5 %."""
     model = specimen(family.name, dtype=torch.float32)

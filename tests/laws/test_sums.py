@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltune
 from deltune.algebra import recipes, selections
@@ -38,6 +39,36 @@ def test_sums_merge_in_the_order_they_run(family: str, text: str) -> None:
     expected = forward(model, inputs)
     tuned.merge()
     assert distance(forward(model, inputs), expected) < (1e-12 if FAMILIES[family].exact else 1e-5)
+
+
+class Joined(TorchDispatchMode):
+    """Counts what is joined by concatenation of more than vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.cat.default and found.dim() > 2
+        return found
+
+
+@pytest.mark.parametrize(("text", "joins"), [("ia3", 0), ("ia3 + lora(at=('key', 'value'))", 2), ("lora(rank=2)", 2)])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_fused_projection_is_multiplied_as_a_whole(family: str, text: str, joins: int) -> None:
+    """One product in each of two layers where scales are all; else its output is taken apart and joined once."""
+    model = build(FAMILIES[family], "base")
+    inputs = batch(model)
+
+    def counted() -> int:
+        with Joined() as found:
+            forward(model, inputs)
+        return found.count
+
+    before = counted()
+    deltune.attach(model, text)
+    assert counted() - before == joins
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +23,12 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no not
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Around imports: of a million new objects none is garbage, and looking for it takes a fifth of the time."""
+    known, on = len(sys.modules), gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # nor will they be later
-        gc.enable()
+        if len(sys.modules) > known:
+            gc.freeze()  # nor will they be later
+        if on:
+            gc.enable()

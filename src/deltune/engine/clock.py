@@ -19,8 +19,8 @@ Case = TypeVar("Case", bound=Hashable)
 def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: int = 1) -> dict[Case, list[float]]:
     """case -> seconds of its turn in each round.
 
-    Every round gives each case one turn, in another order (the same in every run): what a case finds in the caches
-    depends on its neighbour. warm: rounds before, which are not timed.
+    Every round gives each case one turn, in a random order (the same in every run), and nobody follows himself: what a
+    case finds in the caches depends on its neighbour. warm: rounds before, which are not timed.
     """
     for _ in range(warm):
         for turn in cases.values():
@@ -29,7 +29,10 @@ def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: i
     order = list(cases)
     seconds: dict[Case, list[float]] = {case: [] for case in order}
     for _ in range(rounds):
+        last = order[-1]
         chance.shuffle(order)
+        while order[0] == last and len(order) > 1:
+            chance.shuffle(order)
         for case in order:
             began = time.perf_counter()
             cases[case]()

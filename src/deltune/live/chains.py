@@ -67,9 +67,9 @@ def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
 
 
 def _multiplies(edit: Edit) -> bool:
-    modification = edit.modification
-    alone = modification.insertion == "sequential" and not edit.place.again and edit.factor() == 1
-    return alone and isinstance(modification.form, Rescale)
+    """h + s (w ⊙ h - h) with a number s."""
+    of_h = edit.modification.insertion == "sequential" and isinstance(edit.modification.form, Rescale)
+    return of_h and edit.factor() is not None
 
 
 def _groups(edit: Edit) -> int:

@@ -160,7 +160,7 @@ def evaluate(
 def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str, float]]:
     """Metrics of a finished run from its prediction files, without any model; default: those of the run.
 
-    Errors: no run, no predictions, a metric that does not fit the kind of task.
+    Errors: no run, not finished, no predictions, a metric that does not fit the kind of task.
     """
     scored = rescored(run, metrics)
     return {split: {name: score.value for name, score in scores.items()} for split, scores in scored.items()}
@@ -169,6 +169,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
     """As rescore, with the statistics of every example."""
     place = Run(run).kept
+    own = place.metrics
     files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
@@ -179,7 +180,7 @@ def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
         if file.is_file():
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             said = [[labels.get(row[key], row[key]) if labels else row[key] for row in rows] for key in SAID]
-            wanted = tuple(metrics) or tuple(n for n in place.metrics[split] if n != "loss")
+            wanted = tuple(metrics) or tuple(n for n in own[split] if n != "loss")
             check_fits(kind, wanted)
             options = place.spec.metric_options
             results[split] = measured(kind, wanted, said[0], said[1], len(labels), options)

@@ -38,7 +38,8 @@ def writing(method: Callable[..., None]) -> Callable[..., None]:
 class Run:
     """The folder of one run.
 
-    finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs.
+    finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs, beside
+    the best delta so far and its predictions for the validation split.
     runs: the folders of the single runs, where the spec is of several.
     writer: of several processes at one run, one writes.
     """

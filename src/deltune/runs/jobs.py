@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..algebra.catalogue import rate
 from ..errors import Diverged
 from ..live.handle import Tuned
+from ..live.store import read_facts
 from ..live.trunk import Trunk
 from ..metrics.table import METRICS
 from ..sources.data import Data
@@ -99,20 +100,32 @@ class Job:
             self.precision, advance, loss_only=loss_only,
         )  # fmt: skip
 
-    @property
-    def gated(self) -> bool:
-        """Whether its delta has gates that are being learned."""
-        return any(True for _ in self.tuned.delta().all_gates())
-
     def answered(self, split: str, result: Scored) -> dict[str, Any]:
         """Write a split's predictions; returns what is to be known of them besides."""
-        self.run.predicted(split, lines(self.kind, self.columns[split], result, self.data.labels))
+
+        def write() -> None:
+            self.run.predicted(split, lines(self.kind, self.columns[split], result, self.data.labels))
+
+        processes.of_main(write)
         return {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
 
-    def keep(self) -> None:
-        """Save the delta as it is."""
+    def kept_answers(self) -> dict[str, dict[str, Any]]:
+        """What the best epoch answered to the validation split, where that is of the delta on the disk; else nothing.
+
+        A kill between a delta and its checkpoint leaves a later one there, which need not be made again bit for bit.
+        """
+        found = self.best.get("answered")
+
+        def there() -> bool:
+            file = self.run.predictions / "validation.jsonl"
+            return found is not None and found["delta"] == read_facts(self.run.delta)["sha256"] and file.is_file()
+
+        return {"validation": found} if found is not None and processes.of_main(there) else {}
+
+    def keep(self) -> str:
+        """Save the delta as it is; returns the digest of its numbers."""
         with sharding.whole(self.tuned):
-            processes.of_main(lambda: self.tuned.save(self.run.delta))
+            return processes.of_main(lambda: str(read_facts(self.tuned.save(self.run.delta))["sha256"]))
 
     def judge(self, result: Scored, epoch: float, step: int) -> bool:
         """Keep the delta, and its answers, if this validation is the best so far; returns whether it is."""
@@ -123,10 +136,11 @@ class Job:
         if self.best and rank <= self.best["rank"]:
             self.stale += 1
             return False
-        self.keep()
+        digest = self.keep()
         self.best = {"epoch": passes(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
-        if result.predictions and not self.gated:  # gates still close between here and the file
-            self.best["answered"] = self.answered("validation", result)
+        folding = self.precision != "fp32" and len(self.tuned.delta().shared)  # in bf16 here, in fp32 for the file
+        if result.predictions and not folding:
+            self.best["answered"] = {"delta": digest, **self.answered("validation", result)}
         self.stale = 0
         return True
 

@@ -263,7 +263,7 @@ def _finish(job: Job, bar: Bar) -> dict[str, Any]:
     if sharded:
         sharding.shard(job.tuned, device)
     splits = [split for split in SPLITS if split in job.encoded]
-    found = {"validation": job.best["answered"]} if "answered" in job.best else {}
+    found = job.kept_answers()
     rest = [split for split in splits if split not in found]
     bar.start("evaluate", sum(len(job.encoded[split]) for split in rest))
     found |= {split: job.answered(split, job.scored(split, bar)) for split in rest}

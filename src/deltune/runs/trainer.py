@@ -159,8 +159,8 @@ class Reports(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stopping.check()
-        # gates may be fixed now, which takes all of them
-        with sharding.whole(self.job.tuned, write=True) if self.job.gated else contextlib.nullcontext():
+        gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
+        with sharding.whole(self.job.tuned, write=True) if gated else contextlib.nullcontext():
             self.job.tuned.advance(state.global_step / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
