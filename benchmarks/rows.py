@@ -26,7 +26,7 @@ class Target:
         return low <= self.limit if self.sense == "at most" else high >= self.limit
 
     def __str__(self) -> str:
-        return f"{'≤' if self.sense == 'at most' else '≥'} {self.limit:g}"
+        return f"{'≤' if self.sense == 'at most' else '≥'} {self.limit:.3g}"
 
 
 NOT_SLOWER = Target(1.0, by="interval")
