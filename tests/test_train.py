@@ -156,8 +156,8 @@ def test_patience(root: Path, tmp_path: Path) -> None:
 )
 def test_options(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, epochs=1, **changes), tmp_path / "run")
-    again = evaluate(tmp_path / "run")
-    assert again == {split: metrics[split] for split in again}, "what is on the disk is what was chosen"
+    assert metrics["validation"]["accuracy"] == metrics["best"]["value"], "what is on the disk is what was chosen"
+    assert evaluate(tmp_path / "run") == {split: metrics[split] for split in ("validation", "test")}
     assert (metrics["count"]["head"] == 0) == (changes.get("head") == "freeze")
 
 
@@ -230,7 +230,7 @@ def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.Monke
     return Run(folder), targets[-1]
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 7, 9, 10, 13, 14, 15, 17, 18])
+@pytest.mark.parametrize("moment", range(1, 19))
 def test_interrupted_at_any_write(
     moment: int, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

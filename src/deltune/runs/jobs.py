@@ -114,13 +114,11 @@ class Job:
 
         A kill between a delta and its checkpoint leaves a later one there, which need not be made again bit for bit.
         """
-        found = self.best.get("answered")
-
-        def there() -> bool:
-            file = self.run.predictions / "validation.jsonl"
-            return found is not None and found["delta"] == read_facts(self.run.delta)["sha256"] and file.is_file()
-
-        return {"validation": found} if found is not None and processes.of_main(there) else {}
+        if "answered" not in self.best:
+            return {}
+        found, file = self.best["answered"], self.run.predictions / "validation.jsonl"
+        of_it = processes.of_main(lambda: found["delta"] == read_facts(self.run.delta)["sha256"] and file.is_file())
+        return {"validation": found} if of_it else {}
 
     def keep(self) -> str:
         """Save the delta as it is; returns the digest of its numbers."""
