@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from .live.attention import prefix_attention, prefix_report
     from .live.handle import Tuned
     from .mathematics.compositions import Add, Gate, Scale, SigmoidGate
-    from .mathematics.forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
+    from .mathematics.forms import Bottleneck, LowRank, Rescale, Vector
     from .mathematics.heads import MultiHead, OwnMultiHead, Prefix
+    from .mathematics.stacks import Mixture, Prompt
 
 __version__ = "0.1.0"
 
-_FORMS = ("Bottleneck", "LowRank", "Mixture", "Prompt", "Rescale", "Vector")
+_FORMS = ("Bottleneck", "LowRank", "Rescale", "Vector")
 _RECIPES = (
     "adapter", "apet", "ia3", "lora", "mam", "multi_head_parallel_adapter",
     "p_tuning_v2", "parallel_adapter", "prefix", "prefix_layernorm", "prompt", "scaled_parallel_adapter",
@@ -46,12 +47,14 @@ _RECIPES = (
 )  # fmt: skip
 _SELECTIONS = ("bitfit", "diff_pruning", "full", "head", "layernorm")
 _HEADS = ("MultiHead", "OwnMultiHead", "Prefix")
+_STACKS = ("Mixture", "Prompt")
 
 _HOME = {
     **dict.fromkeys(("Modification", "Selection"), "algebra.elements"),
     **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "mathematics.compositions"),
     **dict.fromkeys(_FORMS, "mathematics.forms"),
     **dict.fromkeys(_HEADS, "mathematics.heads"),
+    **dict.fromkeys(_STACKS, "mathematics.stacks"),
     **dict.fromkeys(_RECIPES, "algebra.recipes"),
     **dict.fromkeys(_SELECTIONS, "algebra.selections"),
     **dict.fromkeys(("attach", "export", "load", "tuned"), "live.attaching"),

@@ -14,13 +14,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 FLOORS = {
     "": ("errors", "disk", "expressions"),
     "anatomy": ("values", "graph", "trace", "sublayers", "observe"),
-    "mathematics": ("sparse", "forms", "heads", "compositions"),
+    "mathematics": ("sparse", "forms", "heads", "stacks", "compositions"),
     "algebra": (
         "elements", "selections", "recipes", "catalogue", "protocols", "sites", "planning", "counting", "budget",
     ),
     "dialects": ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     "live": (
-        "weights", "gates", "edits", "uses", "chains", "merged_attention", "attention", "taps", "positions",
+        "sharing", "weights", "gates", "edits", "uses", "chains", "merged_attention", "attention", "taps", "positions",
         "prompting", "merging", "wiring", "mixing", "store", "handle", "interchange", "attaching", "trunk",
     ),
     "sources": ("models", "files", "columns", "labels", "layouts", "data"),

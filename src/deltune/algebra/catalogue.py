@@ -11,8 +11,9 @@ from typing import Any
 from .. import expressions
 from ..errors import DeltuneError
 from ..mathematics.compositions import Add, Gate, Scale, SigmoidGate
-from ..mathematics.forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
+from ..mathematics.forms import Bottleneck, LowRank, Rescale, Vector
 from ..mathematics.heads import MultiHead, OwnMultiHead, Prefix
+from ..mathematics.stacks import Mixture, Prompt
 from . import elements
 from .elements import Masked, Method, Modification, Named, Selection
 from .recipes import (

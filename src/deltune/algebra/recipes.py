@@ -12,8 +12,9 @@ from typing import Literal
 
 from ..errors import DeltuneError, unknown
 from ..mathematics.compositions import Add, Composition, Gate, Scale, SigmoidGate
-from ..mathematics.forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
+from ..mathematics.forms import Bottleneck, Form, Init, LowRank, Rescale, Vector
 from ..mathematics.heads import MultiHead, OwnMultiHead, Prefix
+from ..mathematics.stacks import Mixture, Prompt
 from . import elements
 from .elements import ADD, LayersArg, Masked, Method, Modification, Selection, named
 from .selections import layernorm

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ..anatomy.values import FFN, Anatomy, Attention, Columns, Layer, Linear
 from ..errors import DeltuneError
-from ..mathematics.forms import Prompt, Vector, Widths
+from ..mathematics.forms import Vector, Widths
+from ..mathematics.stacks import Prompt
 from .elements import LayersArg, Modification
 
 

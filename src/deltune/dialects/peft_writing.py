@@ -14,8 +14,9 @@ from ..algebra.planning import PlannedEdit
 from ..anatomy.values import Anatomy, Columns
 from ..errors import DeltuneError, all_problems
 from ..mathematics.compositions import Add, Gate, Scale
-from ..mathematics.forms import LowRank, Prompt, Rescale
+from ..mathematics.forms import LowRank, Rescale
 from ..mathematics.heads import Prefix
+from ..mathematics.stacks import Prompt
 from .foreign import Content
 from .peft_files import PREFIX, ROWS
 

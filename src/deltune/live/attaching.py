@@ -21,7 +21,7 @@ from ..anatomy.observe import inspect
 from ..anatomy.trace import configurations
 from ..dialects.foreign import is_foreign
 from ..errors import DeltuneError, unknown
-from ..mathematics.forms import Prompt
+from ..mathematics.stacks import Prompt
 from . import store
 from .attention import extended_name
 from .edits import Delta, Labels, slot_key

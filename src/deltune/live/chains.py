@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..anatomy.trace import observing
-from ..mathematics.forms import Rescale
 from .edits import Edit
 from .uses import Use, joined
 
@@ -37,7 +36,7 @@ class Parts:
         ends = sorted({end for part in chosen for end in (part.start, part.stop)} - {0})
         own = (tuple(edit for edit, its in zip(edits, columns, strict=True) if its == part) for part in chosen)
         numbered = tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True))
-        return cls(groups, tuple(ends), numbered, all(map(_multiplies, edits)))
+        return cls(groups, tuple(ends), numbered, all(edit.multiplies() for edit in edits))
 
     def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """h with the edits of all parts."""
@@ -46,15 +45,17 @@ class Parts:
         return self._changed(h, module)
 
     def _changed(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        blocks = h.unflatten(-1, (self.groups, -1))
+        in_blocks = self.groups > 1
+        blocks = h.unflatten(-1, (self.groups, -1)) if in_blocks else h
         ends = (0, *self.ends, blocks.shape[-1])
         parts = list(blocks.split([stop - start for start, stop in pairwise(ends)], dim=-1))
         for number, own in self.edits:
-            part = parts[number].flatten(-2)
+            part = parts[number].flatten(-2) if in_blocks else parts[number]
             for edit in own:
                 part = edit.apply_to(part, module)
-            parts[number] = part.unflatten(-1, (self.groups, -1))
-        return torch.cat(parts, dim=-1).flatten(-2)
+            parts[number] = part.unflatten(-1, (self.groups, -1)) if in_blocks else part
+        whole = torch.cat(parts, dim=-1)
+        return whole.flatten(-2) if in_blocks else whole
 
 
 def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
@@ -64,12 +65,6 @@ def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
         own = list(some)
         found += [Parts.of(own, groups)] if groups else own
     return found
-
-
-def _multiplies(edit: Edit) -> bool:
-    """h + s (w ⊙ h - h) with a number s."""
-    of_h = edit.modification.insertion == "sequential" and isinstance(edit.modification.form, Rescale)
-    return of_h and edit.factor() is not None
 
 
 def _groups(edit: Edit) -> int:
@@ -107,5 +102,6 @@ class Writes:
 
 
 def mark(edit: Edit) -> None:
-    """While the model is only looked at: the edit fired, if what it reads had been seen."""
-    edit.fired |= edit.place.source is None or edit.take() is not None
+    """While the model is only looked at: the edit fired, if what it reads had been seen; and what that was."""
+    edit.read = edit.take()
+    edit.fired |= edit.place.source is None or edit.read is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..mathematics.compositions import Gate
 from ..mathematics.forms import Shapes
 from ..mathematics.sparse import Mask
 from .gates import Change, Gates
+from .sharing import SharedInput
 from .weights import Common, Sparse
 
 
@@ -59,8 +60,10 @@ class Edit(nn.Module):
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
         self.gated = isinstance(self.modification.compose, Gate)
-        self.fired = False
+        self.fired = False  # this and what it read: when the model was last looked at
+        self.read: torch.Tensor | None = None
         self.seen: torch.Tensor | None = None
+        self.sharing: SharedInput | None = None  # with edits that read the same tensor
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
         self.composing = tuple(self.modification.compose.shapes(self.place.widths))
         self.sparse = nn.ModuleDict()
@@ -135,6 +138,10 @@ class Edit(nn.Module):
         found = None if self.composing else self.modification.compose.factor({})
         return float(found) if isinstance(found, int | float) else None
 
+    def see(self, whole: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Note what it reads: its rows of a tensor."""
+        self.seen = pick(whole) if self.sharing is None else self.sharing.read(whole, pick)
+
     def take(self) -> torch.Tensor | None:
         """What was seen; released on use: kept, it would hold the graph."""
         seen, self.seen = self.seen, None
@@ -151,7 +158,20 @@ class Edit(nn.Module):
         form, scale = self.modification.form, self.factor()
         if scale is None:
             return self.change(h, form(self.tensors(), u, self.training), x)
-        return form.onto(h, self.tensors(), u, self.training, scale)
+        shared = None if self.sharing is None else self.sharing.projected(self, u)
+        tensors, inner = (self.tensors(), None) if shared is None else shared
+        return form.onto(h, tensors, u, self.training, scale, inner)
+
+    def multiplies(self) -> bool:
+        """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
+        modification = self.modification
+        return modification.insertion == "sequential" and modification.form.multiplies and self.factor() is not None
+
+    def projects(self) -> bool:
+        """Whether it may begin with a projection of x, which can be made together with others' of the same x."""
+        modification = self.modification
+        first = modification.form.projects(training=False)
+        return first is not None and modification.insertion == "parallel" and self.factor() is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "seen": None}
@@ -219,6 +239,20 @@ class Delta(nn.Module):
         for key, gates in self.gated.items():
             assert isinstance(gates, Gates)
             yield key, gates
+
+    def share(self) -> None:
+        """Let the edits of a sub-layer that were seen to read one tensor share it, where all begin by projecting it."""
+        together: dict[tuple[str, int], list[Edit]] = {}
+        for edit in self.all_edits():
+            if edit.read is not None and edit.projects():
+                together.setdefault((edit.place.sublayer, id(edit.read)), []).append(edit)
+        for edits in together.values():
+            if len(edits) > 1:
+                shared = SharedInput(edits)
+                for edit in edits:
+                    edit.sharing = shared
+        for edit in self.all_edits():
+            edit.read = None
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
         for key, edit in self.edits.items():

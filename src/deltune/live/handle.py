@@ -324,6 +324,7 @@ class Tuned(nn.Module):
                 f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
                 [f"{place}: the module is not called as its anatomy says" for place in silent],
             )
+        delta.share()
 
     def _device(self, edit: Edit, default: torch.device) -> torch.device:
         path = edit.place.target.path

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..anatomy.trace import observing
 from ..anatomy.values import Anatomy
 from ..errors import DeltuneError
-from ..mathematics.forms import Prompt
+from ..mathematics.stacks import Prompt
 from .edits import Edit
 from .positions import first_position, unused
 from .uses import Use, by_row, single

@@ -50,7 +50,7 @@ class Tap:
         h = args[0] if key is None else kwargs[key]
         h = self.writes_input.applied(h, module)
         for edit, use in self.reads:
-            edit.seen = use.pick(h)
+            edit.see(h, use.pick)
         if not self.writes_input.edits:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})

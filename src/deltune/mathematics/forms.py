@@ -52,9 +52,11 @@ class Widths:
 @dataclass(frozen=True, repr=False)
 class Form:
     """A functional form of Δh. `needs`: what a site must offer: "hidden" (one representation), "attention" (the inside
-    of one), "tokens" (the input embeddings), "states" (all layers' outputs)."""
+    of one), "tokens" (the input embeddings), "states" (all layers' outputs). `multiplies`: reading
+    h, h + Δh is w ⊙ h."""
 
     needs: ClassVar[str] = "hidden"
+    multiplies: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,6 +113,10 @@ class Form:
         """v where Δh = v W_up + b_up, with the tensors up and, by choice, up_bias; None for other forms."""
         return None
 
+    def projects(self, training: bool) -> str | None:
+        """The name of W where v = u W and no more, so that those of one u can be one product; None for others."""
+        return None
+
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
         inner = self.inner(tensors, u, training)
@@ -118,9 +124,18 @@ class Form:
         bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
         return F.linear(inner, tensors["up"].to(inner.dtype), bias)
 
-    def onto(self, h: torch.Tensor, tensors: Tensors, u: torch.Tensor, training: bool, scale: float) -> torch.Tensor:
-        """h + s Δh in h's own precision, a last product added as it is made."""
-        inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
+    def onto(
+        self,
+        h: torch.Tensor,
+        tensors: Tensors,
+        u: torch.Tensor,
+        training: bool,
+        scale: float,
+        inner: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """h + s Δh in h's own precision, a last product added as it is made; `inner`: v, where it is known."""
+        if inner is None and "up_bias" not in tensors:
+            inner = self.inner(tensors, u, training)
         if inner is None:
             return torch.add(h, self(tensors, u, training).to(h.dtype), alpha=scale)
         up = tensors["up"].to(inner.dtype)
@@ -243,6 +258,9 @@ class LowRank(Form):
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["up"] @ tensors["down"], None
 
+    def projects(self, training: bool) -> str | None:
+        return None if self.dropout and training else "down"
+
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         u = F.dropout(u, self.dropout) if self.dropout and training else u
         return F.linear(u, tensors["down"].to(u.dtype))
@@ -274,6 +292,8 @@ class Vector(Form):
 class Rescale(Form):
     """Δh = w ⊙ u - u with w = 1 at the start, so that h + Δh = w ⊙ h (Liu et al. 2022). Tensor: gain (d,)."""
 
+    multiplies: ClassVar[bool] = True
+
     def shapes(self, widths: Widths) -> Shapes:
         return {"gain": (widths.out_width,)}
 
@@ -294,57 +314,14 @@ class Rescale(Form):
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         return tensors["gain"].to(u.dtype) * u - u
 
-    def onto(self, h: torch.Tensor, tensors: Tensors, u: torch.Tensor, training: bool, scale: float) -> torch.Tensor:
+    def onto(
+        self,
+        h: torch.Tensor,
+        tensors: Tensors,
+        u: torch.Tensor,
+        training: bool,
+        scale: float,
+        inner: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         alone = u is h and scale == 1
         return tensors["gain"].to(h.dtype) * h if alone else super().onto(h, tensors, u, training, scale)
-
-
-@dataclass(frozen=True, repr=False)
-class Mixture(Form):
-    """γ ⊙ Σ_l α_l h_l + β over the L + 1 hidden states, in place of the last (3V; LN table 1).
-
-    Tensors: layers α (L + 1,), 1 for the last and 0 for the others; gain γ (d,) 1; bias β (d,) 0: the identity.
-    """
-
-    needs: ClassVar[str] = "states"
-
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
-
-    def start(self, tensors: Tensors) -> None:
-        torch.nn.init.zeros_(tensors["layers"])
-        tensors["layers"][-1] = 1
-        torch.nn.init.ones_(tensors["gain"])
-        torch.nn.init.zeros_(tensors["bias"])
-
-    def rest(self, tensors: Tensors) -> None:
-        self.start(tensors)
-
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        """u (L + 1, B, n, d) -> Δh (B, n, d) to the last state."""
-        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
-        return t["gain"] * torch.einsum("l,l...->...", t["layers"], u) + t["bias"] - u[-1]
-
-
-@dataclass(frozen=True, repr=False)
-class Prompt(Form):
-    """l vectors before the input embeddings (Lester et al. 2021). Tensor: rows (l, d), N(0, 0.02) or the embeddings of
-    `init_from` (token ids, repeated up to l). positions "shift": they take positions 0 ... l-1 and the text moves on;
-    "none": they have no position and the text keeps its own (the released code of UV; absolute positions only)."""
-
-    needs: ClassVar[str] = "tokens"
-    length: int
-    init_from: tuple[int, ...] | None = None
-    positions: Literal["shift", "none"] = "shift"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(length=self.length)
-        if self.positions not in ("shift", "none"):
-            raise DeltuneError(unknown("positions", self.positions, ("shift", "none")))
-
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"rows": (self.length, widths.in_width)}
-
-    def start(self, tensors: Tensors) -> None:
-        torch.nn.init.normal_(tensors["rows"], std=0.02)
