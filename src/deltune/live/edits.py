@@ -66,6 +66,8 @@ class Edit(nn.Module):
         self.sharing: SharedInput | None = None  # with edits that read the same tensor
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
         self.composing = tuple(self.modification.compose.shapes(self.place.widths))
+        self.factor = self._factor()
+        self.masked = planned.mask is not None
         self.sparse = nn.ModuleDict()
         shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
         if planned.mask is not None:
@@ -102,7 +104,7 @@ class Edit(nn.Module):
 
     def _own(self, of_form: bool) -> dict[str, torch.Tensor]:
         own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
-        if len(self.sparse):
+        if self.masked:
             like = next(s.values for _, s in self._sparse())
             rest = {name: like.new_empty(s.shape) for name, s in self._sparse()}
             with torch.no_grad():
@@ -125,7 +127,7 @@ class Edit(nn.Module):
 
     def kept(self) -> dict[str, torch.Tensor]:
         """What the file holds: dense tensors, or the values and positions of masked ones."""
-        return _kept_sparse(dict(self._sparse())) if len(self.sparse) else self.dense()
+        return _kept_sparse(dict(self._sparse())) if self.masked else self.dense()
 
     def change(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """compose(h, Δh), in h's own precision."""
@@ -133,7 +135,7 @@ class Edit(nn.Module):
         tensors = self._own(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
-    def factor(self) -> float | None:
+    def _factor(self) -> float | None:
         """s where it is h + s Δh and s is a number; else None."""
         found = None if self.composing else self.modification.compose.factor({})
         return float(found) if isinstance(found, int | float) else None
@@ -155,7 +157,7 @@ class Edit(nn.Module):
             u = x
         else:
             u = module.forward(h) if self.place.again else h
-        form, scale = self.modification.form, self.factor()
+        form, scale = self.modification.form, self.factor
         if scale is None:
             return self.change(h, form(self.tensors(), u, self.training), x)
         shared = None if self.sharing is None else self.sharing.projected(self, u)
@@ -165,13 +167,13 @@ class Edit(nn.Module):
     def multiplies(self) -> bool:
         """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
         modification = self.modification
-        return modification.insertion == "sequential" and modification.form.multiplies and self.factor() is not None
+        return modification.insertion == "sequential" and modification.form.multiplies and self.factor is not None
 
     def projects(self) -> bool:
         """Whether it may begin with a projection of x, which can be made together with others' of the same x."""
         modification = self.modification
         first = modification.form.projects(training=False)
-        return first is not None and modification.insertion == "parallel" and self.factor() is not None
+        return first is not None and modification.insertion == "parallel" and self.factor is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "seen": None}
