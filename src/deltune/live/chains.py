@@ -12,6 +12,7 @@ from torch import nn
 
 from ..anatomy.trace import observing
 from .edits import Edit
+from .sharing import Pick
 from .uses import Use, joined
 
 
@@ -38,21 +39,40 @@ class Parts:
         numbered = tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True))
         return cls(groups, tuple(ends), numbered, all(edit.multiplies() for edit in edits))
 
-    def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with the edits of all parts."""
+    def apply_to(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """h with the edits of all parts; the arguments are those of an edit."""
         if self.multiplying:
-            return h * self._changed(h.new_ones(h.shape[-1]), module)
-        return self._changed(h, module)
+            return torch.mul(h, self._changed(h.new_ones(h.shape[-1]), module, read, pick), out=out)
+        if out is not None and self.groups == 1:
+            return self._overwritten(out, module, read, pick)
+        return self._changed(h, module, read, pick)
 
-    def _changed(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    def _overwritten(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None
+    ) -> torch.Tensor:
+        parts = h.split(self._widths(h), dim=-1)
+        for number, own in self.edits:
+            for edit in own:
+                found = edit.apply_to(parts[number], module, read, pick, parts[number])
+                if found is not parts[number]:
+                    parts[number].copy_(found)
+        return h
+
+    def _widths(self, block: torch.Tensor) -> list[int]:
+        return [stop - start for start, stop in pairwise((0, *self.ends, block.shape[-1]))]
+
+    def _changed(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None
+    ) -> torch.Tensor:
         in_blocks = self.groups > 1
         blocks = h.unflatten(-1, (self.groups, -1)) if in_blocks else h
-        ends = (0, *self.ends, blocks.shape[-1])
-        parts = list(blocks.split([stop - start for start, stop in pairwise(ends)], dim=-1))
+        parts = list(blocks.split(self._widths(blocks), dim=-1))
         for number, own in self.edits:
             part = parts[number].flatten(-2) if in_blocks else parts[number]
             for edit in own:
-                part = edit.apply_to(part, module)
+                part = edit.apply_to(part, module, read, pick, None)
             parts[number] = part.unflatten(-1, (self.groups, -1)) if in_blocks else part
         whole = torch.cat(parts, dim=-1)
         return whole.flatten(-2) if in_blocks else whole
@@ -81,27 +101,29 @@ class Writes:
         uses = dict.fromkeys(use for _, use in edits)
         self.chains = [(use, chained(edit for edit, its in edits if its is use)) for use in uses]
 
-    def applied(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """h with the edits, each in the rows that use it."""
+    def applied(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None = None, in_place: bool = False
+    ) -> torch.Tensor:
+        """h with the edits, each in the rows that use it. read: what the module read; in_place: h is overwritten."""
         if observing():
             for edit in self.edits:
-                mark(edit)
+                mark(edit, read)
             return h
         parts: dict[Use, torch.Tensor] = {}
         for use, chain in self.chains:
             if use.rows is None:
                 for one in chain:
-                    h = one.apply_to(h, module)
+                    h = one.apply_to(h, module, read, None, h if in_place else None)
             else:
                 part = use.pick(h)
                 with use.lending(module):
                     for one in chain:
-                        part = one.apply_to(part, module)
+                        part = one.apply_to(part, module, read, use.pick, None)
                 parts[use] = part
         return joined(h, parts) if parts else h
 
 
-def mark(edit: Edit) -> None:
+def mark(edit: Edit, read: torch.Tensor | None = None) -> None:
     """While the model is only looked at: the edit fired, if what it reads had been seen; and what that was."""
-    edit.read = edit.take()
+    edit.read = read if edit.at_home else edit.take()
     edit.fired |= edit.place.source is None or edit.read is not None

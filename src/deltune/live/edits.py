@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ..mathematics.compositions import Gate
 from ..mathematics.forms import Shapes
 from ..mathematics.sparse import Mask
 from .gates import Change, Gates
-from .sharing import SharedInput
+from .sharing import Pick, SharedInput
 from .weights import Common, Sparse
 
 
@@ -62,12 +62,16 @@ class Edit(nn.Module):
         self.gated = isinstance(self.modification.compose, Gate)
         self.fired = False  # this and what it read: when the model was last looked at
         self.read: torch.Tensor | None = None
-        self.seen: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None  # of what another module than its own reads
         self.sharing: SharedInput | None = None  # with edits that read the same tensor
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
+        self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
+        source, target = self.place.source, self.place.target
+        self.at_home = source is not None and source.path == target.path and target.side == "output"
         self.composing = tuple(self.modification.compose.shapes(self.place.widths))
         self.factor = self._factor()
         self.masked = planned.mask is not None
+        self.plain = self.folded and not self.masked and not self.composing
         self.sparse = nn.ModuleDict()
         shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
         if planned.mask is not None:
@@ -113,8 +117,10 @@ class Edit(nn.Module):
             own |= {name: sparse.on(rest[name]) for name, sparse in self._sparse()}
         return {n: t for n, t in own.items() if (n not in self.composing) == of_form}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor]:
         """The kept tensors of the form, dense, folded from what is trained."""
+        if self.plain:
+            return cast("dict[str, torch.Tensor]", self._parameters)
         own = self._own(of_form=True)
         if self.folded:
             return own
@@ -123,7 +129,7 @@ class Edit(nn.Module):
 
     def dense(self) -> dict[str, torch.Tensor]:
         """The kept tensors of the form, and the composition's."""
-        return self.tensors() | self._own(of_form=False)
+        return {**self.tensors(), **self._own(of_form=False)}
 
     def kept(self) -> dict[str, torch.Tensor]:
         """What the file holds: dense tensors, or the values and positions of masked ones."""
@@ -140,40 +146,43 @@ class Edit(nn.Module):
         found = None if self.composing else self.modification.compose.factor({})
         return float(found) if isinstance(found, int | float) else None
 
-    def see(self, whole: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Note what it reads: its rows of a tensor."""
-        self.seen = pick(whole) if self.sharing is None else self.sharing.read(whole, pick)
+    def its_rows(self, whole: torch.Tensor, pick: Pick | None) -> torch.Tensor:
+        """Its rows of a tensor that it reads; `pick`: None for all of them."""
+        if pick is None:
+            return whole
+        return pick(whole) if self.sharing is None else self.sharing.picked(whole, pick)
 
     def take(self) -> torch.Tensor | None:
         """What was seen; released on use: kept, it would hold the graph."""
         seen, self.seen = self.seen, None
         return seen
 
-    def apply_to(self, h: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """compose(h, form(u)): u is the x that was seen (parallel), or h (sequential)."""
-        x = self.take()
-        if self.modification.insertion == "parallel":
+    def apply_to(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """compose(h, form(u)): u is x (parallel), or h (sequential).
+
+        read: what the module read, of all rows; pick: its own ones, None for all; out: h where it may be overwritten.
+        """
+        x = self.its_rows(read, pick) if self.at_home and read is not None else self.take()
+        if not self.parallel:
+            u = module.forward(h) if self.place.again else h
+        else:
             assert x is not None
             u = x
-        else:
-            u = module.forward(h) if self.place.again else h
-        form, scale = self.modification.form, self.factor
-        if scale is None:
-            return self.change(h, form(self.tensors(), u, self.training), x)
+        if self.factor is None:
+            return self.change(h, self.form(self.tensors(), u, self.training), x)
         shared = None if self.sharing is None else self.sharing.projected(self, u)
         tensors, inner = (self.tensors(), None) if shared is None else shared
-        return form.onto(h, tensors, u, self.training, scale, inner)
+        return self.form.onto(h, tensors, u, self.training, self.factor, inner, out)
 
     def multiplies(self) -> bool:
         """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
-        modification = self.modification
-        return modification.insertion == "sequential" and modification.form.multiplies and self.factor is not None
+        return not self.parallel and self.form.multiplies and self.factor is not None
 
     def projects(self) -> bool:
         """Whether it may begin with a projection of x, which can be made together with others' of the same x."""
-        modification = self.modification
-        first = modification.form.projects(training=False)
-        return first is not None and modification.insertion == "parallel" and self.factor is not None
+        return self.parallel and self.form.projects(training=False) is not None and self.factor is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "seen": None}

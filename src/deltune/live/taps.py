@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
+from transformers.pytorch_utils import Conv1D
 
 from ..anatomy.trace import PORT, observing
 from ..anatomy.values import Anatomy
@@ -28,6 +30,7 @@ class Tap:
         module = model.get_submodule(path)
         self.path = path
         self.reads: list[tuple[Edit, Use]] = []
+        self.makes_anew = type(module) in (nn.Linear, Conv1D)
         self.writes_input, self.writes_output = Writes([]), Writes([])
         self.handles = [
             module.register_forward_pre_hook(self.before, with_kwargs=True),
@@ -37,8 +40,9 @@ class Tap:
     def serve(self, uses: Sequence[Use]) -> None:
         """Take over the edits in use that concern this module."""
         edits = edits_of(uses)
-        self.reads = [(e, u) for e, u in edits if e.place.source is not None and e.place.source.path == self.path]
         own = [(e, u) for e, u in edits if e.place.target.path == self.path]
+        reads = [(e, u) for e, u in edits if e.place.source is not None and e.place.source.path == self.path]
+        self.reads = [(e, u) for e, u in reads if not e.at_home]
         self.writes_input = Writes([(e, u) for e, u in own if e.place.target.side == "input"])
         self.writes_output = Writes([(e, u) for e, u in own if e.place.target.side == "output"])
 
@@ -50,7 +54,7 @@ class Tap:
         h = args[0] if key is None else kwargs[key]
         h = self.writes_input.applied(h, module)
         for edit, use in self.reads:
-            edit.see(h, use.pick)
+            edit.seen = edit.its_rows(h, None if use.rows is None else use.pick)
         if not self.writes_input.edits:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
@@ -59,9 +63,16 @@ class Tap:
         """Change the module's output (its first element, when it is a tuple)."""
         if not self.writes_output.edits:
             return None
+        read = args[0] if args else next(iter(kwargs.values()), None)
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = self.writes_output.applied(h, module)
+        h = self.writes_output.applied(h, module, read, in_place=self._is_ours(module))
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        """Whether nobody else holds the module's output, and no backward pass will want it."""
+        if torch.is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
+            return False
+        return len(module._forward_hooks) == 1 and not _global_forward_hooks
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -132,16 +132,23 @@ class Form:
         training: bool,
         scale: float,
         inner: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """h + s Δh in h's own precision, a last product added as it is made; `inner`: v, where it is known."""
+        """h + s Δh in h's own precision, a last product added as it is made.
+
+        inner: v, where it is known, its positions on any axes; out: h where it may be overwritten.
+        """
         if inner is None and "up_bias" not in tensors:
             inner = self.inner(tensors, u, training)
         if inner is None:
-            return torch.add(h, self(tensors, u, training).to(h.dtype), alpha=scale)
-        up = tensors["up"].to(inner.dtype)
+            return torch.add(h, self(tensors, u, training).to(h.dtype), alpha=scale, out=out)
+        up = tensors["up"]
+        up = up if up.dtype == inner.dtype else up.to(inner.dtype)
         if h.dtype != inner.dtype:
-            return torch.add(h, F.linear(inner, up).to(h.dtype), alpha=scale)
-        return torch.addmm(h.flatten(0, -2), inner.flatten(0, -2), up.t(), alpha=scale).view(h.shape)
+            return torch.add(h, F.linear(inner, up).view(h.shape).to(h.dtype), alpha=scale, out=out)
+        rows = h.flatten(0, -2) if out is None else out.view(-1, out.shape[-1])
+        found = torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=scale, out=None if out is None else rows)
+        return found.view(h.shape) if out is None else out
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
@@ -322,6 +329,8 @@ class Rescale(Form):
         training: bool,
         scale: float,
         inner: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        alone = u is h and scale == 1
-        return tensors["gain"].to(h.dtype) * h if alone else super().onto(h, tensors, u, training, scale)
+        if u is h and scale == 1:
+            return torch.mul(tensors["gain"].to(h.dtype), h, out=out)
+        return super().onto(h, tensors, u, training, scale, out=out)
