@@ -44,7 +44,8 @@ class Parts:
     ) -> torch.Tensor:
         """h with the edits of all parts; the arguments are those of an edit."""
         if self.multiplying:
-            return torch.mul(h, self._changed(h.new_ones(h.shape[-1]), module, read, pick), out=out)
+            factors = self._changed(h.new_ones(h.shape[-1]), module, read, pick)
+            return h * factors if out is None else out.mul_(factors)
         if out is not None and self.groups == 1:
             return self._overwritten(out, module, read, pick)
         return self._changed(h, module, read, pick)

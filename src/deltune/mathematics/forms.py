@@ -140,15 +140,18 @@ class Form:
         """
         if inner is None and "up_bias" not in tensors:
             inner = self.inner(tensors, u, training)
-        if inner is None:
-            return torch.add(h, self(tensors, u, training).to(h.dtype), alpha=scale, out=out)
-        up = tensors["up"]
-        up = up if up.dtype == inner.dtype else up.to(inner.dtype)
-        if h.dtype != inner.dtype:
-            return torch.add(h, F.linear(inner, up).view(h.shape).to(h.dtype), alpha=scale, out=out)
-        rows = h.flatten(0, -2) if out is None else out.view(-1, out.shape[-1])
-        found = torch.addmm(rows, inner.flatten(0, -2), up.t(), alpha=scale, out=None if out is None else rows)
-        return found.view(h.shape) if out is None else out
+        if inner is not None:
+            up = tensors["up"]
+            up = up if up.dtype == inner.dtype else up.to(inner.dtype)
+            if h.dtype == inner.dtype and out is None:
+                return torch.addmm(h.flatten(0, -2), inner.flatten(0, -2), up.t(), alpha=scale).view(h.shape)
+            if h.dtype == inner.dtype and out is not None:  # not out=: compiled, it would have to be contiguous
+                out.view(-1, out.shape[-1]).addmm_(inner.flatten(0, -2), up.t(), alpha=scale)
+                return out
+            delta = F.linear(inner, up).view(h.shape)
+        else:
+            delta = self(tensors, u, training)
+        return (h.add if out is None else out.add_)(delta.to(h.dtype), alpha=scale)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
@@ -332,5 +335,5 @@ class Rescale(Form):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if u is h and scale == 1:
-            return torch.mul(tensors["gain"].to(h.dtype), h, out=out)
+            return (h.mul if out is None else out.mul_)(tensors["gain"].to(h.dtype))
         return super().onto(h, tensors, u, training, scale, out=out)
