@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import weakref
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.algebra.elements import Modification
+from deltune.live.edits import Edit
+from deltune.mathematics.compositions import Composition
+from deltune.mathematics.forms import Form, LowRank, Rescale
 
 from .families import FAMILIES
-from .specimens import batch, build, distance, equal, forward, specimen, stir
+from .specimens import batch, build, distance, equal, forward, loss, specimen, stir
 
 WITHOUT = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -29,6 +40,29 @@ class Narrow(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default and found.shape[-1] < 10:
             self.columns[found.shape[-1]] += 1
+        return found
+
+
+class Written(TorchDispatchMode):
+    """Counts the outputs of products with given weights, and how many of them were written to later."""
+
+    def __init__(self, weights: Counter[int]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.alive: list[torch.Tensor] = []
+        self.outputs: set[int] = set()
+        self.made = self.overwritten = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None and func._schema.is_mutable and first.untyped_storage().data_ptr() in self.outputs:
+            self.outputs.remove(first.untyped_storage().data_ptr())
+            self.overwritten += 1
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.default and args[2].untyped_storage().data_ptr() in self.weights:
+            self.alive.append(found)  # so that no other tensor comes to lie there
+            self.outputs.add(found.untyped_storage().data_ptr())
+            self.made += 1
         return found
 
 
@@ -108,27 +142,252 @@ def test_without_gradients_the_same_is_computed(family: str, text: str, mode: st
     tuned.detach()
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("family", "text"), [("bert", "lora(rank=2)"), ("gpt2", "lora(rank=2)"), ("bert", "ia3")])
+def test_without_gradients_an_output_is_overwritten(family: str, text: str) -> None:
+    """The projection's hooks beside ours would forbid it; its own product tells where its output was."""
+    model = specimen(family)
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, text))
+    places = {edit.place.target for edit in tuned.delta().all_edits() if edit.place.target.side == "output"}
+    with Written(Counter(m.weight.data_ptr() for m in {model.get_submodule(place.path) for place in places})) as kept:
+        with torch.no_grad():
+            forward(model, inputs)
+        assert kept.overwritten == kept.made > 0
+        forward(model, inputs)
+    assert kept.overwritten == kept.made / 2
+    tuned.detach()
+
+
+def _hook(module: torch.nn.Module, keep: Callable[..., None]) -> Callable[[], object]:
+    return module.register_forward_hook(keep, prepend=True).remove
+
+
+def _hook_everywhere(module: torch.nn.Module, keep: Callable[..., None]) -> Callable[[], object]:
+    return torch.nn.modules.module.register_module_forward_hook(keep).remove
+
+
+def _own_forward(module: torch.nn.Module, keep: Callable[..., None]) -> Callable[[], object]:
+    def forward(*args: Any) -> Any:
+        output = type(module).forward(module, *args)
+        keep(module, args, output)
+        return output
+
+    module.forward = forward
+    return lambda: module.__dict__.pop("forward")
+
+
+@pytest.mark.parametrize("holder", [_hook, _hook_everywhere, _own_forward])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_what_another_hook_saw_stays_as_it_was(family: str, everywhere: bool) -> None:
+def test_what_another_hook_saw_stays_as_it_was(family: str, holder: Callable[..., Callable[[], object]]) -> None:
     """Without gradients an output is overwritten, but only where nobody else can hold it."""
     model = specimen(family)
     inputs = batch(model)
-    tuned = deltune.attach(model, "lora(rank=2)")
-    path = next(tuned.delta().all_edits()).place.target.path
+    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    module = model.get_submodule(next(tuned.delta().all_edits()).place.target.path)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if module is model.get_submodule(path):
+    def keep(its: torch.nn.Module, args: Any, output: Any) -> None:
+        if its is module:
             seen.append((output, output.clone()))
 
-    stir(tuned)
     with torch.no_grad():
         expected = forward(model, inputs)
-        hooks = torch.nn.modules.module.register_module_forward_hook if everywhere else None
-        handle = hooks(keep) if hooks else model.get_submodule(path).register_forward_hook(keep, prepend=True)
+        remove = holder(module, keep)
         assert equal(forward(model, inputs), expected)
-    handle.remove()
+    remove()
     assert len(seen) == 1
     assert torch.equal(*seen[0])
     tuned.detach()
+
+
+def stopping(edit: Edit, model: PreTrainedModel) -> Any:
+    """A hook that interrupts the pass before an edit acts."""
+
+    def stop(*of: Any) -> None:
+        raise KeyboardInterrupt
+
+    return model.get_submodule(edit.place.target.path).register_forward_pre_hook(stop)
+
+
+@pytest.mark.parametrize("change", ["numbers", "rows", "copy"])
+def test_an_interrupted_pass_leaves_nothing_behind(change: str) -> None:
+    """Keys' projection was made for values too, which never came; the next pass reads the very same tensor."""
+    model = build(FAMILIES["t5"], "base")
+    inputs = batch(model)
+    for seed, name in enumerate(("one", "two")):
+        tuned = stir(deltune.attach(model, "lora(rank=2, at=('key', 'value'), attention='cross')", name=name), seed)
+    states = model.encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    inputs |= {"encoder_outputs": states, "input_ids": None}
+    hook = stopping(next(e for e in tuned.delta().all_edits() if "value" in e.place.name), model)
+    with contextlib.ExitStack() as stack:
+        if change == "rows":
+            stack.enter_context(tuned.rows(["one", "two"]))
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, inputs)
+    hook.remove()
+    if change == "copy":
+        model = copy.deepcopy(model)
+        tuned = deltune.tuned(model)
+        assert all(e.sharing is None or not e.sharing.waiting for e in tuned.delta().all_edits())
+    if change == "numbers":
+        stir(tuned, seed=9)
+    with tuned.rows(["two", "one"]) if change == "rows" else contextlib.nullcontext():
+        one = forward(model, inputs)
+        assert equal(forward(model, inputs), one)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("which", ["query", "query, key and value"])
+def test_a_projection_checkpointed_by_itself(which: str, reentrant: bool) -> None:
+    """Exact gradients, or checkpointing's own error where what it saves is another's in the second run."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    inputs = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_(), **inputs}
+    del inputs["input_ids"]
+
+    def gradients() -> list[torch.Tensor]:
+        tuned.zero_grad()
+        loss(forward(model, inputs)).backward()
+        return [p.grad.clone() for p in tuned.parameters() if p.grad is not None]
+
+    expected = gradients()
+    for layer in deltune.inspect(model).layers:
+        for part in (layer.attentions[0].query, layer.attentions[0].value):
+            if part is not None and (which != "query" or part is layer.attentions[0].query):
+                module = model.get_submodule(part.path)
+                module._call_impl = partial(checkpoint, module._call_impl, use_reentrant=reentrant)
+    if which != "query" and not reentrant:
+        with pytest.raises(CheckpointError):
+            gradients()
+        return
+    found = gradients()
+    assert len(found) == len(expected)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_hook_that_gives_one_projection_another_tensor(rows: bool) -> None:
+    """Each projects what it really reads, and nothing is kept after the pass."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    edits = list(tuned.delta().all_edits())
+    value = model.get_submodule(next(e for e in edits if "value" in e.place.name).place.target.path)
+    value.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    with tuned.rows(["default", None]) if rows else contextlib.nullcontext():
+        found = forward(model, inputs)
+        for edit in edits:
+            edit.sharing = None
+        assert distance(forward(model, inputs), found) < 1e-12
+
+
+def test_an_ensemble_of_deltas_is_mapped() -> None:
+    model = specimen("bert")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    own = {n: p.detach() for n, p in model.named_parameters() if n.startswith("deltune.") and p.requires_grad}
+    several = {n: torch.stack([p, 2 * p, -p]) for n, p in own.items()}
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            found = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (), inputs).logits)(several)
+            alone = forward(model, inputs)["logits"]
+        assert torch.allclose(found[0], alone, rtol=1e-10, atol=1e-12)
+        assert not torch.allclose(found[0], found[1])
+    tuned.detach()
+
+
+class Tanh(LowRank):
+    """A form that others of its kind do not know."""
+
+    def inner(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return torch.tanh(super().inner(tensors, u, training))
+
+
+class Biased(LowRank):
+    """With a bias above, which is no part of the projection."""
+
+    def shapes(self, widths: Any) -> Any:
+        return super().shapes(widths) | {"up_bias": (widths.out_width,)}
+
+    def start(self, tensors: Any) -> None:
+        for tensor in tensors.values():
+            torch.nn.init.normal_(tensor)
+
+
+class First(Rescale):
+    """Δh is a view of h."""
+
+    def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return u[:, :1].expand_as(u)
+
+    def onto(self, h: Any, tensors: Any, u: Any, training: bool, scale: float, *more: Any) -> torch.Tensor:
+        return Form.onto(self, h, tensors, u, training, scale, *more)
+
+
+@pytest.mark.parametrize("form", [Tanh(2), Biased(2)])
+def test_forms_of_others_mean_the_same_together_and_alone(form: Form) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, Modification("query", form) + Modification("value", form)))
+    together = forward(model, inputs)
+    for edit in tuned.delta().all_edits():
+        edit.sharing = None
+    assert distance(forward(model, inputs), together) < 1e-12
+
+
+def test_what_is_read_is_not_overwritten_meanwhile() -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    deltune.attach(model, Modification("query", First(), "sequential"))
+    expected = forward(model, inputs)
+    with torch.no_grad():
+        assert distance(forward(model, inputs), expected) < 1e-12
+
+
+class Taken(Composition):
+    """Δh in place of h."""
+
+    def __call__(self, h: Any, delta: torch.Tensor, tensors: Any, x: Any) -> torch.Tensor:
+        return delta
+
+
+class Same(Rescale):
+    """Δh is u itself."""
+
+    def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return u
+
+
+def test_what_a_composition_returns_is_not_overwritten() -> None:
+    """Here it is x, which key and value read too."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    stir(deltune.attach(model, Modification("query", Same(), compose=Taken()) + deltune.lora(rank=2, at="query")))
+    expected = forward(model, inputs)
+    with torch.no_grad():
+        assert distance(forward(model, inputs), expected) < 1e-12
+
+
+def test_a_tensor_that_an_edit_has_no_place_for() -> None:
+    class Named(LowRank):
+        def shapes(self, widths: Any) -> Any:
+            return super().shapes(widths) | {"sharing": (1,)}
+
+    model = build(FAMILIES["bert"], "base")
+    with pytest.raises(deltune.DeltuneError, match="no tensor can be called sharing"):
+        deltune.attach(model, Modification("query", Named(2)))
+    assert "deltune" not in model._modules
+
+
+def test_what_is_detached_is_gone() -> None:
+    model = specimen("bert")
+    tuned = deltune.attach(model, "lora(rank=2)")
+    held = weakref.ref(next(tuned.delta().all_edits()))
+    gc.collect()
+    gc.disable()
+    try:
+        tuned.detach()
+        assert held() is None
+    finally:
+        gc.enable()

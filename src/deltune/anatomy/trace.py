@@ -125,6 +125,12 @@ def observing() -> bool:
     return _current is not None
 
 
+def mark(who: Any, read: torch.Tensor | None = None) -> None:
+    """While a model is looked at: who takes part in its pass, and what it reads."""
+    assert _current is not None
+    _current.trace.marks[who] = read
+
+
 def _observing_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

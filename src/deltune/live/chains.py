@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..anatomy.trace import observing
-from .edits import Edit
-from .sharing import Pick
+from .edits import Edit, Run
 from .uses import Use, joined
 
 
@@ -39,44 +38,40 @@ class Parts:
         numbered = tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True))
         return cls(groups, tuple(ends), numbered, all(edit.multiplies() for edit in edits))
 
-    def apply_to(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def apply_to(self, h: torch.Tensor, run: Run, out: torch.Tensor | None) -> torch.Tensor:
         """h with the edits of all parts; the arguments are those of an edit."""
         if self.multiplying:
-            factors = self._changed(h.new_ones(h.shape[-1]), module, read, pick)
+            factors = self._changed(h.new_ones(h.shape[-1]), run)
             return h * factors if out is None else out.mul_(factors)
-        if out is not None and self.groups == 1:
-            return self._overwritten(out, module, read, pick)
-        return self._changed(h, module, read, pick)
+        return self._changed(h, run) if out is None or self.groups > 1 else self._overwritten(out, run)
 
-    def _overwritten(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None
-    ) -> torch.Tensor:
+    def _overwritten(self, h: torch.Tensor, run: Run) -> torch.Tensor:
         parts = h.split(self._widths(h), dim=-1)
         for number, own in self.edits:
             for edit in own:
-                found = edit.apply_to(parts[number], module, read, pick, parts[number])
+                found = edit.apply_to(parts[number], run, parts[number])
                 if found is not parts[number]:
                     parts[number].copy_(found)
         return h
 
-    def _widths(self, block: torch.Tensor) -> list[int]:
-        return [stop - start for start, stop in pairwise((0, *self.ends, block.shape[-1]))]
-
-    def _changed(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None
-    ) -> torch.Tensor:
-        in_blocks = self.groups > 1
-        blocks = h.unflatten(-1, (self.groups, -1)) if in_blocks else h
+    def _changed(self, h: torch.Tensor, run: Run) -> torch.Tensor:
+        blocks = self._in_blocks(h)
         parts = list(blocks.split(self._widths(blocks), dim=-1))
         for number, own in self.edits:
-            part = parts[number].flatten(-2) if in_blocks else parts[number]
+            part = self._flat(parts[number])
             for edit in own:
-                part = edit.apply_to(part, module, read, pick, None)
-            parts[number] = part.unflatten(-1, (self.groups, -1)) if in_blocks else part
-        whole = torch.cat(parts, dim=-1)
-        return whole.flatten(-2) if in_blocks else whole
+                part = edit.apply_to(part, run, None)
+            parts[number] = self._in_blocks(part)
+        return self._flat(torch.cat(parts, dim=-1))
+
+    def _in_blocks(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat if self.groups == 1 else flat.unflatten(-1, (self.groups, -1))
+
+    def _flat(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks if self.groups == 1 else blocks.flatten(-2)
+
+    def _widths(self, block: torch.Tensor) -> list[int]:
+        return [stop - start for start, stop in pairwise((0, *self.ends, block.shape[-1]))]
 
 
 def chained(edits: Iterable[Edit]) -> list[Edit | Parts]:
@@ -108,23 +103,19 @@ class Writes:
         """h with the edits, each in the rows that use it. read: what the module read; in_place: h is overwritten."""
         if observing():
             for edit in self.edits:
-                mark(edit, read)
+                edit.mark(read)
             return h
         parts: dict[Use, torch.Tensor] = {}
+        whole = h
         for use, chain in self.chains:
-            if use.rows is None:
-                for one in chain:
-                    h = one.apply_to(h, module, read, None, h if in_place else None)
+            run = Run(module, read, None if use.rows is None else use.pick)
+            if run.pick is None:
+                for one in chain:  # what an edit made of h may be anybody's: it is not overwritten
+                    h = one.apply_to(h, run, h if in_place and h is whole else None)
             else:
-                part = use.pick(h)
+                part = run.pick(h)
                 with use.lending(module):
                     for one in chain:
-                        part = one.apply_to(part, module, read, use.pick, None)
+                        part = one.apply_to(part, run, None)
                 parts[use] = part
         return joined(h, parts) if parts else h
-
-
-def mark(edit: Edit, read: torch.Tensor | None = None) -> None:
-    """While the model is only looked at: the edit fired, if what it reads had been seen; and what that was."""
-    edit.read = read if edit.at_home else edit.take()
-    edit.fired |= edit.place.source is None or edit.read is not None

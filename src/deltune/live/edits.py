@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from ..algebra.counting import kept_shapes, trained_shapes
 from ..algebra.elements import Method
 from ..algebra.planning import Plan, PlannedEdit
+from ..anatomy.trace import mark
+from ..errors import DeltuneError
 from ..mathematics.compositions import Gate
 from ..mathematics.forms import Shapes
 from ..mathematics.sparse import Mask
@@ -46,6 +48,14 @@ class Labels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
 
+class Run(NamedTuple):
+    """A module's run for some rows of the batch. read: what it read, of all rows; pick: those rows, None for all."""
+
+    module: nn.Module
+    read: torch.Tensor | None
+    pick: Pick | None
+
+
 class Edit(nn.Module):
     """One modification at one place: h <- compose(h, form(u)).
 
@@ -60,8 +70,6 @@ class Edit(nn.Module):
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
         self.gated = isinstance(self.modification.compose, Gate)
-        self.fired = False  # this and what it read: when the model was last looked at
-        self.read: torch.Tensor | None = None
         self.seen: torch.Tensor | None = None  # of what another module than its own reads
         self.sharing: SharedInput | None = None  # with edits that read the same tensor
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
@@ -74,6 +82,8 @@ class Edit(nn.Module):
         self.plain = self.folded and not self.masked and not self.composing
         self.sparse = nn.ModuleDict()
         shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
+        if taken := [name for name in shapes if hasattr(self, name)]:
+            raise DeltuneError(f"{self.form!r}: no tensor can be called {', '.join(taken)}; rename it")
         if planned.mask is not None:
             indices = planned.mask.indices()
             for name, shape in shapes.items():
@@ -118,7 +128,7 @@ class Edit(nn.Module):
         return {n: t for n, t in own.items() if (n not in self.composing) == of_form}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The kept tensors of the form, dense, folded from what is trained."""
+        """The kept tensors of the form, dense, folded from what is trained; to be read only."""
         if self.plain:
             return cast("dict[str, torch.Tensor]", self._parameters)
         own = self._own(of_form=True)
@@ -150,23 +160,24 @@ class Edit(nn.Module):
         """Its rows of a tensor that it reads; `pick`: None for all of them."""
         if pick is None:
             return whole
-        return pick(whole) if self.sharing is None else self.sharing.picked(whole, pick)
+        return pick(whole) if self.sharing is None else self.sharing.picked(self, whole, pick)
 
     def take(self) -> torch.Tensor | None:
         """What was seen; released on use: kept, it would hold the graph."""
         seen, self.seen = self.seen, None
         return seen
 
-    def apply_to(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, pick: Pick | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """compose(h, form(u)): u is x (parallel), or h (sequential).
+    def mark(self, read: torch.Tensor | None = None) -> None:
+        """While the model is only looked at: it takes part if what it reads was there. read: what its module read."""
+        x = read if self.at_home else self.take()
+        if self.place.source is None or x is not None:
+            mark(self, x)
 
-        read: what the module read, of all rows; pick: its own ones, None for all; out: h where it may be overwritten.
-        """
-        x = self.its_rows(read, pick) if self.at_home and read is not None else self.take()
+    def apply_to(self, h: torch.Tensor, run: Run, out: torch.Tensor | None) -> torch.Tensor:
+        """compose(h, form(u)): u is x (parallel), or h (sequential); out: h where it may be overwritten."""
+        x = self.its_rows(run.read, run.pick) if self.at_home and run.read is not None else self.take()
         if not self.parallel:
-            u = module.forward(h) if self.place.again else h
+            u = run.module.forward(h) if self.place.again else h
         else:
             assert x is not None
             u = x
@@ -250,20 +261,6 @@ class Delta(nn.Module):
         for key, gates in self.gated.items():
             assert isinstance(gates, Gates)
             yield key, gates
-
-    def share(self) -> None:
-        """Let the edits of a sub-layer that were seen to read one tensor share it, where all begin by projecting it."""
-        together: dict[tuple[str, int], list[Edit]] = {}
-        for edit in self.all_edits():
-            if edit.read is not None and edit.projects():
-                together.setdefault((edit.place.sublayer, id(edit.read)), []).append(edit)
-        for edits in together.values():
-            if len(edits) > 1:
-                shared = SharedInput(edits)
-                for edit in edits:
-                    edit.sharing = shared
-        for edit in self.all_edits():
-            edit.read = None
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
         for key, edit in self.edits.items():

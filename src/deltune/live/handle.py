@@ -24,6 +24,7 @@ from ..errors import DeltuneError, all_problems, unknown
 from . import merging, mixing, store, wiring
 from .attention import extended_name
 from .edits import Delta, Edit, Labels, slot_key
+from .sharing import share
 from .taps import AttentionPort
 from .uses import Use
 from .weights import slots_of
@@ -176,6 +177,8 @@ class Tuned(nn.Module):
         if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
             self.use(None)
         for gone in going:
+            for edit in self.delta(gone).all_edits():
+                edit.sharing = None  # they hold one another
             del self.deltas[gone]
         if len(self.deltas):
             self._wire()
@@ -314,17 +317,14 @@ class Tuned(nn.Module):
 
     def _rehearse(self, delta: Delta) -> None:
         """One pass on shapes: every edit must fire, or attaching fails and says which did not."""
-        for edit in delta.all_edits():
-            edit.fired = False
-        if len(delta.edits):
-            trace(base_model(self.model))
-        silent = [edit.place.name for edit in delta.all_edits() if not edit.fired]
+        marks = trace(base_model(self.model)).marks if len(delta.edits) else {}
+        silent = [edit.place.name for edit in delta.all_edits() if edit not in marks]
         if silent:
             raise all_problems(
                 f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
                 [f"{place}: the module is not called as its anatomy says" for place in silent],
             )
-        delta.share()
+        share(marks)
 
     def _device(self, edit: Edit, default: torch.device) -> torch.device:
         path = edit.place.target.path

@@ -90,7 +90,7 @@ class TokenTap:
         if observing():
             for _, edits in self.active:
                 for edit in edits:
-                    edit.fired = True
+                    edit.mark()
             return None
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         embeds = given.get("inputs_embeds")

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ..anatomy.trace import PORT, observing
 from ..anatomy.values import Anatomy
 from ..errors import DeltuneError
-from .chains import Writes, mark
+from .chains import Writes
 from .edits import Edit
 from .gates import Change
 from .uses import Use, edits_of, joined, single
@@ -69,10 +69,11 @@ class Tap:
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
-        """Whether nobody else holds the module's output, and no backward pass will want it."""
+        """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
         if torch.is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
             return False
-        return len(module._forward_hooks) == 1 and not _global_forward_hooks
+        alone = len(module._forward_hooks) == 1 and not _global_forward_hooks
+        return alone and not torch._C._are_functorch_transforms_active()
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -98,7 +99,7 @@ class AttentionPort:
 
     def mark(self) -> None:
         for edit, _ in self.active:
-            mark(edit)
+            edit.mark()
 
     def remove(self) -> None:
         self.module.__dict__.pop(PORT, None)
@@ -136,7 +137,7 @@ class StatesTap:
             return None
         if observing():
             for edit, _ in self.active:
-                mark(edit)
+                edit.mark()
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*(h[:, -last.shape[1] :] for h in states), last]

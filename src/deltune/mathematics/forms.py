@@ -114,15 +114,19 @@ class Form:
         return None
 
     def projects(self, training: bool) -> str | None:
-        """The name of W where v = u W and no more, so that those of one u can be one product; None for others."""
+        """The name of W where v = u W and no more, so that those of one u can be one product; None for others, and for
+        whoever has an `inner` of its own without saying so again."""
         return None
+
+    def __init_subclass__(cls) -> None:
+        if "inner" in vars(cls) and "projects" not in vars(cls):
+            cls.projects = Form.projects  # type: ignore[method-assign]
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
         inner = self.inner(tensors, u, training)
         assert inner is not None
-        bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
-        return F.linear(inner, tensors["up"].to(inner.dtype), bias)
+        return _up(tensors, inner)
 
     def onto(
         self,
@@ -140,18 +144,16 @@ class Form:
         """
         if inner is None and "up_bias" not in tensors:
             inner = self.inner(tensors, u, training)
-        if inner is not None:
-            up = tensors["up"]
-            up = up if up.dtype == inner.dtype else up.to(inner.dtype)
-            if h.dtype == inner.dtype and out is None:
-                return torch.addmm(h.flatten(0, -2), inner.flatten(0, -2), up.t(), alpha=scale).view(h.shape)
-            if h.dtype == inner.dtype and out is not None:  # not out=: compiled, it would have to be contiguous
-                out.view(-1, out.shape[-1]).addmm_(inner.flatten(0, -2), up.t(), alpha=scale)
-                return out
-            delta = F.linear(inner, up).view(h.shape)
-        else:
-            delta = self(tensors, u, training)
-        return (h.add if out is None else out.add_)(delta.to(h.dtype), alpha=scale)
+        if inner is None or "up_bias" in tensors or h.dtype != inner.dtype:
+            delta = self(tensors, u, training) if inner is None else _up(tensors, inner).view(h.shape)
+            # Δh may be a view of u, which may be h: it is not overwritten while it is read
+            return (h.add if out is None or u is h else out.add_)(delta.to(h.dtype), alpha=scale)
+        up, v = tensors["up"], inner.flatten(0, -2)
+        up = up if up.dtype == v.dtype else up.to(v.dtype)
+        if out is None:
+            return torch.addmm(h.flatten(0, -2), v, up.t(), alpha=scale).view(h.shape)
+        out.view(-1, out.shape[-1]).addmm_(v, up.t(), alpha=scale)  # out= must be contiguous where it is compiled
+        return out
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
@@ -169,6 +171,12 @@ def _pair(rank: int, widths: Widths) -> Product:
     ranks = np.arange(rank)
     down, up = Side("down", widths.in_width, ranks * widths.in_width, 1), Side("up", widths.out_width, ranks, rank)
     return rank, (down,), (up,)
+
+
+def _up(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
+    """v W_up + b_up."""
+    bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
+    return F.linear(inner, tensors["up"].to(inner.dtype), bias)
 
 
 def positive(**sizes: int) -> None:
