@@ -97,7 +97,8 @@ class _Reader:
                 return self.build(node, node, [], {})
             if not top and node.id in self.words:
                 return node.id
-            self.fail(node, unknown("name", node.id, [*(() if top else self.words), *self.vocabulary]))
+            quoted = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
+            self.fail(node, unknown("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import peft
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -177,6 +179,28 @@ def test_names_that_cannot_be(name: object) -> None:
     with pytest.raises(deltune.DeltuneError, match="name"):
         deltune.attach(model, "layernorm", name=name)  # type: ignore[arg-type]
     assert differences(known, facts(model)) == []
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "base")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
+    for given, told in ((model.config, "not to a BertConfig"), ("lora", "attach.model, method"), (wrapped, "unload")):
+        for attempt in (lambda it: deltune.attach(it, "lora"), lambda it: deltune.load(it, tmp_path)):
+            with pytest.raises(deltune.DeltuneError, match=told):
+                attempt(given)
+
+
+def test_a_handle_that_was_taken_off_says_so() -> None:
+    model = specimen("bert")
+    tuned = deltune.attach(model, "lora", name="one")
+    with pytest.raises(deltune.DeltuneError, match="call the model itself"):
+        tuned(input_ids=torch.ones(1, 2, dtype=torch.long))
+    tuned.detach()
+    for attempt in (lambda: tuned.use("one"), tuned.merge, lambda: tuned.detach("one")):
+        with pytest.raises(deltune.DeltuneError, match="detached or merged; attach or load gives a new one"):
+            attempt()
+    assert deltune.attach(model, "lora", name="one") is not tuned
+    deltune.tuned(model).detach()
 
 
 def test_a_name_in_use_and_a_name_unknown() -> None:

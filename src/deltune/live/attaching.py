@@ -38,6 +38,7 @@ def attach(
     it is saved with the delta either way. Initial values come from torch's global generator.
     Errors (DeltuneError, the model unchanged): an unknown method, a site this model does not have, a name in use.
     """
+    _check_model(model)
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown("head", head, ("train", "freeze")))
@@ -98,12 +99,13 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
 
 def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> Tuned:
     """Attach a saved delta (a RUN, its delta folder, any folder that save wrote, or one of PEFT or AdapterHub) under a
-    name and put it in use.
+    name, whatever it was called when it was saved, and put it in use.
 
     Errors (DeltuneError; the model stays as it was): no delta there, a truncated, altered or foreign file, another base
     model, missing or extra tensors, a head that this model class does not have, what another library's options say and
     no method here.
     """
+    _check_model(model)
     if is_foreign(folder) and not (Path(folder) / store.FACTS).is_file():
         return _load_foreign(model, Path(folder), name)
     where = store.delta_folder(folder)
@@ -197,6 +199,18 @@ def _check_head(labels: int, shapes: dict[str, tuple[Any, Any]], where: Path) ->
                 f"{where}: head tensor {name} has shape {tuple(found)}, this model's head has {tuple(own)}; only the "
                 f"number of labels may differ, and the file names {labels}"
             )
+
+
+def _check_model(model: object) -> None:
+    """Errors for what is no model of transformers, such as one that PEFT has wrapped."""
+    if isinstance(model, PreTrainedModel):
+        return
+    wrapped = (
+        ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+        if hasattr(model, "peft_config")
+        else ", as in attach(model, method)"
+    )
+    raise DeltuneError(f"a method is attached to a model of transformers, not to a {type(model).__name__}{wrapped}")
 
 
 def check_name(name: str, taken: Iterable[str]) -> None:

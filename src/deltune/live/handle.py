@@ -24,7 +24,7 @@ from ..errors import DeltuneError, all_problems, unknown
 from . import merging, mixing, store, wiring
 from .attention import extended_name
 from .edits import Delta, Edit, Labels, slot_key
-from .sharing import share
+from .sharing import share, unshare
 from .taps import AttentionPort
 from .uses import Use
 from .weights import slots_of
@@ -61,13 +61,16 @@ class Tuned(nn.Module):
         held = ", ".join(f"{name}: {delta.method!r}" for name, delta in self._deltas().items())
         return f"Tuned({held or 'nothing'}; in use: {self.active or ', '.join(map(str, self.mixed)) or None})"
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise DeltuneError("the handle computes nothing: call the model itself, which has the delta in use")
+
     # -- what there is
 
     @property
     def model(self) -> PreTrainedModel:
         """The model this handle stands in. Error: it was detached."""
         if self.__dict__["parent"] is None:
-            raise DeltuneError("this handle was detached from its model; attach or load again")
+            raise DeltuneError("this handle was detached or merged; attach or load gives a new one")
         found: PreTrainedModel = self.__dict__["parent"]
         return found
 
@@ -177,8 +180,7 @@ class Tuned(nn.Module):
         if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
             self.use(None)
         for gone in going:
-            for edit in self.delta(gone).all_edits():
-                edit.sharing = None  # they hold one another
+            unshare(self.delta(gone).all_edits())
             del self.deltas[gone]
         if len(self.deltas):
             self._wire()
@@ -284,6 +286,7 @@ class Tuned(nn.Module):
         return {name: self.delta(name) for name in self.names}
 
     def _not_mixed(self, what: str) -> None:
+        _ = self.model  # one that was taken off says so
         if self.mixed:
             raise DeltuneError(f"{what} inside rows(): leave it first")
 

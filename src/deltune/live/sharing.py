@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,3 +94,9 @@ def share(reads: Mapping[Reader, torch.Tensor | None]) -> None:
         shared = SharedInput(readers) if len(readers) > 1 else None
         for reader in readers:
             reader.sharing = shared
+
+
+def unshare(readers: Iterable[Reader]) -> None:
+    """Edits and what they share hold one another: so they are gone at once, and not when garbage is collected."""
+    for reader in readers:
+        reader.sharing = None
