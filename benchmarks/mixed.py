@@ -71,6 +71,6 @@ def _several(works: Sequence[Callable[[], object]]) -> None:
 def pieces() -> list[Piece]:
     shapes = [replace(minilm("encoder", rows=DELTAS * EACH), tokens=tokens) for tokens in (16, 64)]
     return [
-        Piece(f"mixed: {shape.tokens} tokens", partial(measure, shape, 9), seconds)
+        Piece(f"mixed: {shape.tokens} tokens", partial(measure, shape, 7), seconds)
         for shape, seconds in zip(shapes, (12.0, 35.0), strict=True)
     ]

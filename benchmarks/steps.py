@@ -39,7 +39,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     gc.collect()
     seconds = interleaved(cases, rounds)
     # a pass takes a quarter of a step: more rounds for the same time
-    passes = interleaved({name: turn.inference for name, turn in inference.items()}, 3 * rounds)
+    passes = interleaved({name: turn.inference for name, turn in inference.items()}, 4 * rounds)
     rows = []
     for pair in PAIRS:
         name = f"step / PEFT's: {pair.name}; {shape}"
