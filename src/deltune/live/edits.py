@@ -48,6 +48,17 @@ class Labels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
 
+class Seen:
+    """x, noted until the edit acts. A copy has none: it would hold the graph. (Setting a module's own attribute takes
+    torch several microseconds.)"""
+
+    def __init__(self) -> None:
+        self.x: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"x": None}
+
+
 class Run(NamedTuple):
     """A module's run for some rows of the batch. read: what it read, of all rows; pick: those rows, None for all."""
 
@@ -70,7 +81,7 @@ class Edit(nn.Module):
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
         self.gated = isinstance(self.modification.compose, Gate)
-        self.seen: torch.Tensor | None = None  # of what another module than its own reads
+        self.seen = Seen()  # of what another module than its own reads
         self.sharing: SharedInput | None = None  # with edits that read the same tensor
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
         self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
@@ -164,7 +175,7 @@ class Edit(nn.Module):
 
     def take(self) -> torch.Tensor | None:
         """What was seen; released on use: kept, it would hold the graph."""
-        seen, self.seen = self.seen, None
+        seen, self.seen.x = self.seen.x, None
         return seen
 
     def mark(self, read: torch.Tensor | None = None) -> None:
@@ -194,9 +205,6 @@ class Edit(nn.Module):
     def projects(self) -> bool:
         """Whether it may begin with a projection of x, which can be made together with others' of the same x."""
         return self.parallel and self.form.projects(training=False) is not None and self.factor is not None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "seen": None}
 
 
 class Delta(nn.Module):

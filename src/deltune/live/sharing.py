@@ -67,10 +67,10 @@ class SharedInput:
     def _projected(self, u: torch.Tensor) -> dict[Reader, Projected]:
         """Of all, in one product; of none where a dropout comes first. u W (positions, r)."""
         names = self.names[any(reader.training for reader in self.readers)]
+        if None in names:
+            return {}
         tensors = [reader.tensors() for reader in self.readers]
         weights = [own[name] for own, name in zip(tensors, names, strict=True) if name is not None]
-        if len(weights) < len(names):
-            return {}
         joined = torch.cat(weights)
         joined = joined if joined.dtype == u.dtype else joined.to(u.dtype)
         product = u.flatten(0, -2) @ joined.t()

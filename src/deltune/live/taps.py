@@ -54,7 +54,7 @@ class Tap:
         h = args[0] if key is None else kwargs[key]
         h = self.writes_input.applied(h, module)
         for edit, use in self.reads:
-            edit.seen = edit.its_rows(h, None if use.rows is None else use.pick)
+            edit.seen.x = edit.its_rows(h, None if use.rows is None else use.pick)
         if not self.writes_input.edits:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})

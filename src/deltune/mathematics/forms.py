@@ -244,7 +244,7 @@ class Bottleneck(Form):
         return rank, (*down, *biases), up
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
+        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items() if not name.startswith("up")}
         if self.layer_norm:
             u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
         inner = ACTIVATIONS[self.activation](F.linear(u, t["down"], t.get("down_bias")))
