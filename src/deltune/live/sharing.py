@@ -29,10 +29,11 @@ class Reader(Protocol):
 
 
 class SharedInput:
-    """One u that several edits read, and u W of all of them, W being the first projection of each.
+    """One u that several edits read, and, without gradients, u W of all of them, W being the first projection of each.
 
     The first of them makes it in each pass, the others take theirs if they read that very u; else each makes its own,
-    as all do where a dropout comes first. It is let go when all have taken theirs, for it holds the graph.
+    as all do where a dropout comes first. It is let go when all have taken theirs. With gradients each makes its own:
+    one product in place of two is not measurably faster there, and the backward pass would keep all W's once more.
     """
 
     def __init__(self, readers: Sequence[Reader]) -> None:
@@ -45,7 +46,6 @@ class SharedInput:
     def _forget(self) -> None:
         self.whole: torch.Tensor | None = None
         self.u: torch.Tensor | None = None
-        self.differentiable = False
         self.waiting: dict[Reader, Projected] = {}
 
     def picked(self, reader: Reader, whole: torch.Tensor, pick: Pick) -> torch.Tensor:
@@ -56,9 +56,13 @@ class SharedInput:
 
     def projected(self, reader: Reader, u: torch.Tensor) -> Projected | None:
         """For one of the edits; None where it must make its own."""
+        if torch.is_grad_enabled():
+            if reader is self.readers[-1]:
+                self._forget()
+            return None
         if reader is self.readers[0]:
-            self.u, self.differentiable, self.waiting = u, torch.is_grad_enabled(), self._projected(u)
-        known = self.u is u and self.differentiable == torch.is_grad_enabled()
+            self.u, self.waiting = u, self._projected(u)
+        known = self.u is u
         found = self.waiting.pop(reader, None)
         if not self.waiting:
             self._forget()
