@@ -319,11 +319,10 @@ class Biased(LowRank):
 class First(Rescale):
     """Δh is a view of h."""
 
+    multiplies = None
+
     def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
         return u[:, :1].expand_as(u)
-
-    def onto(self, h: Any, tensors: Any, u: Any, training: bool, scale: float, *more: Any) -> torch.Tensor:
-        return Form.onto(self, h, tensors, u, training, scale, *more)
 
 
 @pytest.mark.parametrize("form", [Tanh(2), Biased(2)])

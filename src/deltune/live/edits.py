@@ -200,7 +200,7 @@ class Edit(nn.Module):
 
     def multiplies(self) -> bool:
         """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
-        return not self.parallel and self.form.multiplies and self.factor is not None
+        return not self.parallel and self.form.multiplies is not None and self.factor is not None
 
     def projects(self) -> bool:
         """Whether it may begin with a projection of x, which can be made together with others' of the same x."""

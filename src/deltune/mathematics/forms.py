@@ -52,11 +52,11 @@ class Widths:
 @dataclass(frozen=True, repr=False)
 class Form:
     """A functional form of Δh. `needs`: what a site must offer: "hidden" (one representation), "attention" (the inside
-    of one), "tokens" (the input embeddings), "states" (all layers' outputs). `multiplies`: reading
-    h, h + Δh is w ⊙ h."""
+    of one), "tokens" (the input embeddings), "states" (all layers' outputs). `multiplies`: the name
+    of w where, reading h, h + Δh is w ⊙ h."""
 
     needs: ClassVar[str] = "hidden"
-    multiplies: ClassVar[bool] = False
+    multiplies: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -142,6 +142,8 @@ class Form:
 
         inner: v, where it is known, its positions on any axes; out: h where it may be overwritten.
         """
+        if self.multiplies is not None and u is h and scale == 1:
+            return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
         if inner is None and "up_bias" not in tensors:
             inner = self.inner(tensors, u, training)
         if inner is None or "up_bias" in tensors or h.dtype != inner.dtype:
@@ -310,7 +312,7 @@ class Vector(Form):
 class Rescale(Form):
     """Δh = w ⊙ u - u with w = 1 at the start, so that h + Δh = w ⊙ h (Liu et al. 2022). Tensor: gain (d,)."""
 
-    multiplies: ClassVar[bool] = True
+    multiplies: ClassVar[str | None] = "gain"
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"gain": (widths.out_width,)}
@@ -331,17 +333,3 @@ class Rescale(Form):
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         return tensors["gain"].to(u.dtype) * u - u
-
-    def onto(
-        self,
-        h: torch.Tensor,
-        tensors: Tensors,
-        u: torch.Tensor,
-        training: bool,
-        scale: float,
-        inner: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if u is h and scale == 1:
-            return (h.mul if out is None else out.mul_)(tensors["gain"].to(h.dtype))
-        return super().onto(h, tensors, u, training, scale, out=out)
