@@ -1,8 +1,7 @@
-"""What a pass computes and keeps: no more products, copies or tensors than the arithmetic needs."""
+"""What a pass computes and keeps: no more hooks, copies or tensors than the arithmetic needs."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import weakref
@@ -29,20 +28,6 @@ from .specimens import batch, build, distance, equal, forward, loss, specimen, s
 WITHOUT = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-class Narrow(TorchDispatchMode):
-    """Counts products of two matrices by their columns, where these are fewer than any width of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.columns: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and found.shape[-1] < 10:
-            self.columns[found.shape[-1]] += 1
-        return found
-
-
 class Written(TorchDispatchMode):
     """Counts the outputs of products with given weights, and how many of them were written to later."""
 
@@ -64,66 +49,6 @@ class Written(TorchDispatchMode):
             self.outputs.add(found.untyped_storage().data_ptr())
             self.made += 1
         return found
-
-
-def narrow(model: PreTrainedModel, inputs: dict[str, Any], gradients: bool = False) -> dict[int, int]:
-    with torch.set_grad_enabled(gradients), Narrow() as found:
-        forward(model, inputs)
-    return dict(found.columns)
-
-
-@pytest.mark.parametrize(
-    ("family", "text", "products"),
-    [
-        ("bert", "lora(rank=2)", {4: 2}),
-        ("bert", "lora(rank=2, at=('query', 'key', 'value'))", {6: 2}),
-        ("bert", "lora(rank=2, at='query') + lora(rank=3, at='query') + lora(rank=1, at='value', scale=2)", {6: 2}),
-        ("bert", "lora(rank=2, at=('query', 'output'))", {2: 4}),
-        ("bert", "apet(lora(rank=2), parameters=200)", {4: 2}),
-        ("gpt2", "lora(rank=2)", {4: 2}),
-        ("gpt_neox", "lora(rank=2)", {4: 2}),
-        ("llama", "lora(rank=2)", {4: 2}),
-        ("llama", "lora(rank=2, at='ffn')", {4: 2, 2: 2}),  # gate and up read one x, down another
-        ("t5", "lora(rank=2)", {4: 4, 2: 4}),  # a cross-attention's query and value read different ones
-        ("t5", "lora(rank=2, at=('key', 'value'))", {4: 6}),
-    ],
-)
-def test_what_reads_one_tensor_projects_it_once(family: str, text: str, products: dict[int, int]) -> None:
-    """Two layers in each stack; the sums of ranks that read one tensor are the columns of one product."""
-    model = build(FAMILIES[family], "base")
-    inputs = batch(model)
-    assert narrow(model, inputs) == {}
-    tuned = deltune.attach(model, text)
-    assert narrow(model, inputs) == products
-    assert all(e.sharing is None or (e.sharing.u, e.sharing.waiting) == (None, {}) for e in tuned.delta().all_edits())
-
-
-def test_with_gradients_each_projects_by_itself() -> None:
-    model = build(FAMILIES["bert"], "base")
-    deltune.attach(model, "lora(rank=2)")
-    assert narrow(model, batch(model), gradients=True) == {2: 4}
-
-
-@pytest.mark.parametrize(
-    "text", ["lora(rank=2, dropout=0.5)", "lora(rank=2, at='query') + lora(rank=2, at='value', dropout=0.5)"]
-)
-def test_with_dropout_each_draws_its_own(text: str) -> None:
-    model = build(FAMILIES["bert"], "base")
-    inputs = batch(model)
-    deltune.attach(model, text)
-    assert narrow(model, inputs) == {4: 2}
-    model.train()
-    assert narrow(model, inputs) == {2: 4}
-
-
-def test_rows_that_differ_project_once_each() -> None:
-    model = specimen("bert", "base")
-    inputs = batch(model)
-    for name in ("one", "two"):
-        tuned = deltune.attach(model, "lora(rank=2)", name=name)
-    with tuned.rows(["one", "two"]):
-        assert narrow(model, inputs) == {4: 4}
-    tuned.detach()
 
 
 @pytest.mark.parametrize("mode", WITHOUT)
@@ -215,31 +140,41 @@ def stopping(edit: Edit, model: PreTrainedModel) -> Any:
     return model.get_submodule(edit.place.target.path).register_forward_pre_hook(stop)
 
 
-@pytest.mark.parametrize("change", ["numbers", "rows", "copy"])
-def test_an_interrupted_pass_leaves_nothing_behind(change: str) -> None:
-    """Keys' projection was made for values too, which never came; the next pass reads the very same tensor."""
-    model = build(FAMILIES["t5"], "base")
+def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+    """x was noted, and whoever reads it never came: a copy would have to copy its graph."""
+    model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
-    for seed, name in enumerate(("one", "two")):
-        tuned = stir(deltune.attach(model, "lora(rank=2, at=('key', 'value'), attention='cross')", name=name), seed)
-    states = model.encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    inputs |= {"encoder_outputs": states, "input_ids": None}
-    hook = stopping(next(e for e in tuned.delta().all_edits() if "value" in e.place.name), model)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        if change == "rows":
-            stack.enter_context(tuned.rows(["one", "two"]))
-        with pytest.raises(KeyboardInterrupt):
-            forward(model, inputs)
+    tuned = stir(deltune.attach(model, "parallel_adapter(rank=2)"))
+    expected = forward(model, inputs)
+    edit = next(tuned.delta().all_edits())
+    hook = stopping(edit, model)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, inputs)
     hook.remove()
-    if change == "copy":
-        model = copy.deepcopy(model)
-        tuned = deltune.tuned(model)
-        assert all(e.sharing is None or not e.sharing.waiting for e in tuned.delta().all_edits())
-    if change == "numbers":
-        stir(tuned, seed=9)
-    with torch.no_grad(), tuned.rows(["two", "one"]) if change == "rows" else contextlib.nullcontext():
-        one = forward(model, inputs)
-        assert equal(forward(model, inputs), one)
+    assert edit.seen.x is not None
+    for one in (copy.deepcopy(model), model):
+        assert equal(forward(one, inputs), expected)
+    assert edit.seen.x is None
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after"),
+    [
+        ("lora(rank=2)", 0, 4),
+        ("ia3", 2, 4),
+        ("adapter(rank=2)", 0, 4),
+        ("parallel_adapter(rank=2)", 2, 2),
+        ("lora(rank=2) + parallel_adapter(rank=2)", 2, 6),
+        ("layernorm", 0, 0),
+        ("prefix(length=2)", 0, 0),
+    ],
+)
+def test_a_module_has_the_hooks_that_are_needed(text: str, before: int, after: int) -> None:
+    """Two layers. Whoever reads what his own module reads is given it, and needs no hook before."""
+    model = build(FAMILIES["bert"], "base")
+    deltune.attach(model, text)
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == before
+    assert sum(len(m._forward_hooks) for m in model.modules()) == after
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -267,20 +202,19 @@ def test_a_projection_checkpointed_by_itself(which: str, reentrant: bool) -> Non
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("rows", [False, True])
-def test_a_hook_that_gives_one_projection_another_tensor(rows: bool) -> None:
-    """Each projects what it really reads, and nothing is kept after the pass."""
+def test_a_hook_that_gives_a_projection_another_tensor() -> None:
+    """An edit reads what its module really reads, as a merged one does."""
     model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
     tuned = stir(deltune.attach(model, "lora(rank=2)"))
-    edits = list(tuned.delta().all_edits())
-    value = model.get_submodule(next(e for e in edits if "value" in e.place.name).place.target.path)
+    value = model.get_submodule(next(e for e in tuned.delta().all_edits() if "value" in e.place.name).place.target.path)
+    before = forward(model, inputs)
     value.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    with torch.no_grad(), tuned.rows(["default", None]) if rows else contextlib.nullcontext():
+    with torch.no_grad():
         found = forward(model, inputs)
-        for edit in edits:
-            edit.sharing = None
-        assert distance(forward(model, inputs), found) < 1e-12
+    tuned.merge()
+    assert distance(forward(model, inputs), found) < 1e-12
+    assert not equal(found, before)
 
 
 def test_an_ensemble_of_deltas_is_mapped() -> None:
@@ -326,16 +260,13 @@ class First(Rescale):
 
 
 @pytest.mark.parametrize("form", [Tanh(2), Biased(2)])
-def test_forms_of_others_mean_the_same_together_and_alone(form: Form) -> None:
+def test_forms_of_others_mean_the_same_without_gradients(form: Form) -> None:
     model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
-    tuned = stir(deltune.attach(model, Modification("query", form) + Modification("value", form)))
+    stir(deltune.attach(model, Modification("query", form) + Modification("value", form)))
+    expected = forward(model, inputs)
     with torch.no_grad():
-        together = forward(model, inputs)
-        for edit in tuned.delta().all_edits():
-            assert (edit.sharing is None) == isinstance(form, Tanh)
-            edit.sharing = None
-        assert distance(forward(model, inputs), together) < 1e-12
+        assert distance(forward(model, inputs), expected) < 1e-12
 
 
 def test_what_is_read_is_not_overwritten_meanwhile() -> None:
@@ -374,10 +305,10 @@ def test_what_a_composition_returns_is_not_overwritten() -> None:
 def test_a_tensor_that_an_edit_has_no_place_for() -> None:
     class Named(LowRank):
         def shapes(self, widths: Any) -> Any:
-            return super().shapes(widths) | {"sharing": (1,)}
+            return super().shapes(widths) | {"factor": (1,)}
 
     model = build(FAMILIES["bert"], "base")
-    with pytest.raises(deltune.DeltuneError, match="no tensor can be called sharing"):
+    with pytest.raises(deltune.DeltuneError, match="no tensor can be called factor"):
         deltune.attach(model, Modification("query", Named(2)))
     assert "deltune" not in model._modules
 

@@ -20,7 +20,7 @@ FLOORS = {
     ),
     "dialects": ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     "live": (
-        "sharing", "weights", "gates", "edits", "uses", "chains", "merged_attention", "attention", "taps", "positions",
+        "weights", "gates", "edits", "uses", "chains", "merged_attention", "attention", "taps", "positions",
         "prompting", "merging", "wiring", "mixing", "store", "handle", "interchange", "attaching", "trunk",
     ),
     "sources": ("models", "files", "columns", "labels", "layouts", "data"),

@@ -33,13 +33,13 @@ class Node:
 class Trace:
     """The recorded graph: nodes in order of execution, and the modules entered with the names of their arguments.
 
-    marks: who said that it took part, and the tensor it read, if any.
+    marks: who said that it took part.
     """
 
     nodes: list[Node]
     entered: dict[str, tuple[torch.nn.Module, set[str]]]
     runs: dict[str, int]
-    marks: dict[Any, torch.Tensor | None] = field(default_factory=dict)
+    marks: set[Any] = field(default_factory=set)
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
         """The innermost module that ran and holds all the paths (`proper`: strictly holds them, and ran once)."""

@@ -125,10 +125,10 @@ def observing() -> bool:
     return _current is not None
 
 
-def mark(who: Any, read: torch.Tensor | None = None) -> None:
-    """While a model is looked at: who takes part in its pass, and what it reads."""
+def mark(who: Any) -> None:
+    """While a model is looked at: who takes part in its pass."""
     assert _current is not None
-    _current.trace.marks[who] = read
+    _current.trace.marks.add(who)
 
 
 def _observing_attention(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..anatomy.trace import observing
-from .edits import Edit, Run
-from .uses import Use, joined
+from .edits import Edit
+from .uses import Use, edits_of, joined, single
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,32 @@ class Parts:
         numbered = tuple(zip([bisect(ends, part.start) for part in chosen], own, strict=True))
         return cls(groups, tuple(ends), numbered, all(edit.multiplies() for edit in edits))
 
-    def apply_to(self, h: torch.Tensor, run: Run, out: torch.Tensor | None) -> torch.Tensor:
+    def apply_to(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """h with the edits of all parts; the arguments are those of an edit."""
         if self.multiplying:
-            factors = self._changed(h.new_ones(h.shape[-1]), run)
+            factors = self._changed(h.new_ones(h.shape[-1]), module, read)
             return h * factors if out is None else out.mul_(factors)
-        return self._changed(h, run) if out is None or self.groups > 1 else self._overwritten(out, run)
+        overwritten = out is not None and self.groups == 1
+        return self._overwritten(h, module, read) if overwritten else self._changed(h, module, read)
 
-    def _overwritten(self, h: torch.Tensor, run: Run) -> torch.Tensor:
+    def _overwritten(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
         parts = h.split(self._widths(h), dim=-1)
         for number, own in self.edits:
             for edit in own:
-                found = edit.apply_to(parts[number], run, parts[number])
+                found = edit.apply_to(parts[number], module, read, parts[number])
                 if found is not parts[number]:
                     parts[number].copy_(found)
         return h
 
-    def _changed(self, h: torch.Tensor, run: Run) -> torch.Tensor:
+    def _changed(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
         blocks = self._in_blocks(h)
         parts = list(blocks.split(self._widths(blocks), dim=-1))
         for number, own in self.edits:
             part = self._flat(parts[number])
             for edit in own:
-                part = edit.apply_to(part, run, None)
+                part = edit.apply_to(part, module, read, None)
             parts[number] = self._in_blocks(part)
         return self._flat(torch.cat(parts, dim=-1))
 
@@ -94,8 +97,17 @@ class Writes:
 
     def __init__(self, edits: Sequence[tuple[Edit, Use]]) -> None:
         self.edits = [edit for edit, _ in edits]
+        self.reads = any(edit.at_home for edit in self.edits)
         uses = dict.fromkeys(use for _, use in edits)
-        self.chains = [(use, chained(edit for edit, its in edits if its is use)) for use in uses]
+        chains = [(use, chained(edit for edit, its in edits if its is use)) for use in uses]
+        self.by_rows = [] if single(tuple(uses)) else chains
+        self.of_all = chains[0][1] if chains and not self.by_rows else []
+
+    @classmethod
+    def at(cls, path: str, side: str, uses: Sequence[Use]) -> Writes:
+        """Of all that is in use, what writes at one side of the module of a path."""
+        found = ((edit, use) for edit, use in edits_of(uses) if edit.place.target.path == path)
+        return cls([(edit, use) for edit, use in found if edit.place.target.side == side])
 
     def applied(
         self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None = None, in_place: bool = False
@@ -105,17 +117,20 @@ class Writes:
             for edit in self.edits:
                 edit.mark(read)
             return h
-        parts: dict[Use, torch.Tensor] = {}
+        if self.by_rows:
+            return self._by_rows(h, module, read)
         whole = h
-        for use, chain in self.chains:
-            run = Run(module, read, None if use.rows is None else use.pick)
-            if run.pick is None:
-                for one in chain:  # what an edit made of h may be anybody's: it is not overwritten
-                    h = one.apply_to(h, run, h if in_place and h is whole else None)
-            else:
-                part = run.pick(h)
-                with use.lending(module):
-                    for one in chain:
-                        part = one.apply_to(part, run, None)
-                parts[use] = part
-        return joined(h, parts) if parts else h
+        for one in self.of_all:  # what an edit made of h may be anybody's: it is not overwritten
+            h = one.apply_to(h, module, read, h if in_place and h is whole else None)
+        return h
+
+    def _by_rows(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
+        parts: dict[Use, torch.Tensor] = {}
+        for use, chain in self.by_rows:
+            part = use.pick(h)
+            its = use.pick(read) if self.reads and read is not None else None
+            with use.lending(module):
+                for one in chain:
+                    part = one.apply_to(part, module, its, None)
+            parts[use] = part
+        return joined(h, parts)

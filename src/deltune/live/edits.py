@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from ..mathematics.compositions import Gate
 from ..mathematics.forms import Shapes
 from ..mathematics.sparse import Mask
 from .gates import Change, Gates
-from .sharing import Pick, SharedInput
 from .weights import Common, Sparse
 
 
@@ -59,14 +58,6 @@ class Seen:
         return {"x": None}
 
 
-class Run(NamedTuple):
-    """A module's run for some rows of the batch. read: what it read, of all rows; pick: those rows, None for all."""
-
-    module: nn.Module
-    read: torch.Tensor | None
-    pick: Pick | None
-
-
 class Edit(nn.Module):
     """One modification at one place: h <- compose(h, form(u)).
 
@@ -82,11 +73,11 @@ class Edit(nn.Module):
         self.folded = folded or shared is None
         self.gated = isinstance(self.modification.compose, Gate)
         self.seen = Seen()  # of what another module than its own reads
-        self.sharing: SharedInput | None = None  # with edits that read the same tensor
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
         self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
         source, target = self.place.source, self.place.target
         self.at_home = source is not None and source.path == target.path and target.side == "output"
+        self.elsewhere = None if source is None or self.at_home else source.path  # where x is noted for it
         self.composing = tuple(self.modification.compose.shapes(self.place.widths))
         self.factor = self._factor()
         self.masked = planned.mask is not None
@@ -167,12 +158,6 @@ class Edit(nn.Module):
         found = None if self.composing else self.modification.compose.factor({})
         return float(found) if isinstance(found, int | float) else None
 
-    def its_rows(self, whole: torch.Tensor, pick: Pick | None) -> torch.Tensor:
-        """Its rows of a tensor that it reads; `pick`: None for all of them."""
-        if pick is None:
-            return whole
-        return pick(whole) if self.sharing is None else self.sharing.picked(self, whole, pick)
-
     def take(self) -> torch.Tensor | None:
         """What was seen; released on use: kept, it would hold the graph."""
         seen, self.seen.x = self.seen.x, None
@@ -182,29 +167,28 @@ class Edit(nn.Module):
         """While the model is only looked at: it takes part if what it reads was there. read: what its module read."""
         x = read if self.at_home else self.take()
         if self.place.source is None or x is not None:
-            mark(self, x)
+            mark(self)
 
-    def apply_to(self, h: torch.Tensor, run: Run, out: torch.Tensor | None) -> torch.Tensor:
-        """compose(h, form(u)): u is x (parallel), or h (sequential); out: h where it may be overwritten."""
-        x = self.its_rows(run.read, run.pick) if self.at_home and run.read is not None else self.take()
+    def apply_to(
+        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """compose(h, form(u)): u is x (parallel), or h (sequential).
+
+        module, read: what h belongs to, and what that read; out: h where it may be overwritten.
+        """
+        x = read if self.at_home else self.take()
         if not self.parallel:
-            u = run.module.forward(h) if self.place.again else h
+            u = module.forward(h) if self.place.again else h
         else:
             assert x is not None
             u = x
         if self.factor is None:
             return self.change(h, self.form(self.tensors(), u, self.training), x)
-        shared = None if self.sharing is None else self.sharing.projected(self, u)
-        tensors, inner = (self.tensors(), None) if shared is None else shared
-        return self.form.onto(h, tensors, u, self.training, self.factor, inner, out)
+        return self.form.onto(h, self.tensors(), u, self.training, self.factor, out)
 
     def multiplies(self) -> bool:
         """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
         return not self.parallel and self.form.multiplies is not None and self.factor is not None
-
-    def projects(self) -> bool:
-        """Whether it may begin with a projection of x, which can be made together with others' of the same x."""
-        return self.parallel and self.form.projects(training=False) is not None and self.factor is not None
 
 
 class Delta(nn.Module):

@@ -24,7 +24,6 @@ from ..errors import DeltuneError, all_problems, unknown
 from . import merging, mixing, store, wiring
 from .attention import extended_name
 from .edits import Delta, Edit, Labels, slot_key
-from .sharing import share, unshare
 from .taps import AttentionPort
 from .uses import Use
 from .weights import slots_of
@@ -180,7 +179,6 @@ class Tuned(nn.Module):
         if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
             self.use(None)
         for gone in going:
-            unshare(self.delta(gone).all_edits())
             del self.deltas[gone]
         if len(self.deltas):
             self._wire()
@@ -320,14 +318,13 @@ class Tuned(nn.Module):
 
     def _rehearse(self, delta: Delta) -> None:
         """One pass on shapes: every edit must fire, or attaching fails and says which did not."""
-        marks = trace(base_model(self.model)).marks if len(delta.edits) else {}
+        marks = trace(base_model(self.model)).marks if len(delta.edits) else set()
         silent = [edit.place.name for edit in delta.all_edits() if edit not in marks]
         if silent:
             raise all_problems(
                 f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
                 [f"{place}: the module is not called as its anatomy says" for place in silent],
             )
-        share(marks)
 
     def _device(self, edit: Edit, default: torch.device) -> torch.device:
         path = edit.place.target.path

@@ -1,4 +1,4 @@
-"""Hooks on observed modules: a Tap reads what an edit needs and writes what it changes, at one module.
+"""Hooks on observed modules: a tap reads what an edit needs or writes what it changes, at one side of one module.
 
 Hooks are bound methods of taps, and taps are reached through the tuned object, so that deepcopy and pickle carry both.
 """
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch._C import _are_functorch_transforms_active as mapped
 from torch.nn.modules.module import _global_forward_hooks
 from transformers.pytorch_utils import Conv1D
 
@@ -23,61 +24,68 @@ from .uses import Use, edits_of, joined, single
 from .weights import Sparse
 
 
-class Tap:
-    """All edits in use that read or write at one module."""
+class InputTap:
+    """All edits in use that read or write what a module is given."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+        self.path = path
+        self.reads: list[tuple[Edit, Use]] = []
+        self.writes = Writes([])
+        self.handle = model.get_submodule(path).register_forward_pre_hook(self.before, with_kwargs=True)
+
+    def serve(self, uses: Sequence[Use]) -> None:
+        """Take over the edits in use that concern this side of the module."""
+        self.reads = [(e, u) for e, u in edits_of(uses) if e.elsewhere == self.path]
+        self.writes = Writes.at(self.path, "input", uses)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
+        if not (self.reads or self.writes.edits):
+            return None
+        key = None if args else next(iter(kwargs))
+        h = args[0] if key is None else kwargs[key]
+        h = self.writes.applied(h, module)
+        for edit, use in self.reads:
+            edit.seen.x = use.pick(h)
+        if not self.writes.edits:
+            return None
+        return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+
+class OutputTap:
+    """All edits in use that write what a module gives."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
         module = model.get_submodule(path)
         self.path = path
-        self.reads: list[tuple[Edit, Use]] = []
         self.makes_anew = type(module) in (nn.Linear, Conv1D)
-        self.writes_input, self.writes_output = Writes([]), Writes([])
-        self.handles = [
-            module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True),
-        ]
+        self.writes = Writes([])
+        self.handle = module.register_forward_hook(self.after, with_kwargs=True)
 
     def serve(self, uses: Sequence[Use]) -> None:
-        """Take over the edits in use that concern this module."""
-        edits = edits_of(uses)
-        own = [(e, u) for e, u in edits if e.place.target.path == self.path]
-        reads = [(e, u) for e, u in edits if e.place.source is not None and e.place.source.path == self.path]
-        self.reads = [(e, u) for e, u in reads if not e.at_home]
-        self.writes_input = Writes([(e, u) for e, u in own if e.place.target.side == "input"])
-        self.writes_output = Writes([(e, u) for e, u in own if e.place.target.side == "output"])
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
-        if not (self.reads or self.writes_input.edits):
-            return None
-        key = None if args else next(iter(kwargs))
-        h = args[0] if key is None else kwargs[key]
-        h = self.writes_input.applied(h, module)
-        for edit, use in self.reads:
-            edit.seen.x = edit.its_rows(h, None if use.rows is None else use.pick)
-        if not self.writes_input.edits:
-            return None
-        return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
+        self.writes = Writes.at(self.path, "output", uses)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Change the module's output (its first element, when it is a tuple)."""
-        if not self.writes_output.edits:
+        if not self.writes.edits:
             return None
         read = args[0] if args else next(iter(kwargs.values()), None)
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = self.writes_output.applied(h, module, read, in_place=self._is_ours(module))
+        h = self.writes.applied(h, module, read, in_place=self._is_ours(module))
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
-        if torch.is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
+        if is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
             return False
         alone = len(module._forward_hooks) == 1 and not _global_forward_hooks
-        return alone and not torch._C._are_functorch_transforms_active()
+        return alone and not mapped()
 
     def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self.handle.remove()
 
 
 class AttentionPort:

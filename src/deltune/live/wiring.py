@@ -8,12 +8,14 @@ from ..anatomy.values import Anatomy
 from .edits import Delta
 from .positions import PositionTap
 from .prompting import TokenTap
-from .taps import AttentionPort, StatesTap, Tap, WeightTap
+from .taps import AttentionPort, InputTap, OutputTap, StatesTap, WeightTap
 
-AnyTap = Tap | AttentionPort | PositionTap | StatesTap | TokenTap | WeightTap
+AnyTap = InputTap | OutputTap | AttentionPort | PositionTap | StatesTap | TokenTap | WeightTap
 
-TAPS: dict[str, type[AnyTap]] = {"attention": AttentionPort, "states": StatesTap, "tokens": TokenTap}
-"""What serves the sides of a place that no plain hook reaches."""
+TAPS: dict[str, type[AnyTap]] = {
+    "input": InputTap, "output": OutputTap, "attention": AttentionPort, "states": StatesTap, "tokens": TokenTap,
+}  # fmt: skip
+"""What serves a side of a place."""
 
 
 def taps_of(anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[tuple[str, str], type[AnyTap]]:
@@ -21,11 +23,10 @@ def taps_of(anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[tuple[str, str], 
     wanted: dict[tuple[str, str], type[AnyTap]] = {}
     for delta in deltas:
         for edit in delta.all_edits():
-            side = edit.place.target.side
-            special = side if side in TAPS else "hook"
-            wanted[(edit.place.target.path, special)] = TAPS.get(side, Tap)
-            if edit.place.source is not None:
-                wanted[(edit.place.source.path, "hook")] = Tap
+            target = edit.place.target
+            wanted[(target.path, target.side)] = TAPS[target.side]
+            if edit.elsewhere is not None:
+                wanted[(edit.elsewhere, "input")] = InputTap
             if edit.place.moves:
                 wanted[(anatomy.stack(edit.place.moves).entry, "positions")] = PositionTap
         for tensor_name, _ in delta.masked():

@@ -113,15 +113,6 @@ class Form:
         """v where Δh = v W_up + b_up, with the tensors up and, by choice, up_bias; None for other forms."""
         return None
 
-    def projects(self, training: bool) -> str | None:
-        """The name of W where v = u W and no more, so that those of one u can be one product; None for others, and for
-        whoever has an `inner` of its own without saying so again."""
-        return None
-
-    def __init_subclass__(cls) -> None:
-        if "inner" in vars(cls) and "projects" not in vars(cls):
-            cls.projects = Form.projects  # type: ignore[method-assign]
-
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """Δh from u and the kept tensors."""
         inner = self.inner(tensors, u, training)
@@ -135,19 +126,14 @@ class Form:
         u: torch.Tensor,
         training: bool,
         scale: float,
-        inner: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """h + s Δh in h's own precision, a last product added as it is made.
-
-        inner: v, where it is known, its positions on any axes; out: h where it may be overwritten.
-        """
+        """h + s Δh in h's own precision, a last product added as it is made. out: h where it may be overwritten."""
         if self.multiplies is not None and u is h and scale == 1:
             return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
-        if inner is None and "up_bias" not in tensors:
-            inner = self.inner(tensors, u, training)
-        if inner is None or "up_bias" in tensors or h.dtype != inner.dtype:
-            delta = self(tensors, u, training) if inner is None else _up(tensors, inner).view(h.shape)
+        inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
+        if inner is None or h.dtype != inner.dtype:
+            delta = self(tensors, u, training) if inner is None else _up(tensors, inner)
             # Δh may be a view of u, which may be h: it is not overwritten while it is read
             return (h.add if out is None or u is h else out.add_)(delta.to(h.dtype), alpha=scale)
         up, v = tensors["up"], inner.flatten(0, -2)
@@ -277,9 +263,6 @@ class LowRank(Form):
 
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["up"] @ tensors["down"], None
-
-    def projects(self, training: bool) -> str | None:
-        return None if self.dropout and training else "down"
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         u = F.dropout(u, self.dropout) if self.dropout and training else u
