@@ -3,8 +3,9 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: adapterhub, steps, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others, wholefull.
-What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is missed.
+Parts: adapterhub, steps, inference, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others,
+wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is
+missed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from transformers.utils import logging
 
 from deltune.runs.progress import Bar
 
-from . import adapterhub, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
+from . import adapterhub, inference, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
+from .allocator import keep_memory
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
     return {
         "adapterhub": adapterhub.pieces(environment),  # first: its process is fresh, and so is ours now
         "steps": steps.pieces(),
+        "inference": inference.pieces(),
         "memory": memory.pieces(),
         "prefix": prefix.pieces(),
         "life": life.pieces(),
@@ -44,7 +47,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "study": study.pieces(),
         "whole": whole.pieces(data_root),
         "methods": methods.pieces(),
-        "others": [*adapterhub.others(environment), *steps.others()],
+        "others": [*adapterhub.others(environment), *steps.others(), *inference.others()],
         "wholefull": whole.pieces(data_root, full=True),
     }
 
@@ -64,6 +67,7 @@ def main() -> None:
     if given.write is not None:
         report.write(given.write, Report.read(given.output))
         return
+    keep_memory()
     torch.set_num_threads(given.threads)
     logging.set_verbosity_error()
     known = parts(given.data_root if given.data_root.is_dir() else None, given.adapterhub)

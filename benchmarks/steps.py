@@ -1,4 +1,4 @@
-"""Steps against PEFT's, steps against two forward passes, inference against the bare model's."""
+"""Steps against PEFT's, steps against two forward passes of the bare model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from deltune.engine.clock import Turn, interleaved
 
 from .frame import Piece
-from .peers import PAIRS, bare, merged, ours, theirs
+from .peers import PAIRS, bare, ours, theirs
 from .rows import NOT_SLOWER, Row, Target, compared, missing
 from .shapes import Shape, base, build, minilm
 
@@ -17,9 +17,6 @@ FORWARDS = {
     "layernorm": 1.15, "bitfit": 1.15, "parallel_adapter(rank=16)": 1.15, "lora(rank=8)": 1.2, "prefix(length=16)": 1.2,
 }  # fmt: skip
 """Method -> how many times two forward passes a step may take."""
-
-INFERENCE = ("layernorm", "lora(rank=8)", "parallel_adapter(rank=16)")
-MERGED = "lora(rank=8)"
 
 
 def measure(shape: Shape, rounds: int) -> list[Row]:
@@ -30,16 +27,11 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     for method in dict.fromkeys((*(pair.ours for pair in PAIRS), *FORWARDS)):
         sides[method] = ours(method, shape, like)
     peft = {pair.name: theirs(pair, shape, like) for pair in PAIRS}
-    # models of their own for inference: none changes its mode within the time of a pass
-    inference = {"bare": bare(shape, like), "merged": merged(MERGED, shape, like)}
-    inference |= {method: ours(method, shape, like) for method in INFERENCE}
     cases: dict[tuple[str, str], Callable[[], object]] = {("bare", "forwards"): plain.forwards}
     cases |= {("ours", method): turn.step for method, turn in sides.items()}
     cases |= {("peft", name): turn.step for name, turn in peft.items() if turn is not None}
     gc.collect()
     seconds = interleaved(cases, rounds)
-    # a pass takes a quarter of a step: more rounds for the same time
-    passes = interleaved({name: turn.inference for name, turn in inference.items()}, 4 * rounds)
     rows = []
     for pair in PAIRS:
         name = f"step / PEFT's: {pair.name}; {shape}"
@@ -50,23 +42,18 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     for method, limit in FORWARDS.items():
         name = f"step / two forwards: {method}; {shape}"
         rows.append(compared(name, seconds["ours", method], seconds["bare", "forwards"], Target(limit)))
-    for method in INFERENCE:
-        name = f"inference / bare: {method}; {shape}"
-        rows.append(compared(name, passes[method], passes["bare"], Target(1.03)))
-    name = f"inference / bare: {MERGED} merged; {shape}"
-    rows.append(compared(name, passes["merged"], passes["bare"], NOT_SLOWER))
     return rows
 
 
 def pieces() -> list[Piece]:
     """Both kinds, without dropout and padding and with both; of the base shapes, ten times as slow, one of each."""
     shapes = [
-        (minilm("encoder", False, 0.0), 7, 55.0),
-        (minilm("encoder", True, 0.1), 7, 65.0),
-        (minilm("decoder", False, 0.0), 7, 75.0),
-        (minilm("decoder", True, 0.1), 7, 80.0),
-        (base("encoder", True, 0.1), 7, 75.0),
-        (base("decoder", False, 0.0), 7, 75.0),
+        (minilm("encoder", False, 0.0), 6, 40.0),
+        (minilm("encoder", True, 0.1), 6, 50.0),
+        (minilm("decoder", False, 0.0), 6, 55.0),
+        (minilm("decoder", True, 0.1), 6, 60.0),
+        (base("encoder", True, 0.1), 6, 60.0),
+        (base("decoder", False, 0.0), 6, 60.0),
     ]
     return [_piece("steps", *shape) for shape in shapes]
 
@@ -74,10 +61,10 @@ def pieces() -> list[Piece]:
 def others() -> list[Piece]:
     """The shapes that `make bench` has no time for."""
     shapes = [
-        (minilm("encoder", False, 0.1), 9, 70.0),
-        (minilm("decoder", False, 0.1), 9, 95.0),
-        (base("encoder", False, 0.0), 9, 85.0),
-        (base("decoder", True, 0.1), 9, 85.0),
+        (minilm("encoder", False, 0.1), 9, 60.0),
+        (minilm("decoder", False, 0.1), 9, 75.0),
+        (base("encoder", False, 0.0), 9, 75.0),
+        (base("decoder", True, 0.1), 9, 80.0),
     ]
     return [_piece("others", *shape) for shape in shapes]
 

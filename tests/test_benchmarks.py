@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +17,21 @@ import torch
 from transformers import LlamaConfig
 
 import tiny as parts
-from benchmarks import adapterhub, gpu, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
+from benchmarks import (
+    adapterhub,
+    gpu,
+    inference,
+    life,
+    memory,
+    methods,
+    mixed,
+    prefix,
+    report,
+    steps,
+    study,
+    trunk,
+    whole,
+)
 from benchmarks.__main__ import parts as all_parts
 from benchmarks.frame import Piece, Report, carry_out, chosen
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
@@ -158,6 +175,31 @@ def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
     assert report.written(found, measured) == found
 
 
+RESIDENT = """
+import sys
+from pathlib import Path
+from benchmarks.allocator import keep_memory
+if sys.argv[1] == "kept":
+    keep_memory()
+own = [b"1" * 2**26 for _ in range(4)]
+del own
+print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
+def test_freed_memory_is_kept() -> None:
+    """256 MiB are freed; what is resident afterwards, in MiB."""
+
+    def resident(how: str) -> float:
+        asked = [sys.executable, "-c", RESIDENT, how]
+        own = subprocess.run(asked, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+        return int(own.stdout) / 1024
+
+    kept, given_back = resident("kept"), resident("given back")
+    assert kept > 256 > 128 > given_back
+
+
 # -- tiny runs
 
 
@@ -167,6 +209,12 @@ def test_steps(shape: steps.Shape) -> None:
     rows = measured(steps.measure(shape, rounds=1))
     assert sum(row.figure is None for row in rows) == (shape.kind == "decoder")  # BEFT takes no transposed linears
     assert all(row.target is not None for row in rows if row.figure is not None)
+
+
+@pytest.mark.parametrize("shape", [tiny("encoder"), tiny("decoder", padded=True, dropout=0.0)], ids=str)
+def test_inference(shape: inference.Shape) -> None:
+    rows = measured(inference.measure(shape, rounds=1))
+    assert len(rows) == 4 and all(row.target is not None for row in rows)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

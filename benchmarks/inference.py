@@ -1,0 +1,60 @@
+"""Inference beside the bare model's: what a delta costs in use, and that it costs nothing once it is merged."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+from deltune.engine.clock import interleaved
+
+from .frame import Piece
+from .peers import bare, merged, ours
+from .rows import NOT_SLOWER, Row, Target, compared
+from .shapes import Shape, base, build, minilm
+
+METHODS = ("layernorm", "lora(rank=8)", "parallel_adapter(rank=16)")
+MERGED = "lora(rank=8)"
+ROUNDS = 60
+"""The noise of a row is half a percent then, as those of `layernorm` and of a merged delta show, which do what the bare
+model does; with 28 it was 1.5 %, half of what a row is to judge."""
+
+
+def measure(shape: Shape, rounds: int) -> list[Row]:
+    """All rows of a shape."""
+    like = build(shape)
+    turns = {"bare": bare(shape, like), "merged": merged(MERGED, shape, like)}
+    turns |= {method: ours(method, shape, like) for method in METHODS}
+    gc.collect()
+    seconds = interleaved({name: turn.inference for name, turn in turns.items()}, rounds)
+    rows = []
+    for method in METHODS:
+        name = f"inference / bare: {method}; {shape}"
+        rows.append(compared(name, seconds[method], seconds["bare"], Target(1.03)))
+    name = f"inference / bare: {MERGED} merged; {shape}"
+    return [*rows, compared(name, seconds["merged"], seconds["bare"], NOT_SLOWER)]
+
+
+def pieces() -> list[Piece]:
+    """Without dropout, which is none in inference."""
+    shapes = {
+        minilm("encoder", True, 0.0): 50.0,
+        minilm("decoder", False, 0.0): 60.0,
+        base("encoder", True, 0.0): 50.0,
+        base("decoder", False, 0.0): 55.0,
+    }
+    return [_piece(f"inference: {shape}", shape, seconds) for shape, seconds in shapes.items()]
+
+
+def others() -> list[Piece]:
+    """The shapes that `make bench` has no time for."""
+    shapes = {
+        minilm("encoder", False, 0.0): 50.0,
+        minilm("decoder", True, 0.0): 60.0,
+        base("encoder", False, 0.0): 50.0,
+        base("decoder", True, 0.0): 55.0,
+    }
+    return [_piece(f"others: inference, {shape}", shape, seconds) for shape, seconds in shapes.items()]
+
+
+def _piece(name: str, shape: Shape, seconds: float) -> Piece:
+    return Piece(name, partial(measure, shape, ROUNDS), seconds)
