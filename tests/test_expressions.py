@@ -190,6 +190,8 @@ def test_python_objects_and_text_are_one() -> None:
 # text, where each caret stands (the text from there on), and what the messages say
 MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("prefx(length=16)", ("prefx",), ("unknown name 'prefx'", "Did you mean 'prefix'?", "layernorm", "lora")),
+    ("lora(r=8)", ("r=8",), ("no argument 'r'", "Did you mean 'rank'?")),
+    ("prefix(num_virtual_tokens=8)", ("num_virtual_tokens",), ("Did you mean 'length'?",)),
     ("lora(rnk=8)", ("rnk",), ("no argument 'rnk'", "Did you mean 'rank'?", "rank=8, scale=1")),
     ("lora(at='quey')", ("lora",), ("unknown site 'quey'", "Did you mean 'query'?", "ffn_up")),
     ("lora(rank='8')", ("rank",), ("rank='8' is not a whole number",)),

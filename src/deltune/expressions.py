@@ -24,6 +24,17 @@ from .errors import DeltuneError, all_problems, nearest, unknown
 
 Vocabulary = Mapping[str, Callable[..., Any]]
 
+ELSEWHERE = {
+    "r": "rank",
+    "num_virtual_tokens": "length",
+    "prefix_length": "length",
+    "prompt_length": "length",
+    "target_modules": "at",
+    "layers_to_transform": "layers",
+    "non_linearity": "activation",
+}
+"""What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
+
 
 @dataclass
 class _Problem:
@@ -175,7 +186,8 @@ class _Reader:
             self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {usage(make)}"))
         for key, (at, given) in named.items():
             if key not in parameters:
-                guess = nearest(key, parameters)
+                there = ELSEWHERE.get(key)
+                guess = there if there in parameters else nearest(key, parameters)
                 hint = f" Did you mean {guess!r}?" if guess else ""
                 self.problems.append(_Problem(at, f"{name.id} has no argument {key!r}.{hint} It takes: {usage(make)}"))
             elif key in bound:

@@ -89,6 +89,34 @@ def test_without_gradients_an_output_is_overwritten(family: str, text: str) -> N
     tuned.detach()
 
 
+class Calls(TorchDispatchMode):
+    """Counts the calls of kernels by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "norms"), [("layernorm", 5), ("bitfit(which='norm')", 4), ("apet(layernorm, parameters=40)", 5)]
+)
+def test_norms_of_many_deltas_run_once_more(text: str, norms: int) -> None:
+    """bitfit leaves out that of the embeddings."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model, rows=4)
+    with Calls() as alone:
+        forward(model, inputs)
+    for name in ("one", "two", "three"):
+        tuned = deltune.attach(model, text, name=name)
+    with tuned.rows(["one", "two", "three", None]), Calls() as mixed:
+        forward(model, inputs)
+    assert alone.counted["native_layer_norm"] == 5 and mixed.counted["native_layer_norm"] == 5 + norms
+
+
 def _hook(module: torch.nn.Module, keep: Callable[..., None]) -> Callable[[], object]:
     return module.register_forward_hook(keep, prepend=True).remove
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..anatomy.values import Tensor
 from ..errors import DeltuneError, all_problems, unknown
 from .edits import Delta, Labels, slot_key
-from .taps import RowTap
+from .taps import NormTap, RowTap
 from .uses import Own, Use
 
 READ = ("input_ids", "inputs_embeds", "decoder_input_ids")
@@ -42,7 +42,8 @@ def begin(model: nn.Module, uses: list[Use], labels: Sequence[Labels], rows: int
     """Let every delta of a mixed batch train, and the modules whose tensors differ run by rows."""
     for use in uses:
         use.delta.wake()
-    taps: list[Hook] = [RowTap(module, uses) for module in dict.fromkeys(m for use in uses for m in use.own)]
+    own = dict.fromkeys(module for use in uses for module in use.own)
+    taps: list[Hook] = [(NormTap if NormTap.fits(module) else RowTap)(module, uses) for module in own]
     taps.append(model.register_forward_pre_hook(_Checked(model, labels, rows), with_kwargs=True))
     return uses, taps
 

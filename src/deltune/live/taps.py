@@ -226,6 +226,52 @@ class RowTap:
         self.handle.remove()
 
 
+class NormTap:
+    """A LayerNorm of which deltas have tensors of their own, while each row of a batch uses its own delta:
+    g ⊙ n(x) + b, with the g and b of each row, at once for all deltas."""
+
+    def __init__(self, module: nn.Module, uses: Sequence[Use]) -> None:
+        self.uses = [use for use in uses if module in use.own]
+        self.known: dict[tuple[int, torch.device], torch.Tensor] = {}
+        # first of all, so that what edits add is added to this
+        self.handle = module.register_forward_hook(self.after, with_kwargs=True, prepend=True)
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether it is torch's own norm of one axis."""
+        return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+
+    def after(self, module: nn.LayerNorm, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
+        if observing():
+            return None
+        x = args[0] if args else kwargs["input"]
+        wide = torch.promote_types(x.dtype, torch.float32)  # in which the norm's own kernel computes
+        found = nn.functional.layer_norm(x.to(wide), module.normalized_shape, None, None, module.eps)
+        gain, bias = self._of_rows(module, "weight", x), self._of_rows(module, "bias", x)
+        found = found if gain is None else found * gain
+        return (found if bias is None else found + bias).to(output.dtype)
+
+    def _of_rows(self, module: nn.LayerNorm, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Each row's own values (rows, 1, …, d); those of the model where no delta has any."""
+        base = module._parameters[leaf]
+        if base is None or not any(leaf in use.own[module] for use in self.uses):
+            return base
+        every = [base, *(use.own[module][leaf]() if leaf in use.own[module] else base for use in self.uses)]
+        own = torch.stack(every)[self._which(x.shape[0], x.device)]
+        return own.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
+
+    def _which(self, size: int, device: torch.device) -> torch.Tensor:
+        """The number of each row's use, from 1 on; 0 for those without."""
+        if (size, device) not in self.known:
+            self.known[size, device] = which = torch.zeros(size, dtype=torch.long, device=device)
+            for number, use in enumerate(self.uses, start=1):
+                which[use.index(size, device)] = number
+        return self.known[size, device]
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+
 def _widened(logits: torch.Tensor, width: int) -> torch.Tensor:
     """Logits up to a number of labels; those that a head does not have are -inf."""
     return nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
