@@ -15,8 +15,8 @@ from .shapes import Shape, base, build, minilm
 METHODS = ("layernorm", "lora(rank=8)", "parallel_adapter(rank=16)")
 MERGED = "lora(rank=8)"
 ROUNDS = 60
-"""The noise of a row is half a percent then, as those of `layernorm` and of a merged delta show, which do what the bare
-model does; with 28 it was 1.5 %, half of what a row is to judge."""
+"""The noise of a row is about 0.7 % then, as those of `layernorm` and of a merged delta show, which do what the bare
+model does (merged, with query and value weights of its own); with 28 it was 1.5 %, half of what a row is to judge."""
 
 
 def measure(shape: Shape, rounds: int) -> list[Row]:
@@ -35,7 +35,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
 
 
 def pieces() -> list[Piece]:
-    """Without dropout, which is none in inference."""
+    """Without dropout: there is none in inference."""
     shapes = {
         minilm("encoder", True, 0.0): 50.0,
         minilm("decoder", False, 0.0): 60.0,

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltune
-from deltune.algebra.catalogue import TABLE
+from deltune.algebra.catalogue import TABLE, VOCABULARY
 from deltune.algebra.elements import ATTENTIONS, LAYERS, STACKS, Method, explicit
+from deltune.errors import nearest
+from deltune.expressions import ELSEWHERE
 from deltune.mathematics.forms import ACTIVATIONS
 
 RANKS = st.integers(1, 4096)
@@ -329,7 +331,8 @@ def test_any_text_is_a_method_or_a_deltune_error(text: str) -> None:
 
 
 CALLS: tuple[tuple[Callable[[], object], str], ...] = (
-    (lambda: TABLE["lora"].make(rnk=8), "rnk.*it takes.*rank=8"),
+    (lambda: TABLE["lora"].make(rnk=8), "rnk.*Did you mean 'rank'.*It takes.*rank=8"),
+    (lambda: deltune.lora(r=8), "no argument 'r'.*Did you mean 'rank'"),
     (lambda: TABLE["lora"].make(at=("query", "values")), "unknown site 'values'"),
     (lambda: deltune.Modification("ffn", deltune.Prefix(2)), "site 'heads'"),
     (lambda: deltune.Scale(math.nan), "must be a finite number"),
@@ -347,3 +350,17 @@ def test_signatures_have_no_catch_alls() -> None:
     for entry in TABLE.values():
         kinds = {p.kind for p in signature(entry.make).parameters.values()}
         assert not kinds & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
+
+
+@pytest.mark.parametrize("theirs", ELSEWHERE)
+def test_others_words_for_arguments(theirs: str) -> None:
+    """Nobody takes them here; whoever takes ours suggests it, and for somebody the nearest would be another."""
+    ours = ELSEWHERE[theirs]
+    known = {name: signature(make).parameters for name, make in VOCABULARY.items()}
+    assert not any(theirs in parameters for parameters in known.values())
+    own = [name for name, parameters in known.items() if ours in parameters]
+    assert any(nearest(theirs, known[name]) != ours for name in own)
+    for name in own:
+        with pytest.raises(deltune.DeltuneError) as caught:
+            deltune.parse(f"{name}({theirs}=1)")
+        assert f"{name} has no argument {theirs!r}. Did you mean {ours!r}?" in str(caught.value)

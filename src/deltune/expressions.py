@@ -27,13 +27,19 @@ Vocabulary = Mapping[str, Callable[..., Any]]
 ELSEWHERE = {
     "r": "rank",
     "num_virtual_tokens": "length",
-    "prefix_length": "length",
-    "prompt_length": "length",
     "target_modules": "at",
     "layers_to_transform": "layers",
     "non_linearity": "activation",
 }
 """What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
+
+
+def no_argument(name: str, key: str, make: Callable[..., Any]) -> str:
+    """Message for an argument that does not exist: the nearest, or what others' word is here, and all there are."""
+    there, parameters = ELSEWHERE.get(key), signature(make).parameters
+    guess = there if there in parameters else nearest(key, parameters)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    return f"{name} has no argument {key!r}.{hint} It takes: {usage(make)}"
 
 
 @dataclass
@@ -186,10 +192,7 @@ class _Reader:
             self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {usage(make)}"))
         for key, (at, given) in named.items():
             if key not in parameters:
-                there = ELSEWHERE.get(key)
-                guess = there if there in parameters else nearest(key, parameters)
-                hint = f" Did you mean {guess!r}?" if guess else ""
-                self.problems.append(_Problem(at, f"{name.id} has no argument {key!r}.{hint} It takes: {usage(make)}"))
+                self.problems.append(_Problem(at, no_argument(name.id, key, make)))
             elif key in bound:
                 self.problems.append(_Problem(at, f"{name.id}: {key!r} is given twice"))
             else:

@@ -205,6 +205,22 @@ def test_a_module_has_the_hooks_that_are_needed(text: str, before: int, after: i
     assert sum(len(m._forward_hooks) for m in model.modules()) == after
 
 
+@pytest.mark.parametrize(("gone", "before", "after"), [("", 4, 8), ("a", 4, 6), ("b", 0, 4)])
+def test_a_module_has_the_hooks_of_those_that_are_left(gone: str, before: int, after: int) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    outputs = {}
+    for name, text in {"a": "lora(rank=2)", "b": "ia3 + parallel_adapter(rank=2)"}.items():
+        tuned = stir(deltune.attach(model, text, name=name), seed=ord(name))
+        outputs[name] = forward(model, inputs)
+    if gone:
+        tuned.detach(gone)
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == before
+    assert sum(len(m._forward_hooks) for m in model.modules()) == after
+    for name in tuned.names:
+        assert equal(forward(tuned.use(name).model, inputs), outputs[name])
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("which", ["query", "query, key and value"])
 def test_a_projection_checkpointed_by_itself(which: str, reentrant: bool) -> None:
@@ -240,9 +256,15 @@ def test_a_hook_that_gives_a_projection_another_tensor() -> None:
     value.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with torch.no_grad():
         found = forward(model, inputs)
+        with tuned.rows(["default", None]):
+            mixed = forward(model, inputs)
+        with tuned.disable():
+            plain = forward(model, inputs)
+    for row, alone in enumerate((found, plain)):
+        assert distance({k: v[row] for k, v in mixed.items()}, {k: v[row] for k, v in alone.items()}) < 1e-12
     tuned.merge()
     assert distance(forward(model, inputs), found) < 1e-12
-    assert not equal(found, before)
+    assert distance(found, before) > 1e-3
 
 
 def test_an_ensemble_of_deltas_is_mapped() -> None:
@@ -261,14 +283,14 @@ def test_an_ensemble_of_deltas_is_mapped() -> None:
 
 
 class Tanh(LowRank):
-    """A form that others of its kind do not know."""
+    """With something of its own between its two products."""
 
     def inner(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
         return torch.tanh(super().inner(tensors, u, training))
 
 
 class Biased(LowRank):
-    """With a bias above, which is no part of the projection."""
+    """With a bias above, which no product adds."""
 
     def shapes(self, widths: Any) -> Any:
         return super().shapes(widths) | {"up_bias": (widths.out_width,)}
@@ -288,13 +310,16 @@ class First(Rescale):
 
 
 @pytest.mark.parametrize("form", [Tanh(2), Biased(2)])
-def test_forms_of_others_mean_the_same_without_gradients(form: Form) -> None:
+def test_forms_of_others_are_added_as_they_are(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
     stir(deltune.attach(model, Modification("query", form) + Modification("value", form)))
-    expected = forward(model, inputs)
+    found = forward(model, inputs)
     with torch.no_grad():
-        assert distance(forward(model, inputs), expected) < 1e-12
+        overwriting = forward(model, inputs)
+    monkeypatch.setattr(Form, "onto", lambda self, h, tensors, u, training, scale, out: h + self(tensors, u, training))
+    expected = forward(model, inputs)
+    assert distance(found, expected) < 1e-12 and distance(overwriting, expected) < 1e-12
 
 
 def test_what_is_read_is_not_overwritten_meanwhile() -> None:

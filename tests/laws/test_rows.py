@@ -295,3 +295,58 @@ def test_what_trains_is_remembered() -> None:
 
 def test_every_method_is_tried() -> None:
     assert {name.partition("(")[0] for text in METHODS for name in [text]} >= set(deltune.methods()) - {"apet"}
+
+
+def test_training_after_inference_in_the_same_rows() -> None:
+    """Nothing made in inference mode is kept."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model, rows=2)
+    for name in ("a", "b"):
+        tuned = stir(deltune.attach(model, "lora(rank=2) + layernorm", name=name), seed=ord(name))
+    with tuned.rows(["a", "b"]):
+        with torch.inference_mode():
+            found = answer(model, inputs)
+        again = answer(model, inputs)
+        again.sum().backward()
+    assert (again - found).abs().max() < 1e-12
+    assert all(tuned.delta(name).get_parameter(n).grad is not None for name in "ab"
+               for n, _ in tuned.delta(name).named_parameters() if n.startswith("edits"))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["layernorm", "lora(rank=2)"])
+def test_rows_that_are_refused_are_refused_again(text: str) -> None:
+    model = build(FAMILIES["bert"], "base")
+    tuned = deltune.attach(model, text, name="a")
+    norm = model.encoder.layer[0].attention.output.LayerNorm
+    query = model.encoder.layer[0].attention.self.query
+    with tuned.rows(["a", "a"]):
+        for _ in range(2):
+            with pytest.raises(deltune.DeltuneError, match="a tensor of 3 rows came"):
+                (norm if text == "layernorm" else query)(torch.zeros(3, 4, model.config.hidden_size, dtype=model.dtype))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_norm_that_runs_again_has_the_values_in_use(first: bool) -> None:
+    """A Pfeiffer adapter reads the norm of h; the norm is trained in part; hooks are made by who is attached first."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    if not first:
+        deltune.attach(model, "apet(layernorm, parameters=40)", name="other")
+    text = "adapter(style='pfeiffer', rank=2) + apet(layernorm, parameters=40)"
+    tuned = stir(deltune.attach(model, text, name="a"))
+    expected = answer(model, inputs)
+    with tuned.rows(["a"] * len(expected)):
+        assert (answer(model, inputs) - expected).abs().max() < 1e-10
+    adapters = [e for e in tuned.delta().all_edits() if e.place.again]
+    assert adapters
+    norm = model.get_submodule(adapters[0].place.target.path)
+    seen = []
+    original = type(norm).forward
+
+    def watched(h: torch.Tensor) -> torch.Tensor:
+        seen.append(norm._parameters["weight"].detach().clone())
+        return original(norm, h)
+
+    norm.forward = watched
+    answer(model, inputs)
+    assert len(seen) == 2 and torch.equal(*seen)

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, Literal, get_type_hints
 
 from ..errors import DeltuneError, all_problems, unknown
-from ..expressions import accepts, check_fields, describe, expression, usage
+from ..expressions import accepts, check_fields, describe, expression, no_argument, usage
 from ..mathematics.compositions import Add, Composition, Gate, SigmoidGate
 from ..mathematics.forms import Form, Vector
 from ..mathematics.heads import Prefix
@@ -216,6 +216,8 @@ def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable
 
     @wraps(make)
     def method(*args: Any, **kwargs: Any) -> Named:
+        if unheard := [no_argument(make.__name__, key, make) for key in kwargs if key not in shape.parameters]:
+            raise DeltuneError("; ".join(unheard))
         try:
             bound = shape.bind(*args, **kwargs)
         except TypeError as error:

@@ -41,12 +41,13 @@ class Parts:
     def apply_to(
         self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """h with the edits of all parts; the arguments are those of an edit."""
+        """h with the edits of all parts; the arguments, and what `out` is, are those of an edit."""
         if self.multiplying:
             factors = self._changed(h.new_ones(h.shape[-1]), module, read)
             return h * factors if out is None else out.mul_(factors)
-        overwritten = out is not None and self.groups == 1
-        return self._overwritten(h, module, read) if overwritten else self._changed(h, module, read)
+        if out is None or self.groups > 1:
+            return self._changed(h, module, read)
+        return self._overwritten(out, module, read)
 
     def _overwritten(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
         parts = h.split(self._widths(h), dim=-1)
@@ -97,11 +98,11 @@ class Writes:
 
     def __init__(self, edits: Sequence[tuple[Edit, Use]]) -> None:
         self.edits = [edit for edit, _ in edits]
-        self.reads = any(edit.at_home for edit in self.edits)
-        uses = dict.fromkeys(use for _, use in edits)
-        chains = [(use, chained(edit for edit, its in edits if its is use)) for use in uses]
-        self.by_rows = [] if single(tuple(uses)) else chains
-        self.of_all = chains[0][1] if chains and not self.by_rows else []
+        own = {use: [edit for edit, its in edits if its is use] for use in dict.fromkeys(use for _, use in edits)}
+        alike = single(tuple(own))
+        self.of_all = [one for some in own.values() for one in chained(some)] if alike else []
+        # with whether any of its edits reads what the module reads
+        self.of_each = [] if alike else [(u, any(e.at_home for e in some), chained(some)) for u, some in own.items()]
 
     @classmethod
     def at(cls, path: str, side: str, uses: Sequence[Use]) -> Writes:
@@ -117,18 +118,18 @@ class Writes:
             for edit in self.edits:
                 edit.mark(read)
             return h
-        if self.by_rows:
-            return self._by_rows(h, module, read)
+        if self.of_each:
+            return self._row_by_row(h, module, read)
         whole = h
         for one in self.of_all:  # what an edit made of h may be anybody's: it is not overwritten
             h = one.apply_to(h, module, read, h if in_place and h is whole else None)
         return h
 
-    def _by_rows(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
+    def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
         parts: dict[Use, torch.Tensor] = {}
-        for use, chain in self.by_rows:
+        for use, reads, chain in self.of_each:
             part = use.pick(h)
-            its = use.pick(read) if self.reads and read is not None else None
+            its = use.pick(read) if reads and read is not None else None
             with use.lending(module):
                 for one in chain:
                     part = one.apply_to(part, module, its, None)

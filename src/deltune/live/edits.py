@@ -174,7 +174,7 @@ class Edit(nn.Module):
     ) -> torch.Tensor:
         """compose(h, form(u)): u is x (parallel), or h (sequential).
 
-        module, read: what h belongs to, and what that read; out: h where it may be overwritten.
+        module, read: what h belongs to, and what that read; out: h itself where it may be overwritten, else None.
         """
         x = read if self.at_home else self.take()
         if not self.parallel:

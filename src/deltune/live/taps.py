@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import is_grad_enabled, nn
-from torch._C import _are_functorch_transforms_active as mapped
+from torch import nn
 from torch.nn.modules.module import _global_forward_hooks
 from transformers.pytorch_utils import Conv1D
 
@@ -79,10 +78,10 @@ class OutputTap:
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
-        if is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
+        if torch.is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
             return False
         alone = len(module._forward_hooks) == 1 and not _global_forward_hooks
-        return alone and not mapped()
+        return alone and not torch._C._are_functorch_transforms_active()
 
     def remove(self) -> None:
         self.handle.remove()
@@ -173,7 +172,8 @@ class WeightTap:
         self.handles = []
         for name in (tensor.name, *tensor.aliases):
             owner = model.get_submodule(name.rpartition(".")[0])
-            self.handles.append(owner.register_forward_pre_hook(self.before))
+            # first of all: an edit that reads what the module is given may run it again
+            self.handles.append(owner.register_forward_pre_hook(self.before, prepend=True))
             self.handles.append(owner.register_forward_hook(self.after, always_call=True))
 
     def serve(self, uses: Sequence[Use]) -> None:
@@ -228,7 +228,8 @@ class RowTap:
 
 class NormTap:
     """A LayerNorm of which deltas have tensors of their own, while each row of a batch uses its own delta:
-    g ⊙ n(x) + b, with the g and b of each row, at once for all deltas."""
+    g ⊙ n(x) + b, with the g and b of each row, at once for all deltas. Equal to the norm to rounding, since its own
+    kernel does not round n(x)."""
 
     def __init__(self, module: nn.Module, uses: Sequence[Use]) -> None:
         self.uses = [use for use in uses if module in use.own]
@@ -238,8 +239,9 @@ class NormTap:
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Whether it is torch's own norm of one axis."""
-        return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+        """Whether it is torch's own norm of one axis, and runs as that does."""
+        own = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+        return own and "forward" not in module.__dict__
 
     def after(self, module: nn.LayerNorm, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
         if observing():
@@ -263,9 +265,11 @@ class NormTap:
     def _which(self, size: int, device: torch.device) -> torch.Tensor:
         """The number of each row's use, from 1 on; 0 for those without."""
         if (size, device) not in self.known:
-            self.known[size, device] = which = torch.zeros(size, dtype=torch.long, device=device)
-            for number, use in enumerate(self.uses, start=1):
-                which[use.index(size, device)] = number
+            with torch.inference_mode(False):  # it is used in training too
+                which = torch.zeros(size, dtype=torch.long, device=device)
+                for number, use in enumerate(self.uses, start=1):
+                    which[use.index(size, device)] = number
+            self.known[size, device] = which
         return self.known[size, device]
 
     def remove(self) -> None:

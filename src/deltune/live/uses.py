@@ -44,7 +44,8 @@ class Use:
                 )
             each = size // self.of
             found = [row * each + i for row in self.rows for i in range(each)]
-            self.known[size, device] = torch.tensor(found, device=device)
+            with torch.inference_mode(False):  # it is used in training too
+                self.known[size, device] = torch.tensor(found, device=device)
         return self.known[size, device]
 
     def pick(self, whole: torch.Tensor) -> torch.Tensor:

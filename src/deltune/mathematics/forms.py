@@ -128,7 +128,10 @@ class Form:
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """h + s Δh in h's own precision, a last product added as it is made. out: h where it may be overwritten."""
+        """h + s Δh in h's own precision, a last product added as it is made.
+
+        out: h itself where it may be overwritten, else None.
+        """
         if self.multiplies is not None and u is h and scale == 1:
             return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
         inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
