@@ -350,3 +350,23 @@ def test_a_norm_that_runs_again_has_the_values_in_use(first: bool) -> None:
     norm.forward = watched
     answer(model, inputs)
     assert len(seen) == 2 and torch.equal(*seen)
+
+
+def test_a_backward_pass_outside_its_rows_is_an_error() -> None:
+    """It would train whoever is in use alone, or nobody."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model, rows=2)
+    for name in ("a", "b"):
+        tuned = stir(deltune.attach(model, "lora(rank=2) + layernorm", name=name), seed=ord(name))
+    for _ in range(2):
+        with tuned.rows(["a", "b"]):
+            assert len(list(tuned.parameters())) == len(
+                [*tuned.delta("a").parameters(), *tuned.delta("b").parameters()]
+            )
+            found = answer(model, inputs)
+        with pytest.raises(deltune.DeltuneError, match=r"inside its rows\(\)"):
+            found.sum().backward()
+    model.zero_grad()
+    answer(tuned.use("b").model, inputs).sum().backward()  # alone it trains as before
+    assert all(p.grad is not None for n, p in tuned.delta("b").named_parameters() if n.startswith("edits"))
+    assert all(p.grad is None for n, p in tuned.delta("a").named_parameters() if n.startswith("edits"))

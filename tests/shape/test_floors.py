@@ -21,7 +21,7 @@ FLOORS = {
     "dialects": ("foreign", "peft_files", "peft_writing", "adapterhub_bottlenecks", "adapterhub_files"),
     "live": (
         "weights", "gates", "edits", "uses", "chains", "merged_attention", "attention", "taps", "positions",
-        "prompting", "merging", "wiring", "mixing", "store", "handle", "interchange", "attaching", "trunk",
+        "prompting", "merging", "wiring", "rowwise", "mixing", "store", "handle", "interchange", "attaching", "trunk",
     ),
     "sources": ("models", "files", "columns", "labels", "layouts", "data"),
     "metrics": ("measures", "labels", "captions", "texts", "neural", "table"),

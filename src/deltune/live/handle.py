@@ -159,9 +159,9 @@ class Tuned(nn.Module):
         """Inside the context, row i of a batch uses the delta names[i], or none; all of them can be trained.
 
         Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the loss of
-        class labels is then each row's own. In `generate` rows may be repeated one after the other (beams). Do the
-        backward pass inside too. Errors: an unknown name, a delta that trains tensors that all rows share (`full`), a
-        batch of another size.
+        class labels is then each row's own. In `generate` rows may be repeated one after the other (beams). Inside,
+        `parameters()` are those of all that are named; do the backward pass there too. Errors: an unknown name, a delta
+        that trains tensors that all rows share (`full`), a batch of another size, a backward pass outside.
         """
         before = self.mixed or self.active
         uses = self._uses(names)  # whatever is wrong with the names is told before anything changes

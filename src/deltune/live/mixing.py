@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -13,7 +14,7 @@ from torch import nn
 from ..anatomy.values import Tensor
 from ..errors import DeltuneError, all_problems, unknown
 from .edits import Delta, Labels, slot_key
-from .taps import NormTap, RowTap
+from .rowwise import NormTap, RowTap
 from .uses import Own, Use
 
 READ = ("input_ids", "inputs_embeds", "decoder_input_ids")
@@ -42,6 +43,11 @@ def begin(model: nn.Module, uses: list[Use], labels: Sequence[Labels], rows: int
     """Let every delta of a mixed batch train, and the modules whose tensors differ run by rows."""
     for use in uses:
         use.delta.wake()
+        for parameter in use.delta.parameters():
+            if parameter.requires_grad and not any(
+                type(h) is _InTime for h in (parameter._backward_hooks or {}).values()
+            ):
+                parameter.register_hook(_InTime(parameter))
     own = dict.fromkeys(module for use in uses for module in use.own)
     taps: list[Hook] = [(NormTap if NormTap.fits(module) else RowTap)(module, uses) for module in own]
     taps.append(model.register_forward_pre_hook(_Checked(model, labels, rows), with_kwargs=True))
@@ -97,6 +103,21 @@ def _own(delta: Delta, slots: Slots, original: Callable[[str], nn.Parameter]) ->
         for module, leaf in slots[name]:
             found.setdefault(module, {})[leaf] = partial(sparse.on, original(name).detach())
     return {**found}
+
+
+class _InTime:
+    """A gradient that comes after its delta was put to rest would be dropped without a word: it is an error."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = weakref.ref(parameter)  # which holds this
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        parameter = self.parameter()
+        if parameter is not None and not parameter.requires_grad:
+            raise DeltuneError(
+                "a gradient came for a delta that is not in use any more: do the backward pass of a mixed batch inside "
+                "its rows(), that of another before the next use()"
+            )
 
 
 class _Checked:
