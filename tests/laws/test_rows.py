@@ -370,3 +370,16 @@ def test_a_backward_pass_outside_its_rows_is_an_error() -> None:
     answer(tuned.use("b").model, inputs).sum().backward()  # alone it trains as before
     assert all(p.grad is not None for n, p in tuned.delta("b").named_parameters() if n.startswith("edits"))
     assert all(p.grad is None for n, p in tuned.delta("a").named_parameters() if n.startswith("edits"))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "modernbert"])
+def test_gains_of_one_delta_and_biases_of_another(name: str) -> None:
+    """ModernBERT's norms have no biases."""
+    family = FAMILIES[name]
+    tuned = stir(deltune.attach(model_of(family), deltune.Selection(("norm.gain",)), name="gains"))
+    other = "layernorm" if name == "modernbert" else "bitfit(which='norm')"
+    stir(deltune.attach(tuned.model, other, name="other"), seed=2)
+    try:
+        check(family, tuned, ["gains", "other", None, "gains"], batch(tuned.model, rows=4))
+    finally:
+        tuned.detach()
