@@ -15,12 +15,12 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test slow lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all slow lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
 	@echo "make test                    lint, types and all tests but the slow ones"
-	@echo "make slow                    all tests"
+	@echo "make test-all                lint, types and all tests: kills and fuzzing at full length too (make slow is the same)"
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
@@ -49,8 +49,11 @@ quickstart: $(STAMP)
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
-slow: $(STAMP)
+# The fuzzers alone take a quarter of an hour of one core and more.
+test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+slow: test-all
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

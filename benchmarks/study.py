@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
+from deltune.disk import read_objects
 from deltune.engine.drive import Drive
 from deltune.engine.pools import Answer, answer
 from deltune.engine.results import Results
@@ -73,7 +74,7 @@ def task(folder: Path, label: int) -> Path:
     """A task of the packaged tickets: is it this label or another?"""
     folder.mkdir(parents=True)
     for split in SPLITS:
-        rows = [json.loads(line) for line in (TICKETS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = [row for _, row in read_objects(TICKETS / f"{split}.jsonl")]
         named = [{"text": row["text"], "label": "yes" if row["label"] == label else "no"} for row in rows]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named), encoding="utf-8")
     return folder

@@ -8,7 +8,6 @@ to the next; the first, which makes the states, is left out.
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +35,7 @@ def epochs(model: str, method: str, data: Path, size: float, output: Path, max_l
         trunk_cache=size,
     )  # fmt: skip
     train(spec, output, progress=False)
-    lines = [json.loads(line) for line in Run(output).log_file.read_text(encoding="utf-8").splitlines()]
+    lines = Run(output).logged()
     ends = [line["seconds"] for line in lines if "eval_loss" in line]
     return [after - before for before, after in itertools.pairwise(ends)]
 
@@ -69,7 +68,7 @@ def _data(folder: Path, rows: int) -> Path:
     folder.mkdir()
     for file in TICKETS.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    lines = (TICKETS / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (TICKETS / "train.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
     many = [lines[i % len(lines)] for i in range(rows)]
     (folder / "train.jsonl").write_text("\n".join(many) + "\n", encoding="utf-8")
     return folder

@@ -163,7 +163,7 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
     deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
     (tmp_path / "texts.txt").write_text("a plum\n\nthe saw\n")
     told = deltune("predict", run, "--file", tmp_path / "texts.txt", "--output", tmp_path / "new" / "out.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()]
+    rows = tiny.objects(tmp_path / "new" / "out.jsonl")
     assert told.code == 0 and not told.out and [row["input"] for row in rows] == ["a plum", "the saw"]
     assert [row["id"] for row in rows] == ["1", "3"]
     table = deltune("predict", run, "--file", root / "data" / "test.jsonl", "--json")
@@ -355,3 +355,49 @@ def test_a_full_disk(size: str, root: Path) -> None:
     assert told.returncode == 2 and "no space left" in told.stderr and "Traceback" not in told.stderr, told.stderr
     left = {name for name in told.stdout.split() if not name.endswith(":")} - {"run"}
     assert left <= set(OWN) - {"metrics.json"}, "nothing torn"
+
+
+PATHS = {"no user": "~nosuch/x", "a long name": "x" * 300}
+TRAIN = ("train", "--model", "m", "--data", "d", "--method", "lora(rank=2)", "--output", "o")
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "PATH"),
+        ("count", "PATH", "lora"),
+        ("fit", "PATH", "lora(rank=?)", "--budget", "1%"),
+        ("train", "PATH", "--output", "o"),
+        (*TRAIN, "--model", "PATH"),
+        (*TRAIN, "--data", "PATH"),
+        (*TRAIN, "--output", "PATH"),
+        ("train", "--model", "m", "--task", "sick", "--data-root", "PATH", "--method", "lora", "--output", "o"),
+        ("evaluate", "PATH"),
+        ("evaluate", "PATH", "--rescore"),
+        ("predict", "PATH", "--text", "a"),
+        ("predict", "r", "--file", "PATH"),
+        ("predict", "r", "--file", "PATH.jsonl"),
+        ("merge", "PATH", "--to", "t"),
+        ("merge", "r", "--to", "PATH"),
+        ("export", "PATH", "--to", "t"),
+        ("export", "r", "--to", "PATH"),
+        ("import", "PATH", "--model", "m", "--output", "o"),
+        ("import", "d", "--model", "m", "--output", "PATH"),
+        ("study", "run", "PATH.yaml"),
+        ("study", "run", "ln/nlu", "--dry-run", "--store", "PATH"),
+        ("study", "run", "ln/nlu", "--data-root", "PATH"),
+        ("study", "status", "ln/nlu", "--model-root", "PATH"),
+        ("study", "report", "ln/nlu", "--store", "PATH"),
+        ("study", "report", "ln/nlu", "--html", "PATH"),
+        ("study", "report", "ln/nlu", "--to", "PATH"),
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_paths_that_the_file_system_refuses(
+    arguments: tuple[str, ...], path: str, deltune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = deltune(*(argument.replace("PATH", path) for argument in arguments))
+    assert result.code == 2 and result.err.startswith("deltune: ") and len(result.err) < 3000
+    assert not list(tmp_path.iterdir()), "nothing was made"

@@ -293,7 +293,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_jsonl": [*ROWS, 3]}, ["train.jsonl line 5: not a JSON object but 3 (int)"]),
         ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; wanted is one JSON object a line"]),
         ({"train_csv": "text,label\na,x\nb\n"}, ["train.csv line 3: 1 fields, the header has 2"]),
-        ({"train_csv": 'text,label\na,x\n"b,y\n'}, ["train.csv: cannot be read to its end, 1 rows in"]),
+        ({"train_csv": 'text,label\na,x\n"b,y\n'}, ["train.csv line 3: cannot be read from here to its end"]),
         ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),
         (
             {"train_jsonl": [{"text": "a", "lable": 1}]},
@@ -382,7 +382,7 @@ def test_truncated_gzip(tmp_path: Path) -> None:
 
 def test_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_bytes("text,label\nnaïve,x\nb,y\n".encode("latin-1"))
-    assert "train.csv: cannot be read to its end" in message(str(tmp_path))
+    assert "train.csv line 2: byte 0xef is not UTF-8" in message(str(tmp_path))
 
 
 def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:

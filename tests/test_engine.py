@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -108,23 +107,6 @@ def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
             assert [r.name for r in file.rows()] == ["b"]
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: path.write_bytes(b"no database at all" * 100), "no results file or is damaged"),
-        (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t (x); PRAGMA user_version = 99"), "schema 99"),
-        (lambda path: sqlite3.connect(path).executescript("CREATE TABLE t (x)"), "another program"),
-    ],
-    ids=["torn", "newer", "foreign"],
-)
-def test_a_file_that_is_none_of_ours(damage: Any, said: str, tmp_path: Path) -> None:
-    damage(tmp_path / "r.sqlite")
-    before = (tmp_path / "r.sqlite").read_bytes()
-    with pytest.raises(DeltuneError, match=said):
-        Results(tmp_path / "r.sqlite")
-    assert (tmp_path / "r.sqlite").read_bytes()[:100] == before[:100], "and it stays as it was"
-
-
 def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of this version, opened by a later one that has a column more: every row is there."""
     with Results(tmp_path / "r.sqlite") as file:
@@ -135,18 +117,6 @@ def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with Results(tmp_path / "r.sqlite") as file:
             assert file.get("a") == row("a")
             assert file._open.execute("SELECT * FROM notes").fetchall() == [("a",)]
-
-
-def test_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
-        assert one.claim("a") and one.claim("a") and not two.claim("a") and two.claim("b")
-        monkeypatch.setattr(module, "PATIENCE", 0.0)
-        assert two.claim("a"), "an owner that is not heard of any more"
-        monkeypatch.setattr(module, "PATIENCE", 60.0)
-        two.release()
-        assert one.claim("b")
-        one._open.execute("UPDATE claims SET owner = ?", (one.owner.replace(f" {os.getpid()} ", " 999999999 "),))
-        assert two.claim("b"), "an owner that is dead"
 
 
 def test_no_space_left(tmp_path: Path) -> None:
@@ -454,6 +424,12 @@ def test_equal_counts(root: Path) -> None:
         ({"budget": "1%", "align": "lora"}, "not both"),
         ({"model": ["x"]}, "Did you mean 'models'"),
         ({"seeds": ()}, "seeds"),
+        ({"name": "two\nlines"}, "is no label"),
+        (
+            {"methods": {"\x1b[2J": "head"}, "tasks": {"\ud800": {"task": "cb"}}},
+            r"(?s)tasks: .*methods: .* no label",
+        ),
+        ({"axes": {"rate": {"low\x00": {"lr": 1e-4}}}}, "axes rate: .* is no label"),
     ],
 )
 def test_what_is_wrong_with_a_grid(changes: dict[str, Any], said: str, root: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def test_splits_that_are_not_there(run: Run, pairs: Run) -> None:
 
 
 def test_predictions_are_those_of_the_evaluation(run: Run) -> None:
-    rows = [json.loads(line) for line in (run.predictions / "test.jsonl").read_text().splitlines()]
+    rows = tiny.objects(run.predictions / "test.jsonl")
     found = predict(run.folder, [row["input"] for row in rows])
     assert [answer["label"] for answer in found] == [row["prediction"] for row in rows]
     assert found[0]["scores"] == pytest.approx(rows[0]["scores"])

@@ -19,8 +19,9 @@ from deltune.expressions import ELSEWHERE
 from deltune.mathematics.forms import ACTIVATIONS
 
 RANKS = st.integers(1, 4096)
+LENGTHS = st.integers(2, 4096)  # one ungated prefix vector is refused
 SHARES = st.floats(0, 1, exclude_max=True)
-NUMBERS = st.one_of(st.integers(-100, 100), st.floats(allow_nan=False, allow_infinity=False))
+NUMBERS = st.one_of(st.integers(-100, 100), st.floats(allow_nan=False, allow_infinity=False)).filter(bool)
 SCALES = st.one_of(NUMBERS, st.just("learned"), NUMBERS.map(lambda n: f"learned({n})"))
 WHERE = {
     "layers": st.one_of(st.sampled_from(LAYERS), st.lists(st.integers(0, 99), min_size=1).map(tuple)),
@@ -61,7 +62,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "parallel_adapter": PARALLEL,
     "scaled_parallel_adapter": PARALLEL,
     "prefix": {
-        "length": RANKS, "reparameterise": st.none() | RANKS, "gate": st.booleans(), "shift_positions": st.booleans(),
+        "length": LENGTHS, "reparameterise": st.none() | RANKS, "gate": st.booleans(), "shift_positions": st.booleans(),
         **WHERE,
     },
     "prompt": {
@@ -74,7 +75,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "multi_head_parallel_adapter": {"length": RANKS, "own_down": st.booleans(), **WHERE},
     "prefix_layernorm": {"length": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"]},
     "unipelt": {
-        "length": RANKS, "rank": RANKS, "bottleneck": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"],
+        "length": LENGTHS, "rank": RANKS, "bottleneck": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"],
     },
     "ia3": WHERE,
     "three_vectors": {},
@@ -129,7 +130,7 @@ MODIFICATIONS = st.one_of(
     )
 )  # fmt: skip
 PREFIXES = st.builds(
-    deltune.Modification, st.just("heads"), st.builds(deltune.Prefix, RANKS, st.none() | RANKS),
+    deltune.Modification, st.just("heads"), st.builds(deltune.Prefix, LENGTHS, st.none() | RANKS),
     compose=st.one_of(COMPOSITIONS, st.just(deltune.Gate())),
 )  # fmt: skip
 SELECTIONS = st.builds(
@@ -335,7 +336,7 @@ CALLS: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: deltune.lora(r=8), "no argument 'r'.*Did you mean 'rank'"),
     (lambda: TABLE["lora"].make(at=("query", "values")), "unknown site 'values'"),
     (lambda: deltune.Modification("ffn", deltune.Prefix(2)), "site 'heads'"),
-    (lambda: deltune.Scale(math.nan), "must be a finite number"),
+    (lambda: deltune.Scale(math.nan), "a number is finite"),
     (lambda: deltune.Selection(("gain",)), "unknown role 'gain'.*Did you mean 'norm.gain'"),
 )
 

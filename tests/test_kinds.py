@@ -112,7 +112,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
     again = evaluate(run.folder, output=tmp_path / "again")
     for split in ("validation", "test"):
         assert again[split] == pytest.approx(metrics[split], rel=1e-5)
-        lines = [json.loads(line) for line in (run.predictions / f"{split}.jsonl").read_text().splitlines()]
+        lines = tiny.objects(run.predictions / f"{split}.jsonl")
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
     given = predicted(run.folder, of_file(places / kind / "test.jsonl", run.folder))
@@ -122,7 +122,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         assert own["prediction"] == _close(line["prediction"])
     scored = {split: {n: v for n, v in metrics[split].items() if n != "loss"} for split in ("validation", "test")}
     assert {s: pytest.approx(v, rel=1e-9) for s, v in scored.items()} == rescore(run.folder)
-    losses = [json.loads(line) for line in run.log_file.read_text().splitlines()]
+    losses = tiny.objects(run.log_file)
     steps = [line["loss"] for line in losses if "loss" in line]
     assert sum(steps[-3:]) < sum(steps[:3])
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import BartConfig, BartForConditionalGeneration
 
 import tiny
 from deltune.runs.parts import Parts
 from deltune.runs.train import train
-from deltune.sources.models import load_model
+from deltune.sources.models import Kept, load_model
+
+LAYERS = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 
 
 def test_a_head_of_another_seed_is_built_around_the_same_weights(tmp_path: Path) -> None:
@@ -21,6 +24,19 @@ def test_a_head_of_another_seed_is_built_around_the_same_weights(tmp_path: Path)
     assert parts.read["models"] == 1
     parts.model(place, "tagging", ("a", "b"), 0)
     assert parts.read["models"] == 2
+
+
+def test_what_is_built_around_kept_weights_is_what_the_files_say(tmp_path: Path) -> None:
+    """Its name, which stands in deltas, and how it generates, which no weight tells."""
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in LAYERS.items()}
+    made = BartForConditionalGeneration(BartConfig(d_model=32, vocab_size=50, max_position_embeddings=64, **sizes))
+    made.generation_config.update(num_beams=7, forced_bos_token_id=5, no_repeat_ngram_size=3)
+    made.save_pretrained(tmp_path)
+    kept = Kept()
+    one, two = (load_model(str(tmp_path), "seq2seq-lm", kept=kept) for _ in range(2))
+    assert one is not two and two.name_or_path == two.config.name_or_path == str(tmp_path)
+    assert two.generation_config.to_dict() == one.generation_config.to_dict()
+    assert two.generation_config.num_beams == 7 and two.generation_config is not one.generation_config
 
 
 def test_runs_that_share_are_the_runs_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -309,3 +310,19 @@ def test_without_the_extra_it_is_named(package: str, module: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None\ntry: import {module}\nexcept Exception as e: print(repr(e))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.startswith("DeltuneError") and "pip install deltune[report]" in told
+
+
+def test_a_figure_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
+    view, outcomes = FIGURES[0].values
+    assert isinstance(view, View)
+    picture = draw(view, outcomes)  # type: ignore[arg-type]
+    save(picture.figure, tmp_path / "figure")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(picture.figure, tmp_path / "figure")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -218,7 +218,7 @@ def test_a_try_that_diverges_is_the_worst(root: Path, tmp_path: Path) -> None:
 
 def test_steps_and_validations_between_epochs(root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, steps=10, validate_every=4), tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    lines = tiny.objects(tmp_path / "run" / "log.jsonl")
     assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 10]
     assert metrics["best"]["step"] in (4, 8, 10)
     assert train(tiny.spec(root, steps=2), tmp_path / "short")["best"]["step"] == 2, "less than an epoch"

@@ -34,7 +34,7 @@ def test_its_story_on_a_tiny_model(
 
 def test_the_packaged_tickets_are_whole() -> None:
     meta = json.loads((quickstart.TICKETS / "meta.json").read_text())
-    rows = [json.loads(line) for line in (quickstart.TICKETS / "train.jsonl").read_text().splitlines()]
+    rows = tiny.objects(quickstart.TICKETS / "train.jsonl")
     assert len(rows) == meta["rows"]["train"] and len({row["label"] for row in rows}) == 8
 
 

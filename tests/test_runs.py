@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,9 @@ from deltune.runs.folder import Run, write
 from deltune.runs.specs import RunSpec
 
 SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
+METRICS: dict[str, Any] = {
+    "seconds": 1, "best": {}, "count": {}, "signatures": {}, "omitted": {}, "truncated": {}, "truncated_targets": {},
+}  # fmt: skip
 FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}
 
 
@@ -37,8 +39,8 @@ def test_states(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="not finished"):
         _ = run.metrics
     run.checkpoint.mkdir()
-    run.finish({"seconds": 1})
-    assert run.finished and run.metrics == {"seconds": 1} and not run.checkpoint.exists()
+    run.finish(METRICS)
+    assert run.finished and run.metrics == METRICS and not run.checkpoint.exists()
     run.clear()
     assert names(run.folder) == set()
 
@@ -106,7 +108,7 @@ def test_the_log_goes_back_to_a_step(run: Run) -> None:
     with open(run.log_file, "a") as file:
         file.write('{"step": 2, "lo')  # a process was killed here
     run.rewind(2)
-    assert [json.loads(line)["step"] for line in run.log_file.read_text().splitlines()] == [0, 1, 2]
+    assert [line["step"] for line in run.logged()] == [0, 1, 2]
 
 
 def test_one_process_at_a_time(run: Run) -> None:

@@ -28,7 +28,7 @@ from deltune.runs.specs import RunSpec
 from deltune.studies.families import PAPER, SMALLER
 from deltune.studies.papers import STUDIES, study
 from deltune.studies.scales import RATES, Place, choices, crossed, joined, rate
-from deltune.studies.study import Study
+from deltune.studies.study import Study, Want, told
 from deltune.studies.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
 from deltune.tasks.table import TASKS
 from test_engine import Here
@@ -328,3 +328,20 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="give --data-root"):
         crossed(Place("small"), "x", {"a": "a"}, ("sst2",), choices({"full": "full"}))
     assert not joined()({})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scores": 5}, {"scores": {"accuracy": "<b>"}}, {"scores": {"accuracy": None}}, {"count": []},
+        {"examples": {"accuracy": 1}}, {"curve": {}}, {"curve": [1]}, {"seconds": "1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]) -> None:
+    """As of a file that another program, or somebody's hand, has written rightly but for this."""
+    right = {"scores": {"accuracy": 0.5}, "count": {}, "examples": {"accuracy": [1]}, "curve": [], "seconds": 1.0}
+    (outcome,) = told(Want({"seed": 0}, None), Row("a", "run", {}, {**right, "more": 1}, None, 0.0))
+    assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
+    (outcome,) = told(Want({"seed": 0}, None), Row("a", "run", {}, {**right, **wrong}, None, 0.0))
+    assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores

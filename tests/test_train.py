@@ -52,7 +52,7 @@ def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def log(run: Run) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in run.log_file.read_text().splitlines()]
+    lines = tiny.objects(run.log_file)
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
@@ -84,7 +84,7 @@ def test_a_run_holds_what_it_should(whole: Run, root: Path) -> None:
     facts = whole.environment
     assert facts["packages"]["torch"] and facts["device"] and facts["cpus"]
     assert facts["data"]["rows"] == {"train": 48, "validation": 24, "test": 24}
-    rows = [json.loads(line) for line in (whole.predictions / "test.jsonl").read_text().splitlines()]
+    rows = tiny.objects(whole.predictions / "test.jsonl")
     assert len(rows) == 24 and set(rows[0]) == {"id", "input", "prediction", "reference", "scores"}
     right = sum(row["prediction"] == row["reference"] for row in rows) / 24
     assert right == pytest.approx(metrics["test"]["accuracy"])
@@ -230,13 +230,13 @@ def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.Monke
     return Run(folder), targets[-1]
 
 
-@pytest.mark.parametrize("moment", range(1, 19))
+@pytest.mark.parametrize("moment", range(1, 22))
 def test_interrupted_at_any_write(
     moment: int, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run again, it is the same run in the end."""
     run, missed = interrupted(root, tmp_path / "run", moment, monkeypatch)
-    assert not run.finished and (missed == run.metrics_file) == (moment == 18), "which is the last"
+    assert not run.finished and (missed == run.metrics_file) == (moment == 21), "which is the last"
     train(tiny.spec(root), run.folder)
     same(whole, run)
 
@@ -246,7 +246,7 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
     lost: str, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the best epoch answered is taken over only with the very delta, as after a kill between both."""
-    run, _ = interrupted(root, tmp_path / "run", 18, monkeypatch)
+    run, _ = interrupted(root, tmp_path / "run", 21, monkeypatch)
     facts_file = next(run.checkpoint.glob("*/facts.json"))
     facts = json.loads(facts_file.read_text())
     assert facts["best"]["answered"]["metrics"] == whole.metrics["validation"]
@@ -258,6 +258,7 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
     else:
         facts["best"]["answered"]["delta"] = "0" * 64
     facts_file.write_text(json.dumps(facts))
+    checkpoints.seal(facts_file.parent)
     train(tiny.spec(root), run.folder)
     same(whole, run)
 
@@ -344,11 +345,16 @@ def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         train(tiny.spec(root, method="lora(rank=2)"), tmp_path / "run")
     checkpoint = checkpoints.latest(Run(tmp_path / "run").checkpoint)
-    assert checkpoint is not None and names(checkpoint) == {"facts.json", "tensors.safetensors", "trainer_state.json"}
+    assert checkpoint is not None and names(checkpoint) == {
+        "facts.json", "tensors.safetensors", "trainer_state.json", "SHA256SUMS",
+    }  # fmt: skip
     trained = [n for n in load_file(checkpoint / "tensors.safetensors") if n.startswith("trained.")]
     assert len(trained) == 2 * 2 * 2 + 2, "up and down, query and value, 2 layers; the head"
     assert names(checkpoint.parent) == {checkpoint.name}, "one checkpoint is enough"
     (checkpoint / "tensors.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(DeltuneError, match=r"--fresh.*tensors\.safetensors is not the file that was written"):
+        train(tiny.spec(root, method="lora(rank=2)", epochs=3), tmp_path / "run")
+    checkpoints.seal(checkpoint)
     with pytest.raises(DeltuneError, match="cannot be read"):
         train(tiny.spec(root, method="lora(rank=2)", epochs=3), tmp_path / "run")
 

@@ -181,11 +181,11 @@ def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     assert metrics["count"]["head"] == 0 and metrics["count"]["method"] == 11 * 64
     rows = read(shared, "sst2", 20)
     lines = Run(tmp_path / "run").predictions / "test.jsonl"
-    said = [json.loads(line) for line in lines.read_text().splitlines()][:20]
+    said = tiny.objects(lines)[:20]
     assert set(said[0]["scores"]) == {"negative", "positive"} and said[0]["prediction"] in said[0]["scores"]
     tiny.lines(tmp_path / "other" / "test.jsonl", [{"sentence": r["sentence"], "label": r["label"]} for r in rows])
     evaluate(tmp_path / "run", str(tmp_path / "other"), ["test"], tmp_path / "out")
-    again = [json.loads(line) for line in (tmp_path / "out" / "test.jsonl").read_text().splitlines()]
+    again = tiny.objects(tmp_path / "out" / "test.jsonl")
     assert [row["prediction"] for row in again] == [row["prediction"] for row in said]
     assert again[0]["scores"] == pytest.approx(said[0]["scores"], rel=1e-4)
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from deltune.disk import read_objects
 from deltune.runs.specs import RunSpec
 
 WORDS = {
@@ -37,6 +38,11 @@ def sentences(rows: int, seed: int) -> list[dict[str, Any]]:
         words.insert(chance.randrange(len(words) + 1), chance.choice(WORDS[label]))
         found.append({"text": " ".join(words), "label": label})
     return found
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file."""
+    return [value for _, value in read_objects(path)]
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -87,7 +93,7 @@ def still(folder: Path) -> Path:
 
 def losses(run: Path) -> list[float]:
     """The training losses of a run's log."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    lines = objects(run / "log.jsonl")
     return [line["loss"] for line in lines if "loss" in line]
 
 

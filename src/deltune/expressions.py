@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
-import math
-import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any
 
-from .errors import DeltuneError, all_problems, nearest, unknown
+from .arguments import accepts, mismatch, too_large
+from .errors import DeltuneError, all_problems, excerpt, nearest, unknown
 
 Vocabulary = Mapping[str, Callable[..., Any]]
 
@@ -32,6 +30,13 @@ ELSEWHERE = {
     "non_linearity": "activation",
 }
 """What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
+
+LONGEST = 100_000
+"""Characters of an expression."""
+DEEPEST = 30
+"""Brackets within brackets."""
+MOST_TERMS = 1_000
+"""Terms of one sum."""
 
 
 def no_argument(name: str, key: str, make: Callable[..., Any]) -> str:
@@ -62,11 +67,13 @@ def parse(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ())
     source = " ".join(text.split())
     if not source:
         raise DeltuneError("the method expression is empty; for example: prefix(length=16) + layernorm")
+    _check_limits(source)
     try:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         at = (getattr(error, "offset", None) or 1) - 1
-        reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        deep = isinstance(error, RecursionError | MemoryError)
+        reason = "nested too deeply" if deep else getattr(error, "msg", None) or str(error)
         reason = "a size is left open (?); deltune.fit solves it for a budget" if "?" in source else reason
         raise DeltuneError(f"the method expression cannot be read: {reason}\n{_caret(source, at)}") from None
     reader = _Reader(vocabulary, words)
@@ -82,6 +89,25 @@ def parse(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ())
             [f"{p.message}\n{_caret(source, _column(source, p.node))}" for p in reader.problems],
         )
     return value
+
+
+def _check_limits(source: str) -> None:
+    """Error for a text that is longer or nested deeper than any method, before it is parsed."""
+    if len(source) > LONGEST:
+        raise DeltuneError(f"the method expression has {len(source):,} characters; at most {LONGEST:,} are read")
+    depth, quote = 0, ""
+    for column, character in enumerate(source):
+        if character in "'\"":
+            quote = "" if quote == character else quote or character
+        elif not quote and character in "([{":
+            depth += 1
+        elif not quote and character in ")]}":
+            depth -= 1
+        if depth > DEEPEST:
+            raise DeltuneError(
+                f"the method expression is nested too deeply: more than {DEEPEST} brackets are open\n"
+                + _caret(source, column)
+            )
 
 
 def _column(source: str, node: ast.AST) -> int:
@@ -117,6 +143,8 @@ class _Reader:
             quoted = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
             self.fail(node, unknown("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
+            if isinstance(node.value, int | float) and (why := too_large(node.value)):
+                self.fail(node, f"{excerpt(node.value)} is too large: {why}")
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):
             return tuple(self.value(item) for item in node.elts)
@@ -132,6 +160,8 @@ class _Reader:
         while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.Add):
             terms.append(rest.right)
             rest = rest.left
+        if len(terms) >= MOST_TERMS:
+            self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MOST_TERMS:,} are read")
         values = []
         for term in [rest, *reversed(terms)]:
             try:
@@ -186,17 +216,17 @@ class _Reader:
         hints = typing.get_type_hints(make)
         before = len(self.problems)
         bound: dict[str, Any] = {}
-        for (at, given), key in zip(positional, parameters, strict=False):
-            bound[key] = self.checked(at, name.id, key, given, hints)
+        for (at, argument), key in zip(positional, parameters, strict=False):
+            bound[key] = self.checked(at, name.id, key, argument, hints)
         for at, _ in positional[len(parameters) :]:
             self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {usage(make)}"))
-        for key, (at, given) in named.items():
+        for key, (at, argument) in named.items():
             if key not in parameters:
                 self.problems.append(_Problem(at, no_argument(name.id, key, make)))
             elif key in bound:
                 self.problems.append(_Problem(at, f"{name.id}: {key!r} is given twice"))
             else:
-                bound[key] = self.checked(at, name.id, key, given, hints)
+                bound[key] = self.checked(at, name.id, key, argument, hints)
         missing = [k for k, p in parameters.items() if p.default is Parameter.empty and k not in bound]
         if missing:
             self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {usage(make)}"))
@@ -210,20 +240,15 @@ class _Reader:
     def checked(self, node: ast.AST, name: str, key: str, value: Any, hints: dict[str, Any]) -> Any:
         hint = hints.get(key, Any)
         if not accepts(hint, value):
-            self.problems.append(_Problem(node, f"{name}: {key}={value!r} is not {describe(hint)}"))
+            self.problems.append(_Problem(node, f"{name}: {mismatch(key, hint, value)}"))
         return value
 
 
 def usage(make: Callable[..., Any]) -> str:
     """The signature as it is written in an expression."""
-    shown: Signature = signature(make)
-    parameters = [p.replace(annotation=Parameter.empty) for p in shown.parameters.values()]
-    return str(shown.replace(parameters=parameters, return_annotation=Signature.empty))
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    excerpt: Signature = signature(make)
+    parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
+    return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
 def expression(value: Any) -> str:
@@ -234,52 +259,3 @@ def expression(value: Any) -> str:
         if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
     ]
     return f"{type(value).__name__}({', '.join(given)})"
-
-
-def check_fields(value: Any) -> None:
-    """Error when a field of a frozen dataclass does not fit its type; lists become tuples, so that it can be hashed."""
-    kind: Any = type(value)
-    hints = _hints(kind)
-    for field in dataclasses.fields(value):
-        given = getattr(value, field.name)
-        if isinstance(given, list):
-            given = tuple(given)
-            object.__setattr__(value, field.name, given)
-        if not accepts(hints[field.name], given):
-            raise DeltuneError(f"{type(value).__name__}: {field.name}={given!r} is not {describe(hints[field.name])}")
-
-
-def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value fits a type hint; an int fits a float, a bool fits neither."""
-    if hint is Any:
-        return True
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(accepts(h, value) for h in inside)
-    if origin is typing.Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in inside)
-    if origin is tuple:
-        return isinstance(value, tuple) and (
-            all(accepts(inside[0], v) for v in value)
-            if len(inside) == 2 and inside[1] is Ellipsis
-            else len(value) == len(inside) and all(map(accepts, inside, value))
-        )
-    if hint is None or hint is type(None):
-        return value is None
-    if hint in (int, float):
-        number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-        return number and math.isfinite(value)
-    return isinstance(value, hint)
-
-
-def describe(hint: Any) -> str:
-    """A type hint in words."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(h) for h in inside)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(repr(v) for v in inside)
-    if origin is tuple:
-        return f"a list of {describe(inside[0])}"
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
-    return words.get(hint, f"a {getattr(hint, '__name__', hint)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -10,17 +11,17 @@ import torch
 
 import deltune
 from deltune.algebra.elements import Masked
+from deltune.mathematics.forms import Widths
 from deltune.mathematics.sparse import Side, Unit, draw, split
 
 from .families import FAMILIES
-from .specimens import batch, build, equal, forward, loss
+from .specimens import batch, build, differences, equal, facts, forward, loss, specimen, stir
 
 PATTERNS = [(p, a) for p in ("discrete", "adjacent") for a in ("rows", "columns")]
 
 
 def pair(name: str, rank: int, wide: int, high: int) -> Unit:
-    ranks = np.arange(rank)
-    return Unit(name, rank=rank, down=(Side("down", wide, ranks * wide, 1),), up=(Side("up", high, ranks, rank),))
+    return Unit(name, rank=rank, down=(Side("down", wide, wide, 1),), up=(Side("up", high, 1, rank),))
 
 
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
@@ -97,6 +98,105 @@ def test_the_split_is_exact() -> None:
     for wrong in (0, whole + 1):
         with pytest.raises(deltune.DeltuneError, match=f"give 1 to {whole}"):
             split(units, wrong)
+
+
+def test_what_acts_through_others_gets_none_without_them() -> None:
+    """Gates and learned scales, for every total."""
+    units = [pair("a", 2, 3, 3), pair("b", 1, 5, 4), Unit("gate", (6,), "gate"), Unit("scale", (), "scale")]
+    needs = {2: [0, 1], 3: [1]}
+    whole = sum(unit.size for unit in units)
+    for total in range(2, whole + 1):
+        quotas = split(units, total, needs)
+        assert sum(quotas) == total
+        assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
+        assert all(not quotas[i] or any(quotas[j] for j in others) for i, others in needs.items())
+    with pytest.raises(deltune.DeltuneError, match=f"give 2 to {whole}"):
+        split(units, 1, needs)
+
+
+@pytest.mark.parametrize("pattern", ["discrete", "adjacent"])
+@pytest.mark.parametrize("along", ["rows", "columns"])
+def test_no_rank_is_kept_by_its_bias_alone(pattern: str, along: str) -> None:
+    """f(0 + b) is 0 at the start and up too, so that neither would ever have a gradient."""
+    rank, wide, high = 4, 3, 2
+    down = (Side("down", wide, wide, 1), Side("down_bias", 1, 1, 1, constant=True))
+    for seed in range(20):
+        unit = Unit(f"w{seed}", rank=rank, down=down, up=(Side("up", high, 1, rank),))
+        for count in range(2, unit.size + 1):
+            kept = draw(unit, count, pattern, along, seed)
+            assert sum(map(len, kept.values())) == count
+            assert set(kept["down"] // wide) == set(kept["up"] % rank) >= set(kept.get("down_bias", ()))
+
+
+@pytest.mark.parametrize("rank", [10**6, 10**12, 2**50])
+@pytest.mark.parametrize(("pattern", "along"), PATTERNS)
+def test_a_huge_rank_costs_what_is_kept(rank: int, pattern: str, along: str) -> None:
+    began = time.monotonic()
+    kept = draw(pair("w", rank, 768, 768), 1000, pattern, along, seed=0)
+    assert sum(map(len, kept.values())) == 1000 and time.monotonic() - began < 5
+
+
+SMOOTH = (
+    "Modification('ffn', Bottleneck(4, activation='gelu', bias=True), compose=SigmoidGate('g'))",
+    "Modification('ffn', Bottleneck(4, activation='tanh'), compose=Scale(2, True)) + layernorm",
+    "Modification('heads', Prefix(3), compose=SigmoidGate('p')) + Modification('query', LowRank(2))",
+    "prefix(length=3) + prefix(length=2, gate=False) + lora(rank=2)",
+)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("text", SMOOTH)
+def test_what_is_counted_is_what_trains(name: str, text: str) -> None:
+    """N scalars are counted, N have requires_grad, and each of them has a gradient once training has begun."""
+    model = specimen(name)
+    inputs = [batch(model, rows=4, length=20, seed=seed) for seed in range(3)]
+    for number in (2, 20, 120):
+        masked = f"apet({text}, parameters={number}, seed=1)"
+        tuned = deltune.attach(model, masked, head="freeze")
+        assert deltune.count(model, masked).method == sum(p.numel() for p in tuned.parameters()) == number
+        stir(tuned)
+        for one in inputs:
+            loss(forward(model, one)).backward()
+        still = [n for n, p in tuned.trained() if p.grad is None or (p.grad == 0).any()]
+        model.zero_grad(set_to_none=True)
+        tuned.detach()
+        assert not still, masked
+
+
+@pytest.mark.parametrize("form", [deltune.MultiHead(3), deltune.Prefix(3)])
+@pytest.mark.parametrize(("pattern", "along"), PATTERNS)
+def test_a_head_keeps_keys_and_values(form: deltune.MultiHead | deltune.Prefix, pattern: str, along: str) -> None:
+    """Heads do not mix: a key moves the output through a value of its own row and head."""
+    widths = Widths(8, 8, heads=4, kv_heads=2, head_width=5, value_width=3)
+    rank, down, up = form.product(widths)
+    for count in range(2, rank * 8 + 1):
+        kept = draw(Unit("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
+        assert set(kept["keys"] // 5) == set(kept["values"] // 3)
+        assert sum(map(len, kept.values())) == count
+
+
+def test_a_tensor_read_past_its_module_is_not_trained_in_part() -> None:
+    """DeBERTa reads its relative embeddings directly: no hook would put what is trained of them in their place."""
+    model = specimen("deberta-v2")
+    known = facts(model)
+    direct = [t.name for t in deltune.inspect(model).tensors if t.direct]
+    assert direct == ["deberta.encoder.rel_embeddings.weight"]
+    for text in ("apet(full, parameters=100)", "diff_pruning(over='all')"):
+        with pytest.raises(deltune.DeltuneError, match=r"rel_embeddings.weight cannot be trained in part"):
+            deltune.attach(model, text)
+    assert differences(known, facts(model)) == []
+    deltune.attach(model, "full").detach()
+
+
+@pytest.mark.parametrize("name", ["pegasus", "marian"])
+def test_what_the_model_computes_is_not_trained(name: str) -> None:
+    """Sinusoids stand in parameters that have no gradient."""
+    model = specimen(name)
+    tuned = deltune.attach(model, "full")
+    trained = dict(tuned.trained())
+    assert not any("embed_positions" in tensor for tensor in trained)
+    assert sum(p.numel() for p in trained.values()) == tuned.count().method
+    tuned.detach()
 
 
 def test_ten_thousand_of_seven_billion() -> None:

@@ -47,10 +47,10 @@ def listen(model: PreTrainedModel, kernel: str) -> list[Call]:
         calls.append(Call(module, query, key, value, mask, options, output[0]))
         return output
 
-    AttentionInterface.register("spy", spy)
-    AttentionMaskInterface.register("spy", {"sdpa": sdpa_mask, "eager": eager_mask}[kernel])
+    AttentionInterface.register("deltune_spy", spy)  # the prefix of the name says that it takes prefixes
+    AttentionMaskInterface.register("deltune_spy", {"sdpa": sdpa_mask, "eager": eager_mask}[kernel])
     for config in configurations(model):
-        config._attn_implementation = "spy"
+        config._attn_implementation = "deltune_spy"
     return calls
 
 

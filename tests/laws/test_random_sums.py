@@ -18,13 +18,15 @@ TERMS = st.one_of(
     st.builds("lora(rank={}, at='{}'{})".format, SMALL, SITES, WHERE),
     st.builds("adapter(style='{}', rank={}{})".format, st.sampled_from(["houlsby", "pfeiffer"]), SMALL, WHERE),
     st.builds("parallel_adapter(at='{}', rank={}{})".format, st.sampled_from(["ffn", "heads"]), SMALL, WHERE),
-    st.builds("prefix(length={}, gate={}{})".format, SMALL, st.booleans(), WHERE),
+    st.builds("prefix(length={}{})".format, SMALL, WHERE),
+    st.builds("prefix(length={}, gate=False{})".format, st.integers(2, 5), WHERE),
     st.builds("prompt(length={})".format, SMALL),
     st.builds("multi_head_parallel_adapter(length={}{})".format, SMALL, WHERE),
     st.builds("layernorm(terms='gain'{})".format, WHERE),
     st.just("ia3"),
 )
-SUMS = st.lists(TERMS, min_size=1, max_size=4).map(" + ".join)
+SUMS = st.lists(TERMS, min_size=1, max_size=4).map(" + ".join).filter(lambda text: text.count("layernorm") < 2)
+"""A selection that another one holds whole is refused."""
 slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import deltune
 
 from .families import FAMILIES, Family
 from .methods import METHODS, Row, cells
-from .specimens import batch, build, specimen, stir
+from .specimens import batch, build, differences, equal, facts, run, specimen, stir
 
 WHOLE = ("full", "apet(full")
 """Methods that train what all rows share."""
@@ -106,8 +108,8 @@ MANY = (
 
 
 @pytest.mark.parametrize("name", [f.name for f in FAMILIES.values() if f.interface])
-@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
-def test_all_at_once(name: str, left: bool) -> None:
+@pytest.mark.parametrize("left", [None, False, True], ids=["padded right", "padded left", "padded left and numbered"])
+def test_all_at_once(name: str, left: bool | None) -> None:
     """Prompts and prefixes of different lengths, norms, adapters and nothing, in one batch with padding."""
     family = FAMILIES[name]
     model = model_of(family)
@@ -119,7 +121,7 @@ def test_all_at_once(name: str, left: bool) -> None:
         names += ["d3", "d0"]
         inputs = batch(model, rows=len(names), pad=0)
         for row in (2, 4, 5):
-            columns = slice(0, row - 1) if left and family.kind == "decoder" else slice(-row + 1, None)
+            columns = slice(0, row - 1) if left is not None and family.kind == "decoder" else slice(-row + 1, None)
             inputs["input_ids"][row, columns] = model.config.pad_token_id
             inputs["attention_mask"][row, columns] = 0
         if left and family.kind == "decoder":
@@ -211,10 +213,28 @@ def test_generation(name: str, ways: dict[str, Any]) -> None:
         tuned.detach()
 
 
+def test_what_rows_left_goes_when_a_delta_is_detached() -> None:
+    """Modules whose tensors differed by row run as before; inside of a block they go on with those of the rows."""
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = stir(deltune.attach(model, "layernorm", name="one"))
+    deltune.attach(model, "lora(rank=2)", name="two")
+    known, inputs = facts(model), batch(model, rows=2)
+    deltune.attach(model, "lora(rank=2)", name="three")
+    with tuned.rows(["one", None]):
+        expected = run(model, inputs)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(tuned.detach, "three").result()
+        assert equal(run(model, inputs), expected)
+    deltune.attach(model, "lora(rank=2)", name="three")
+    tuned.detach("three")
+    tuned.use("two")
+    assert differences(known, facts(model)) == []
+
+
 def test_what_is_no_batch() -> None:
     model = build(FAMILIES["bert"], "sequence")
     tuned = deltune.attach(model, "layernorm", name="one")
-    for names, told in (([], "it got none"), (["two"], "'two'"), (["one", "tow", "three"], "2 problems")):
+    for names, told in (([], r"not \[\]"), (["two"], "'two'"), (["one", "tow", "three"], "2 problems")):
         with pytest.raises(deltune.DeltuneError, match=told), tuned.rows(names):
             pass
     with tuned.rows(["one", None]), pytest.raises(deltune.DeltuneError, match=r"one name .* for each row"):
@@ -222,10 +242,7 @@ def test_what_is_no_batch() -> None:
     assert tuned.active == "one"
     with pytest.raises(ZeroDivisionError), tuned.rows(["one", None]):
         raise ZeroDivisionError
-    left = {
-        type(getattr(hook, "__self__", None)).__name__ for m in model.modules() for hook in m._forward_hooks.values()
-    }
-    assert tuned.active == "one" and not left & {"RowTap", "NormTap"}
+    assert tuned.active == "one" and tuned.mixed == ()
 
 
 def test_states_inside_states() -> None:
@@ -326,7 +343,7 @@ def test_rows_that_are_refused_are_refused_again(text: str) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_norm_that_runs_again_has_the_values_in_use(first: bool) -> None:
+def test_a_norm_that_runs_again_has_the_values_in_use(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Pfeiffer adapter reads the norm of h; the norm is trained in part; hooks are made by who is attached first."""
     model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
@@ -340,16 +357,32 @@ def test_a_norm_that_runs_again_has_the_values_in_use(first: bool) -> None:
     adapters = [e for e in tuned.delta().all_edits() if e.place.again]
     assert adapters
     norm = model.get_submodule(adapters[0].place.target.path)
-    seen = []
-    original = type(norm).forward
+    weights = []
+    original = torch.nn.LayerNorm.forward
 
-    def watched(h: torch.Tensor) -> torch.Tensor:
-        seen.append(norm._parameters["weight"].detach().clone())
-        return original(norm, h)
+    def watched(self: torch.nn.LayerNorm, h: torch.Tensor) -> torch.Tensor:
+        if self.__dict__.get("forward") is norm.forward:
+            weights.append(self.weight.detach().clone())
+        return original(self, h)
 
-    norm.forward = watched
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", watched)
     answer(model, inputs)
-    assert len(seen) == 2 and torch.equal(*seen)
+    assert len(weights) == 2 and torch.equal(*weights) and not torch.equal(weights[0], norm.weight)
+
+
+def test_a_forward_that_was_replaced_is_refused() -> None:
+    """It computes with the module's own tensors, and would leave out those that are trained."""
+    model = build(FAMILIES["bert"], "base")
+    norm = model.encoder.layer[0].output.LayerNorm
+    tuned = deltune.attach(model, "apet(layernorm, parameters=40)")
+    ours, norm.forward = norm.forward, partial(type(norm).forward, norm)
+    with pytest.raises(deltune.DeltuneError, match=r"encoder\.layer\.0\.output\.LayerNorm.*was replaced after"):
+        answer(model, batch(model))
+    tuned.detach()
+    with pytest.raises(deltune.DeltuneError, match="was replaced"):
+        deltune.attach(model, "apet(layernorm, parameters=40)")
+    assert norm.forward is not ours and "deltune" not in model._modules
+    answer(model, batch(model))
 
 
 def test_a_backward_pass_outside_its_rows_is_an_error() -> None:

@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.log_file.read_text().splitlines()]
+    return tiny.objects(run.log_file)
 
 
 def compare(whole: Run, other: Run) -> None:

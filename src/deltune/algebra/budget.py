@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.observe import inspect
-from ..errors import DeltuneError
+from ..arguments import LARGEST, accepts, percentage
+from ..errors import DeltuneError, excerpt
 from .catalogue import parse
 from .counting import base_size, count_plan
 from .elements import Method
 from .planning import plan
+
+PATIENCE = 1_000
+"""Steps by which sizes are lowered to a budget; a count in proportion to its sizes takes a few."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def solve(
     wanted = cost(budget) if isinstance(budget, Method) else _scalars(model, budget, denominator)
     pieces = _pieces(method)
     slots = len(pieces) - 1
-    if weights is not None and (len(weights) != slots or not all(0 < w < math.inf for w in weights)):
-        raise DeltuneError(f"weights={list(weights)}: give {slots} positive numbers, one for each ?")
+    if weights is not None and not _fit_weights(weights, slots):
+        raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
 
     def made(sizes: Sequence[int]) -> Method:
         text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
@@ -83,7 +87,11 @@ def solve(
         """The largest size up to `size` that the method takes there (a mask keeps no more than there is)."""
         if takes(slot, size):
             return size
-        return small + bisect_left(range(small + 1, size), True, key=lambda tried: not takes(slot, tried))
+        fits, beyond = small, min(size, LARGEST + 1)  # what parse takes; sizes may be longer than any range
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            fits, beyond = (middle, beyond) if takes(slot, middle) else (fits, middle)
+        return fits
 
     small, least = _smallest(cost_at, slots)
     if least > wanted:
@@ -93,11 +101,13 @@ def solve(
     units = [cost_at(*(small + (i == j) for j in range(slots))) - least for i in range(slots)]
     if idle := [str(i) for i, unit in enumerate(units, 1) if not unit]:
         raise DeltuneError(f"? number {' and '.join(idle)} of {method} changes no count, so give it a value")
-    shares = [1.0] * slots if weights is None else list(weights)
+    shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
     free = wanted - (least - small * sum(units))
-    sizes = [max(small, int(free * s / sum(shares) // u)) for s, u in zip(shares, units, strict=True)]
+    sizes = [max(small, free * s / sum(shares) // u) for s, u in zip(shares, units, strict=True)]
     sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
-    while cost_at(*sizes) > wanted:  # the smallest size where a share was less
+    for _ in range(PATIENCE):  # the smallest size where a share was less
+        if cost_at(*sizes) <= wanted or max(sizes) == small:
+            break
         over = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
         sizes[over] -= 1
     left = wanted - cost_at(*sizes)
@@ -106,7 +116,9 @@ def solve(
             more = largest(i, sizes[i] + left // units[i]) - sizes[i]
             sizes[i], left = sizes[i] + more, left - more * units[i]
     solved = made(sizes)
-    return Fit(solved, cost(solved), wanted)
+    if (count := cost(solved)) > wanted:
+        raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
+    return Fit(solved, count, wanted)
 
 
 def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
@@ -120,12 +132,22 @@ def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
             raise refused from None
 
 
+def _fit_weights(weights: object, slots: int) -> bool:
+    """Whether there is a positive number for each ?."""
+    if not isinstance(weights, list | tuple) or len(weights) != slots:
+        return False
+    return all(accepts(float, weight) and weight > 0 for weight in weights)
+
+
 def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
-    text = str(budget).replace(",", "").strip()
-    try:
-        number = int(base_size(model, denominator)[1] * float(text[:-1]) / 100) if text.endswith("%") else int(text)
-    except (ValueError, OverflowError):
-        raise DeltuneError(f"budget={budget!r}: give a number of scalars or a share such as '0.5%'") from None
+    number = budget if isinstance(budget, int) and budget is not True else None
+    text = budget.replace(",", "").strip() if isinstance(budget, str) else ""
+    if (share := percentage(text)) is not None:
+        number = int(base_size(model, denominator)[1] * share)
+    elif re.fullmatch(r"[-+]?[0-9]{1,30}", text):
+        number = int(text)
+    if number is None or abs(number) > 10**30:
+        raise DeltuneError(f"budget={excerpt(budget)}: give a number of scalars or a share such as '0.5%'")
     if number < 1:
         raise DeltuneError(f"budget={budget!r} is {number} scalars; give at least 1")
     return number

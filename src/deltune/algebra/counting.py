@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..anatomy.observe import inspect
 from ..anatomy.trace import skeleton
 from ..anatomy.values import Anatomy
-from ..errors import DeltuneError, unknown
+from ..arguments import LARGEST
+from ..errors import DeltuneError, excerpt, unknown
 from ..mathematics.forms import Shapes
 from .catalogue import parse
 from .elements import Method, Modification
@@ -69,7 +71,8 @@ def trained_shapes(modification: Modification, place: Place) -> Shapes:
     return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
 
 
-def _numel(shapes: Shapes) -> int:
+def numel(shapes: Shapes) -> int:
+    """Scalars of several tensors."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -110,10 +113,10 @@ def count_plan(
         if edit.mask is not None:
             drawn += edit.mask.count
             continue
-        kept += _numel(kept_shapes(m, edit.place))
-        trained += _numel(trained_shapes(m, edit.place))
-        shared[edit.term, edit.place.group] = _numel(m.form.shared(widths))
-        tied[edit.tied] = _numel(m.compose.tied(widths))
+        kept += numel(kept_shapes(m, edit.place))
+        trained += numel(trained_shapes(m, edit.place))
+        shared[edit.term, edit.place.group] = numel(m.form.shared(widths))
+        tied[edit.tied] = numel(m.compose.tied(widths))
     drawn += sum(mask.count for _, mask in (*planned.partly, *planned.tied))
     drawn += sum(gates.keep for gates in planned.gated)
     trained += sum(2 * gates.size - gates.keep for gates in planned.gated)  # a difference and a gate for every scalar
@@ -132,12 +135,14 @@ def count_plan(
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
     """The name and the number of scalars of a denominator, always of AutoModel of the configuration."""
-    if isinstance(denominator, int) or (isinstance(denominator, str) and denominator.replace(",", "").isdigit()):
-        size = int(str(denominator).replace(",", ""))
-        if size < 1:
-            raise DeltuneError(f"denominator={denominator}: must be at least 1")
+    size = denominator if isinstance(denominator, int) and not isinstance(denominator, bool) else None
+    if isinstance(denominator, str) and re.fullmatch(r"[0-9][0-9,]{0,30}", denominator):
+        size = int(denominator.replace(",", ""))
+    if size is not None:
+        if not 1 <= size <= LARGEST:
+            raise DeltuneError(f"denominator={excerpt(denominator)}: must be at least 1 and at most {LARGEST:,}")
         return "number", size
-    if denominator not in DENOMINATORS:
+    if not isinstance(denominator, str) or denominator not in DENOMINATORS:
         raise DeltuneError(unknown("denominator", denominator, [*DENOMINATORS, "a number"]))
     config = model if isinstance(model, PreTrainedConfig) else model.config
     anatomy = inspect(skeleton(config))

@@ -7,16 +7,16 @@ All are frozen, comparable and hashable; their repr is the expression that makes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
 from typing import Any, Literal, get_type_hints
 
+from ..arguments import accepts, check_fields, mismatch, percentage
 from ..errors import DeltuneError, all_problems, unknown
-from ..expressions import accepts, check_fields, describe, expression, no_argument, usage
-from ..mathematics.compositions import Add, Composition, Gate, SigmoidGate
+from ..expressions import expression, no_argument, usage
+from ..mathematics.compositions import Add, Composition, Gate, Scale, SigmoidGate
 from ..mathematics.forms import Form, Vector
 from ..mathematics.heads import Prefix
 
@@ -128,6 +128,20 @@ class Modification(Method):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
         if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
             raise DeltuneError(f"a Vector that minds biases acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
+        if self.site in ("embedding", "hidden_states") and (self.layers, self.stack) != ("all", "all"):
+            raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
+        if self.site == "embedding" and self.compose != ADD:
+            raise DeltuneError(f"vectors before the embeddings are joined by Add() alone, not by {self.compose!r}")
+        if isinstance(self.form, Prefix) and self.form.length == 1 and not isinstance(self.compose, Gate):
+            raise DeltuneError(
+                "one prefix vector without the gate of UV eq. 8: its softmax is 1 whatever its key is, so that the key "
+                "would never be trained; give a length of at least 2"
+            )
+        if isinstance(self.compose, Scale) and not self.compose.value and self.form.silent:
+            raise DeltuneError(
+                f"a learned scale that starts at 0 on {self.form!r}, which starts at 0 too: neither would ever have a "
+                "gradient; start the scale at another number"
+            )
         inputless = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
         if isinstance(self.compose, SigmoidGate) and inputless:
             raise DeltuneError(f"SigmoidGate reads a sub-module's input, which site {self.site!r} does not have")
@@ -224,7 +238,7 @@ def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable
             raise DeltuneError(f"{make.__name__}: {error}; it takes {usage(make)}") from None
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
-        wrong = [f"{k}={v!r} is not {describe(hints()[k])}" for k, v in arguments.items() if not accepts(hints()[k], v)]
+        wrong = [mismatch(k, hints()[k], v) for k, v in arguments.items() if not accepts(hints()[k], v)]
         if wrong:
             raise all_problems(make.__name__, wrong)
         given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
@@ -259,20 +273,12 @@ class Masked(Method):
             raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
             raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
-        if isinstance(self.parameters, str) and self._share() is None:
+        if isinstance(self.parameters, str) and percentage(self.parameters) is None:
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
-
-    def _share(self) -> float | None:
-        text = str(self.parameters).strip()
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else math.nan
-            return share if math.isfinite(share) else None
-        except ValueError:
-            return None
 
     def wanted(self, base: Callable[[], int]) -> int:
         """N for a base model of base() scalars; a share is rounded down."""
-        share = self._share()
+        share = percentage(self.parameters) if isinstance(self.parameters, str) else None
         return int(self.parameters) if share is None else int(base() * share)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..anatomy.values import Anatomy, Norm, Tensor
 from ..errors import DeltuneError, all_problems
 from ..mathematics.sparse import Mask, Unit, split
 from .elements import Masked, Method, Modification, Selection
-from .sites import Place, chosen_layers, places
+from .sites import Place, Port, chosen_layers, places
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,10 @@ def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
                 found = _masked(found, term, base)
             except DeltuneError as error:
                 problems.append(f"{term!r}: {error}")
+            inner = term.method.terms
+            problems += _idle([_term(anatomy, one, index, problems) for one in inner] if len(inner) > 1 else [], inner)
         plans.append(found)
-    names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
-    whole = {t.name for p in plans for t in p.selected}
-    if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
-        problems.append(
-            f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
-            "apet(A + B, …), or one of the two"
-        )
-    forms = [e.modification.form for p in plans for e in p.edits]
-    if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
-        problems.append("shift_positions beside a prompt: both would move the positions of the text")
+    problems = problems or list(_conflicts(plans, method.terms))
     if problems:
         raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
     selected = {t.name: t for p in plans for t in p.selected}
@@ -100,6 +93,47 @@ def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
         tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
         tuple(t for p in plans for t in p.tied), tuple(g for p in plans for g in p.gated),
     )  # fmt: skip
+
+
+def _conflicts(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
+    """What terms would take from one another: every scalar that is counted must be used and trained."""
+    names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
+    whole = {t.name for p in plans for t in p.selected}
+    if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
+        yield (
+            f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
+            "apet(A + B, …), or one of the two"
+        )
+    replaced: dict[Port, PlannedEdit] = {}
+    for edit in (e for p in plans for e in p.edits if e.modification.form.replaces):
+        if edit.place.target in replaced:
+            yield (
+                f"two terms put {edit.modification.form!r} in place of what is at {edit.place.name}: the first of them "
+                "would have no effect; give one"
+            )
+        replaced[edit.place.target] = edit
+    yield from _idle(plans, terms)
+    in_part = [t for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
+    if unreached := sorted({t.name for t in in_part if t.direct}):
+        yield (
+            f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
+            "module, so that what is trained of it would never be used; choose a method without it, or train it whole"
+        )
+    forms = [e.modification.form for p in plans for e in p.edits]
+    if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
+        yield "shift_positions beside a prompt: both would move the positions of the text"
+
+
+def _idle(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
+    """Terms that only select tensors, all of which other terms select too."""
+    selected = [{t.name for t in p.selected} for p in plans]
+    for number, (one, term) in enumerate(zip(plans, terms, strict=False)):
+        rest = {name for other, names in enumerate(selected) if other != number for name in names}
+        if selected[number] and selected[number] <= rest and not (one.edits or one.gated or one.partly):
+            others = [repr(terms[i]) for i, names in enumerate(selected) if i != number and names & selected[number]]
+            beside = " and ".join(dict.fromkeys(others))
+            yield f"{term!r} has no effect beside {beside}, which trains all of it: leave it out"
+            return
 
 
 def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Plan:
@@ -114,32 +148,46 @@ def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Pl
                 edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
             elif part.sparsity is None:
                 selected += tensors(anatomy, part)
-            else:
-                gated.append(_gated(anatomy, part, str(number)))
+            elif chosen := tensors(anatomy, part):
+                gated.append(_gated(chosen, part.sparsity, str(number)))
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
     return Plan(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
 
 
-def _gated(anatomy: Anatomy, selection: Selection, key: str) -> PlannedGates:
-    found = tuple(dict.fromkeys(tensors(anatomy, selection)))
-    size = sum(t.numel for t in found)
-    keep = int(size * (selection.sparsity or 0))
+def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> PlannedGates:
+    unique = tuple(dict.fromkeys(chosen))
+    size = sum(t.numel for t in unique)
+    keep = int(size * sparsity)
     if not keep:
-        raise DeltuneError(f"sparsity={selection.sparsity} of {size:,} scalars is none; give at least {1 / size:.2g}")
-    return PlannedGates(key, found, keep)
+        raise DeltuneError(f"sparsity={sparsity} of {size:,} scalars is none; give at least {1 / size:.2g}")
+    return PlannedGates(key, unique, keep)
 
 
 def _masked(whole: Plan, masked: Masked, base: Callable[[], int]) -> Plan:
-    """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out."""
+    """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out.
+
+    A learned scale acts through the form of its edit, and a gate through the edits that it is tied to: they get none
+    where those have none.
+    """
     owners: list[tuple[str, str, Unit]] = []
+    needs: dict[int, list[int]] = {}
+    forms: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
     for edit in whole.edits:
-        owners += [("edit", edit.key, unit) for unit in _units(edit)]
-    for key, widths in {e.tied: e for e in whole.edits if e.modification.compose.tied(e.place.widths)}.items():
-        shape = widths.modification.compose.tied(widths.place.widths)["gate"]
+        composing = edit.modification.compose.shapes(edit.place.widths)
+        units = _units(edit)
+        numbered = dict(enumerate(units, len(owners)))
+        form = [i for i, unit in numbered.items() if unit.leaf not in composing]
+        needs |= {i: form for i, unit in numbered.items() if unit.leaf in composing}
+        if edit.modification.compose.tied(edit.place.widths):
+            forms.setdefault(edit.tied, []).extend(form)
+        owners += [("edit", edit.key, unit) for unit in units]
+    for key, edit in {e.tied: e for e in whole.edits if e.tied in forms}.items():
+        needs[len(owners)] = forms[key]
+        shape = edit.modification.compose.tied(edit.place.widths)["gate"]
         owners.append(("tied", key, Unit(f"tied.{key}", shape, "gate")))
     owners += [("base", t.name, Unit(t.name, t.shape, t.name)) for t in whole.selected]
-    quotas = split([unit for _, _, unit in owners], masked.wanted(base))
+    quotas = split([unit for _, _, unit in owners], masked.wanted(base), needs)
     kept: dict[tuple[str, str], list[tuple[Unit, int]]] = {}
     for (kind, name, unit), count in zip(owners, quotas, strict=True):
         if count:
@@ -171,7 +219,11 @@ def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     belongs = {norm.path: norm for _, norm in anatomy.all_norms()}
     found = []
     for tensor in anatomy.tensors:
-        if tensor.area not in selection.areas or (tensor.layer is not None and tensor.layer not in layers):
+        if (
+            tensor.computed
+            or tensor.area not in selection.areas
+            or (tensor.layer is not None and tensor.layer not in layers)
+        ):
             continue
         if tensor.layer is None and selection.stack not in ("all", *_stacks_of(anatomy, tensor)):
             continue

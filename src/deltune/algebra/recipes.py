@@ -5,12 +5,12 @@ LN is LN-tuning, UV Towards a Unified View, AP APET.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from ..errors import DeltuneError, unknown
+from ..arguments import NUMERAL
+from ..errors import DeltuneError, excerpt, unknown
 from ..mathematics.compositions import Add, Composition, Gate, Scale, SigmoidGate
 from ..mathematics.forms import Bottleneck, Form, Init, LowRank, Rescale, Vector
 from ..mathematics.heads import MultiHead, OwnMultiHead, Prefix
@@ -42,11 +42,10 @@ def _kind(attention: str, site: str, sites: Sequence[str]) -> str:
 
 def _compose(scale: Learned) -> Composition:
     if isinstance(scale, str):
-        found = re.fullmatch(r"learned(?:\(([-+0-9.e]+)\))?", scale.replace(" ", ""))
-        try:
-            return Scale(float(found[1] or 1) if found else math.nan, learned=True)
-        except (ValueError, DeltuneError):
-            raise DeltuneError(f"scale={scale!r}: give a number, 'learned' or 'learned(4)'") from None
+        match = re.fullmatch(rf"learned(?:\(({NUMERAL})\))?", scale.replace(" ", ""))
+        if match is None:
+            raise DeltuneError(f"scale={excerpt(scale)}: give a number, 'learned' or 'learned(4)'")
+        return Scale(float(match[1] or 1), learned=True)
     return Add() if scale == 1 else Scale(float(scale))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +33,21 @@ class Node:
 class Trace:
     """The recorded graph: nodes in order of execution, and the modules entered with the names of their arguments.
 
-    marks: who said that it took part.
+    Attributes:
+        runs: How often each module ran, by path.
+        began: How many nodes there were when each module was first entered.
+        ended: How many nodes there were when each module last returned.
+        attended: Paths of the modules that called the attention interface.
+        parameters: Names of the model's parameters by the identity that they have in this pass.
     """
 
     nodes: list[Node]
     entered: dict[str, tuple[torch.nn.Module, set[str]]]
     runs: dict[str, int]
-    marks: set[Any] = field(default_factory=set)
+    began: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    attended: set[str] = field(default_factory=set)
+    parameters: dict[int, str] = field(default_factory=dict)
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
         """The innermost module that ran and holds all the paths (`proper`: strictly holds them, and ran once)."""
@@ -56,6 +64,18 @@ class Trace:
 
     def of_kind(self, kind: str) -> list[Node]:
         return [node for node in self.nodes if node.kind == kind]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a value made of tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def back(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:

@@ -21,8 +21,11 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, first_line
 from .graph import Node, Trace, back
+from .quantised import refuse_quantised
+from .reads import computed, read_directly
+from .structure import base_parameters
 from .sublayers import SubLayer, place_of, sub_layers
 from .trace import base_model, skeleton, trace
 from .values import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Place, Stack, StackName, Tensor
@@ -38,10 +41,21 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     """
     if isinstance(model, PreTrainedConfig):
         return inspect(skeleton(model))
-    shape = tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
+    if not isinstance(model, PreTrainedModel):
+        raise DeltuneError(f"a model of transformers or its configuration is inspected, not a {type(model).__name__}")
+    refuse_quantised(model)
+    shape = tuple((name, tuple(p.shape)) for name, p in base_parameters(model))
     if model in _known and _known[model][0] == shape:
         return _known[model][1]
-    anatomy = _Reader(model).anatomy()
+    try:
+        anatomy = _Reader(model).anatomy()
+    except DeltuneError:
+        raise
+    except Exception as error:  # the reading meets what it has no word for
+        raise DeltuneError(
+            f"{type(model).__name__} is built in a way that deltune cannot read ({type(error).__name__}: "
+            f"{first_line(error)}); models of the families in the documentation can be tuned"
+        ) from error
     _known[model] = (shape, anatomy)
     return anatomy
 
@@ -51,7 +65,9 @@ class _Reader:
         self.model = model
         self.base = base_model(model)
         self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
-        self.trace: Trace = trace(self.base, self.base_path)
+        self.trace: Trace = trace(model)
+        self.direct = read_directly(model, self.trace)
+        self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
         self.hidden: list[str] = []
 
@@ -190,6 +206,8 @@ class _Reader:
             if node.kind == "norm" and node.path not in {n.path for n in norms}:
                 norms.append(self._norm(node, "embedding" if node.path in embedding else "final", ()))
         stacks = tuple(self._stack(name, [la for la in layers if la.stack == name], embedding) for name in first)
+        if any(stack.positions for stack in stacks):
+            self.computed = tuple(f".{name}" for name in computed(self.model))
         pooler = self._pooler(outside, embedding)
         head = self._head()
         return Anatomy(
@@ -298,10 +316,9 @@ class _Reader:
         kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
         names: dict[int, list[str]] = {}
         held: dict[int, torch.Tensor] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if not name.startswith("deltune."):
-                names.setdefault(id(parameter), []).append(name)
-                held[id(parameter)] = parameter
+        for name, parameter in base_parameters(self.model):
+            names.setdefault(id(parameter), []).append(name)
+            held[id(parameter)] = parameter
         final = {n.path for n in self.trace.nodes if n.path} - embedding
         of_batch = self._of_batch()
         where = [(layer.path + ".", i) for i, layer in enumerate(layers)]
@@ -325,7 +342,10 @@ class _Reader:
                 area = "final" if executed in final else "other"
             role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
             common = executed in kinds and executed not in of_batch
-            tensors.append(Tensor(aliases[0], tuple(held[key].shape), area, role, layer, tuple(aliases[1:]), common))
+            direct = not self.direct.isdisjoint(aliases)
+            shape = tuple(held[key].shape)
+            fixed = f".{aliases[0]}".endswith(self.computed)
+            tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, fixed))
         return tuple(tensors)
 
 

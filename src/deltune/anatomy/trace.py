@@ -1,25 +1,25 @@
 """One forward pass on the meta device, recorded as a graph of linears, norms, embeddings, attentions and additions.
 
-No arithmetic is done: parameters are replaced by meta tensors, every family's attention interface by a function that
-returns the right shape, and its masks by None. What remains is the order and the wiring, which is all observe.py reads.
+No arithmetic is done: a copy of the model's structure runs on meta tensors, with a function that returns the right
+shape in place of the attention and no masks. What remains is the order and the wiring, which is all observe.py reads.
+The model itself is neither run nor changed, so it may be observed while other threads run it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..errors import DeltuneError
-from .graph import Node, Trace
-
-PORT = "_deltune_port"
-"""Where an attention module keeps its port: in __dict__, so that it is no sub-module and deepcopy carries it over."""
+from ..errors import DeltuneError, first_line
+from .graph import Node, Trace, tensors_in
+from .structure import structural_copy
 
 OBSERVE = "deltune_observe"
 """Name of the attention that only observes."""
@@ -39,8 +39,9 @@ _MIXING = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "a
 class _Recorder(TorchDispatchMode):
     """Writes a node per operation outside leaf modules; a leaf module or an attention is one opaque node."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: dict[torch.nn.Module, str], originals: dict[torch.nn.Module, torch.nn.Module]) -> None:
         super().__init__()
+        self.paths, self.originals = paths, originals
         self.trace = Trace([], {}, {})
         self.producer: dict[int, Node] = {}
         self.opaque = 0
@@ -56,9 +57,9 @@ class _Recorder(TorchDispatchMode):
             if name in ("addmm", "mm", "matmul", "bmm"):  # the weight itself, not its transpose: (in, out), as Conv1D
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
-        inputs = list(_tensors((args, kwargs or {})))
+        inputs = list(tensors_in((args, kwargs or {})))
         kind = _kind(name, inputs, self.producer)
-        self.record(kind, inputs, list(_tensors(out)))
+        self.record(kind, inputs, list(tensors_in(out)))
         return out
 
     def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **more: Any) -> Node:
@@ -73,17 +74,6 @@ class _Recorder(TorchDispatchMode):
         self.alive.extend((inputs, outputs))
         self.trace.nodes.append(node)
         return node
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _kind(name: str, inputs: list[torch.Tensor], produced: dict[int, Node]) -> str:
@@ -117,18 +107,7 @@ def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any)
     return "embedding" if weight.dim() == 2 and output.shape[-1] == weight.shape[1] else None
 
 
-_current: _Recorder | None = None
-
-
-def observing() -> bool:
-    """True while a model is only looked at: hooks then mark that they fired and compute nothing."""
-    return _current is not None
-
-
-def mark(who: Any) -> None:
-    """While a model is looked at: who takes part in its pass."""
-    assert _current is not None
-    _current.trace.marks.add(who)
+_RECORDER: ContextVar[_Recorder | None] = ContextVar("deltune_recorder", default=None)
 
 
 def _observing_attention(
@@ -140,16 +119,15 @@ def _observing_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out."""
-    if _current is None:
+    recorder = _RECORDER.get()
+    if recorder is None:
         raise DeltuneError(f"attention {OBSERVE!r} only runs inside deltune.inspect; set attn_implementation='sdpa'")
-    port = module.__dict__.get(PORT)
-    if port is not None:
-        port.mark()
-    _current.opaque += 1
+    recorder.opaque += 1
     batch, heads, tokens, _ = query.shape
     output = query.new_empty(batch, tokens, heads, value.shape[-1])
-    _current.opaque -= 1
-    _current.record("attention", [query, key, value], [output], module=module)
+    recorder.opaque -= 1
+    recorder.record("attention", [query, key, value], [output], module=recorder.originals[module])
+    recorder.trace.attended.add(recorder.paths[module])
     return output, None
 
 
@@ -171,29 +149,6 @@ def configurations(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-@contextlib.contextmanager
-def _attention(model: torch.nn.Module, name: str) -> Iterator[None]:
-    before = [(config, config._attn_implementation) for config in configurations(model)]
-    try:
-        for config, _ in before:
-            config._attn_implementation = name
-        yield
-    finally:
-        for config, was in before:
-            config._attn_implementation = was
-
-
-@contextlib.contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
-    try:
-        model.eval()  # layers must not be dropped while they are looked at
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
-
-
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its head: itself where it has none. A wrapper that only hands its arguments on is passed by
     (the decoder alone of an encoder-decoder stands in one)."""
@@ -211,89 +166,102 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """AutoModel of the configuration on the meta device: shapes without numbers."""
     try:
         with torch.device("meta"):
-            return AutoModel.from_config(config)
+            # the dtype is written to the configuration; without one, the configuration's becomes the process's default
+            return AutoModel.from_config(copy.deepcopy(config), dtype=torch.get_default_dtype())
     except Exception as error:
         raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
 
 
-def trace(model: PreTrainedModel, prefix: str = "") -> Trace:
-    """Run `model` (the part that is observed: the base model) on meta tensors; paths get `prefix` in front.
+def trace(model: PreTrainedModel) -> Trace:
+    """Run a structural copy of `model`'s base model on meta tensors, and record it; paths are those in `model`.
 
     A family that computes attention itself may want its own masks; it is then traced with its eager attention, which
     shows everything but the attention's inside.
-    Errors: a forward that cannot run on shapes alone is a DeltuneError that quotes the family's own message.
+
+    Raises:
+        DeltuneError: a forward that cannot run on shapes alone; it quotes the family's own message.
     """
     try:
-        return _trace(model, prefix, OBSERVE)
+        return _trace(model, OBSERVE)
     except DeltuneError as first:
         try:
-            return _trace(model, prefix, "eager")
+            return _trace(model, "eager")
         except DeltuneError:
             raise first from None
 
 
-def _trace(model: PreTrainedModel, prefix: str, attention: str) -> Trace:
-    global _current
-    recorder = _Recorder()
-    paths = {module: f"{prefix}.{name}".strip(".") for name, module in model.named_modules()}
-    hooks = []
-
-    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        path = paths[module]
-        recorder.trace.runs[path] = recorder.trace.runs.get(path, 0) + 1
-        if path not in recorder.trace.entered:
-            recorder.trace.entered[path] = (module, set(kwargs) | _positional(module, args))
-        if _is_leaf(module):
-            recorder.opaque += 1
-
-    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not _is_leaf(module):
-            return
-        recorder.opaque -= 1
-        if recorder.opaque:
-            return
-        inputs = list(_tensors((args, kwargs)))
-        kind = _leaf_kind(module, inputs, output) or "op"
-        node = recorder.record(kind, inputs, list(_tensors(output)), path=paths[module], module=module)
-        node.transposed = kind == "linear" and id(module._parameters.get("weight")) in recorder.direct
-
-    state = {
-        name: torch.nn.Parameter(tensor.to("meta", _plain(tensor)), requires_grad=False)
-        if isinstance(tensor, torch.nn.Parameter)
-        else tensor.to("meta", _plain(tensor))
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    }
+def _trace(model: PreTrainedModel, attention: str) -> Trace:
     try:
-        for module in paths:
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=False))
-        _current = recorder
-        with torch.no_grad(), _attention(model, attention), _eval_mode(model), torch.device("meta"), recorder:
-            inputs = _dummy_inputs(model.forward)
-            for name, tensor in inputs.items():
-                if isinstance(tensor, torch.Tensor):
-                    recorder.record("input", [], [tensor], argument=name)
-            torch.func.functional_call(model, state, (), inputs, tie_weights=False)
+        return _run(model, attention)
     except DeltuneError:
         raise
     except Exception as error:
         raise DeltuneError(
             f"{type(model).__name__} could not be observed: its forward pass does not run on shapes alone "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            f"({type(error).__name__}: {first_line(error)})"
         ) from error
+
+
+def _run(model: PreTrainedModel, attention: str) -> Trace:
+    twin, originals = structural_copy(model)
+    base = base_model(twin)
+    prefix = next(name for name, module in twin.named_modules() if module is base)
+    paths = {module: f"{prefix}.{name}".strip(".") for name, module in base.named_modules()}
+    recorder = _Recorder(paths, originals)
+    named = twin.named_parameters(remove_duplicate=False)
+    recorder.trace.parameters = {id(parameter): name for name, parameter in named}
+    for module in paths:
+        module.register_forward_pre_hook(_entered, with_kwargs=True)
+        module.register_forward_hook(_left, with_kwargs=True)
+    for config in configurations(twin):
+        config._attn_implementation = attention
+    token = _RECORDER.set(recorder)
+    try:
+        with torch.no_grad(), torch.device("meta"), recorder:
+            inputs = _dummy_inputs(base.forward)
+            for name, tensor in inputs.items():
+                if isinstance(tensor, torch.Tensor):
+                    recorder.record("input", [], [tensor], argument=name)
+            base(**inputs)
     finally:
-        _current = None
-        for hook in hooks:
-            hook.remove()
+        _RECORDER.reset(token)
     return recorder.trace
+
+
+def _recorder() -> _Recorder:
+    recorder = _RECORDER.get()
+    assert recorder is not None
+    return recorder
+
+
+def _entered(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    recorder = _recorder()
+    path, trace = recorder.paths[module], recorder.trace
+    trace.runs[path] = trace.runs.get(path, 0) + 1
+    trace.began.setdefault(path, len(trace.nodes))
+    if path not in trace.entered:
+        trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional(module, args))
+    if _is_leaf(module):
+        recorder.opaque += 1
+
+
+def _left(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    recorder = _recorder()
+    path = recorder.paths[module]
+    recorder.trace.ended[path] = len(recorder.trace.nodes)
+    if not _is_leaf(module):
+        return
+    recorder.opaque -= 1
+    if recorder.opaque:
+        return
+    inputs = list(tensors_in((args, kwargs)))
+    kind = _leaf_kind(module, inputs, output) or "op"
+    node = recorder.record(kind, inputs, list(tensors_in(output)), path=path, module=recorder.originals[module])
+    node.transposed = kind == "linear" and id(module._parameters.get("weight")) in recorder.direct
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:
     return not module._modules and any(p is not None for p in module._parameters.values())
-
-
-def _plain(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def _positional(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:

@@ -124,7 +124,9 @@ class Tensor:
     """A parameter. area: embedding, layers, pooler, final, vocabulary, head, other.
 
     role: norm.gain, norm.bias, linear.weight, linear.bias, embedding, weight, bias. `layer`: index into Anatomy.layers.
-    `aliases`: its other names; `common`: its module reads nothing of the batch (a table of relative positions).
+    `aliases`: its other names; `common`: its module reads nothing of the batch (a table of relative positions);
+    `direct`: the model reads it past the forward of its module; `computed`: a table that the model's class fills and
+    gives no gradient (sinusoids), so that nothing can train it.
     """
 
     name: str
@@ -134,6 +136,8 @@ class Tensor:
     layer: int | None = None
     aliases: tuple[str, ...] = ()
     common: bool = False
+    direct: bool = False
+    computed: bool = False
 
     @property
     def numel(self) -> int:

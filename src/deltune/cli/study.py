@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DeltuneError, all_problems, unknown
+from ..disk import local_path
+from ..errors import DeltuneError, all_problems, first_line, unknown
 from .notes import notes
 from .terminal import Json, Quiet, out
 
@@ -35,7 +36,7 @@ def studies(
     from ..studies.study import narrowed, of_file
 
     for root in (data_root, model_root):
-        if root is not None and not root.expanduser().is_dir():
+        if root is not None and not local_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
     place = Place(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
     files = [name for name in asked if name.endswith((".yaml", ".yml"))]
@@ -50,9 +51,9 @@ def _rows(store: Path) -> dict[str, Row]:
     """What was done, by name. Error: no such file (asking for results makes none)."""
     from ..engine.results import Results
 
-    if not store.exists():
+    if not local_path(store, "--store").exists():
         raise DeltuneError(f"there are no results {str(store)!r}; `deltune study run … --store {store}` makes them")
-    with Results(store) as results:
+    with Results(store, read_only=True) as results:
         return {row.name: row for row in results.rows()}
 
 
@@ -92,7 +93,7 @@ def run(
         raise DeltuneError(unknown("engine", engine, ("local", "ray")))
     several = studies(names, scale, data_root, model_root, only)
     if dry_run:
-        out.print(_outlook(several, _rows(store) if store.exists() else {}, workers))
+        out.print(_outlook(several, _rows(store) if local_path(store, "--store").exists() else {}, workers))
         return
     with notes(quiet), Results(store) as results:
         pool = _pool(engine, workers, results.runs)
@@ -175,7 +176,7 @@ def status(
     for name, fact in facts.items():
         out.print(f"{name}: {fact['works']} works, {fact['left']} left, {len(fact['failed'])} failed")
         for work, error in fact["failed"].items():
-            out.print(f"  {cells[name].get(work, work)}: {error.splitlines()[0]}")
+            out.print(f"  {cells[name].get(work, work)}: {first_line(error)}")
 
 
 @app.command()
@@ -192,15 +193,17 @@ def report(
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Tables, figures and findings of studies: printed, as files, or as one page."""
+    from ..disk import room, write
     from ..findings.claims_papers import CLAIMS
     from ..reports import page
-    from ..runs.folder import room, write
     from ..studies import sections
 
+    to = None if to is None else local_path(to, "--to")
     asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
     parts = [sections.section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
     if html is not None:
+        html = local_path(html, "--html")
         with room(html):
             html.parent.mkdir(parents=True, exist_ok=True)
             write(html, page.page(parts))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..disk import local_path
 from ..errors import DeltuneError
 from . import launching
 from .notes import notes
@@ -127,8 +128,8 @@ def train(
     if (code := launching.launched(launch)) is not None:
         raise typer.Exit(code)
     values = {} if file is None else specs.read_values(file)
-    folder = output or values.pop("output", None)
-    values.pop("output", None)
+    there = values.pop("output", None)
+    folder = output if there is None or output is not None else local_path(there, "output")
     spec = specs.RunSpec(**protocols.over(values, {name: v for name, v in given.items() if v is not None}))
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")

@@ -156,10 +156,13 @@ def _tensors(owner: str, config: Mapping[str, Any], left: Left, missing: list[st
         left.take_all(f"{owner}.adapter_norm_before.{leaf}" for leaf in ("weight", "bias"))
     if config.get("scaling") == "learned":
         names["scale"] = "scaling"
-    found = {ours: left.take(f"{owner}.{theirs}") for ours, theirs in names.items()}
+    axes = {"down": 2, "up": 2}
+    found = {ours: left.take(f"{owner}.{theirs}", axes.get(ours)) for ours, theirs in names.items()}
     missing += [f"missing tensor {owner}.{names[ours]}" for ours, tensor in found.items() if tensor is None]
     given = {ours: tensor for ours, tensor in found.items() if tensor is not None}
     if "scale" in given:
+        if given["scale"].numel() != 1:
+            raise DeltuneError(f"{owner}.scaling has shape {tuple(given['scale'].shape)}, it should be one number")
         given["scale"] = given["scale"].reshape(())
     return given if len(given) == len(names) else {}
 

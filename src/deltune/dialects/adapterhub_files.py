@@ -36,6 +36,9 @@ READ = {
 }  # fmt: skip
 """The options that are read, by architecture; any other must be unset."""
 
+MOST_MADE = 16
+"""Numbers of a prefix for each number of the MLP that makes it. A sound MLP makes fewer than it has."""
+
 _NEUTRAL = {"composition_mode": ("add",)}
 
 
@@ -147,12 +150,20 @@ def _pool(left: Left, name: str, word: str) -> torch.Tensor | None:
         return t["control_trans"]
     wanted = ("wte.weight", "control_trans.0.weight", "control_trans.0.bias", "control_trans.2.weight",
               "control_trans.2.bias")  # fmt: skip
-    rows, down, down_bias, up, up_bias = (
-        value.double() if (value := t.get(leaf)) is not None else None for leaf in wanted
-    )
+    rows, down, down_bias, up, up_bias = (t.get(leaf) for leaf in wanted)
     if rows is None or down is None or up is None:
         return None
-    return F.linear(torch.tanh(F.linear(rows, down, down_bias)), up, up_bias)
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (rows, down, down_bias, up, up_bias)]
+    if not (rows.dim() == down.dim() == up.dim() == 2) or shapes != [
+        (len(rows), down.shape[1]), (len(down), rows.shape[1]), down_bias if down_bias is None else (len(down),),
+        (len(up), len(down)), up_bias if up_bias is None else (len(up),),
+    ]:  # fmt: skip
+        raise DeltuneError(f"the MLP of {word}_prefix has tensors that do not fit each other: {shapes}")
+    if len(rows) * len(up) > MOST_MADE * sum(tensor.numel() for tensor in (rows, down, up)):
+        raise DeltuneError(f"the MLP of {word}_prefix would make {len(rows):,} × {len(up):,} numbers of a few")
+    double = {leaf: tensor.double() for leaf, tensor in t.items() if tensor is not None}
+    inner = torch.tanh(F.linear(double[wanted[0]], double[wanted[1]], double.get(wanted[2])))
+    return F.linear(inner, double[wanted[3]], double.get(wanted[4]))
 
 
 # -- low rank ---------------------------------------------------------------------------------------------------------
@@ -171,11 +182,14 @@ def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
     chosen = {site for site in ("query", "key", "value", "output") if site[0] in words}
     pieces: list[Piece] = []
     for path, own in by_path.items():
-        down, up = left.take(f"{path}.loras.{name}.lora_A"), left.take(f"{path}.loras.{name}.lora_B")
+        down, up = (left.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
         if down is None or up is None:
             continue
         if own[0].place.target.columns is not None:  # one pair of factors a chosen part, one after the other
             own = [piece for piece in own if piece.modification.site in chosen]
+        if not own or len(down) != rank * len(own) or len(up) % len(own):
+            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+            raise DeltuneError(f"LoRA at {path} has factors of shapes {shapes} for {len(own)} parts of rank {rank}")
         downs, ups = down.chunk(len(own)), up.chunk(len(own))
         pieces += [
             Piece(piece.modification, piece.place, {"down": d.contiguous(), "up": u.contiguous()})

@@ -6,21 +6,20 @@ mean there; everything else, from finding the shortest expression to listing wha
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load_file
 
 from ..algebra.elements import ATTENTIONS, Method, Modification, Selection, Sum
 from ..algebra.planning import PlannedEdit, plan, tensors
 from ..algebra.sites import Place, places
 from ..anatomy.values import Anatomy, Columns
+from ..disk import file_in, read_object
 from ..errors import DeltuneError, all_problems
+from ..tensorfiles import load_numbers
 
 CONFIG = "adapter_config.json"
 """The file that both PEFT and AdapterHub keep their options in."""
@@ -84,9 +83,13 @@ class Left:
         self.names = {here(name.removeprefix(stem)): name for name in found}
         self.tensors = {here(name.removeprefix(stem)): tensor for name, tensor in found.items()}
 
-    def take(self, name: str) -> torch.Tensor | None:
-        self.names.pop(name, None)
-        return self.tensors.pop(name, None)
+    def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
+        """The tensor of a name, once, or None. Raises DeltuneError where it has another number of axes."""
+        file_name = self.names.pop(name, name)
+        tensor = self.tensors.pop(name, None)
+        if tensor is not None and axes is not None and tensor.dim() != axes:
+            raise DeltuneError(f"tensor {file_name} has shape {tuple(tensor.shape)}, it should have {axes} axes")
+        return tensor
 
     def take_all(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
         """Those of the wanted names that there are."""
@@ -122,25 +125,39 @@ def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
+def has_file(folder: str | Path, name: str) -> bool:
+    """Whether a folder holds a file of a name, be it a link that is not followed."""
+    try:
+        return (Path(folder) / name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def is_foreign(folder: str | Path) -> bool:
-    return (Path(folder) / CONFIG).is_file()
+    """Whether a folder holds the options of PEFT or AdapterHub."""
+    return has_file(folder, CONFIG)
+
+
+def read_options(where: Path, name: str = CONFIG) -> dict[str, Any]:
+    """The options in a JSON file of a folder. Raises DeltuneError where it is missing, no object, or a link outside."""
+    path = file_in(where, name)
+    if path is None:
+        raise DeltuneError(f"{where / name} is missing; the folder is incomplete")
+    return read_object(path)
 
 
 def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors of the first of the files that is there: safetensors, or torch's format, of which tensors alone are
-    read (weights_only). Errors: none there, truncated, or holding anything else."""
-    path = next((where / name for name in names if (where / name).is_file()), None)
+    read.
+
+    Raises:
+        DeltuneError: None is there, or it is a link that leads out of the folder; it is truncated, or holds anything
+            but floating-point tensors.
+    """
+    path = next((path for name in names if (path := file_in(where, name)) is not None), None)
     if path is None:
         raise DeltuneError(f"{where} has its options, but none of {', '.join(names)}; the folder is incomplete")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise DeltuneError(f"{path} is truncated, or holds more than tensors: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-        raise DeltuneError(f"{path} holds more than tensors by name")
-    return {str(name): tensor for name, tensor in found.items()}
+    return load_numbers(path)
 
 
 # -- a method from its places -----------------------------------------------------------------------------------------

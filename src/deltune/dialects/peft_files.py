@@ -8,7 +8,6 @@ the embeddings; a prefix as a cache's content, so that positions move on.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -24,6 +23,7 @@ from ..errors import DeltuneError, all_problems, unknown
 from ..mathematics.compositions import Add, Scale
 from ..mathematics.forms import LowRank, Rescale
 from .foreign import Folder, Left, Piece, Translation, express, numbered, part, selecting, sites_of
+from .options import Patterns
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -95,15 +95,16 @@ def _of_decoders(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
 def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
     pieces: list[Piece] = []
     missing: list[str] = []
+    patterns = Patterns(options.get("alpha_pattern"))
     for path, linears in _linears(anatomy, "parallel", LowRank(1)):
-        down, up = left.take(f"{path}.lora_A.weight"), left.take(f"{path}.lora_B.weight")
+        down, up = left.take(f"{path}.lora_A.weight", axes=2), left.take(f"{path}.lora_B.weight", axes=2)
         if down is None and up is None:
             continue
         if down is None or up is None:
             missing.append(f"missing tensor {path}.lora_{'A' if down is None else 'B'}.weight")
             continue
         rank = down.shape[0]
-        alpha = _of_pattern(options.get("alpha_pattern"), path, options.get("lora_alpha", 8))
+        alpha = patterns.value(path, options.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
         form = LowRank(rank, float(options.get("lora_dropout") or 0))
         if sum(place.widths.out_width for _, place in linears) != up.shape[0]:
@@ -124,12 +125,6 @@ def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
     return method, numbered(anatomy, method, pieces)
 
 
-def _of_pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:
-    """The value for a module, by PEFT's rule: the first key that is the end of its path."""
-    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path))
-    return next(found, default)
-
-
 def _linears(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Modules that are projections, each with the sites and places that it is; a fused one is several."""
     by_path: dict[str, list[tuple[str, Any]]] = {}
@@ -148,8 +143,10 @@ def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
     }
     seen: dict[str, torch.Tensor] = {}
     for path, linears in _linears(anatomy, "sequential", Rescale()):
-        gain = left.take(f"{path}.ia3_l")
+        gain = left.take(f"{path}.ia3_l", axes=2)
         if gain is not None and gain.shape[0] != 1:
+            if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
+                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which is no rescaling of {path}")
             rescale = [(Modification(site, Rescale(), "sequential"), place) for site, place in linears]
             pieces += [Piece(m, p, {"gain": part(gain, p.target.columns)[:, 0].contiguous()}) for m, p in rescale]
         elif gain is not None:

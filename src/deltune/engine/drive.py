@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import Full
+from ..errors import Full, first_line
 from ..runs.progress import Bar
 from .pools import Answer, Pool
-from .results import Results, Row
+from .results import BEAT, Results, Row
 from .works import Work, in_order
 
 Plan = Callable[[Mapping[str, Row]], Sequence[Work]]
@@ -18,7 +18,6 @@ Plan = Callable[[Mapping[str, Row]], Sequence[Work]]
 
 LIVES = 3
 """How many workers a work may take with it before it counts as failed."""
-BEAT = 15.0  # seconds between two signs of life
 
 told = logging.getLogger("deltune")
 
@@ -141,4 +140,4 @@ class Drive:
         self.done += 1
         if row.error is not None:
             self.failed.append(row.name)
-            told.info("%s failed: %s", row.name, row.error.splitlines()[0])
+            told.info("%s failed: %s", row.name, first_line(row.error))

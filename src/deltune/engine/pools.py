@@ -72,7 +72,7 @@ def answer(work: Work, runs: Path, parts: Parts) -> Answer:
         except Full as error:
             return Answer(work, None, str(error), full=True)
         except DeltuneError as error:
-            return Answer(work, None, str(error), round(time.monotonic() - began, 3))
+            return Answer(work, None, str(error) or type(error).__name__, round(time.monotonic() - began, 3))
         except Exception as error:
             said = "".join(traceback.format_exception(error)[-3:])
             return Answer(work, None, f"{type(error).__name__}: {error}\n{said}", round(time.monotonic() - began, 3))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, first_line
 from .pools import Answer, answer
 from .works import Work
 
@@ -76,7 +76,7 @@ class Cluster:
             try:
                 found.append((worker, ray.get(reference)))
             except ray.exceptions.RayActorError as error:
-                said = f"its worker died ({str(error).splitlines()[0]})"
+                said = f"its worker died ({first_line(error)})"
                 found.append((worker, Answer(work, None, said, died=True)))
                 self._actors[worker] = self._start()
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ Values = dict[str, Any]
 
 FIXED = ("model", "task", "method", "seed", "seeds")
 """Fields of a run that a sweep's own axes give."""
+UNSEEN = ("Cc", "Cs", "Zl", "Zp")
+"""Categories of Unicode that no label has: control characters, halves of characters, separators of lines."""
 
 
 class Sweep(BaseModel):
@@ -56,7 +59,7 @@ class Sweep(BaseModel):
         if isinstance(value, str):
             value = [value]
         if isinstance(value, list | tuple):
-            return {str(item): {field: item} for item in value}
+            return {" ".join(str(item).split()): {field: item} for item in value}
         if isinstance(value, Mapping):
             return {str(label): item if isinstance(item, Mapping) else {field: item} for label, item in value.items()}
         return value
@@ -82,12 +85,27 @@ class Sweep(BaseModel):
             if field not in RunSpec.model_fields
         ]
         problems += [f"options: {field} is an axis of its own" for field in made.options if field in FIXED]
+        problems += [
+            f"{place}: {label!r} is no label, which is one line without control characters"
+            for place, label in made._labels()
+            if any(unicodedata.category(character) in UNSEEN for character in label)
+        ]
         problems += [f"axes: {name} is an axis already" for name in made.axes if name in FIXED]
         if made.budget and made.align:
             problems.append("give budget or align, not both")
         if problems:
             raise all_problems("the study is wrong", problems)
         return made
+
+    def _labels(self) -> Iterator[tuple[str, str]]:
+        """Every word of a cell, with the entry that it stands in."""
+        yield "name", self.name
+        yield from (("axes", axis) for axis in self.axes)
+        for entry, labels in (
+            ("models", self.models), ("tasks", self.tasks), ("methods", self.methods),
+            *((f"axes {axis}", labels) for axis, labels in self.axes.items()),
+        ):  # fmt: skip
+            yield from ((entry, label) for label in labels)
 
     def _fields(self) -> Iterator[tuple[str, Values]]:
         yield "every run", self.options

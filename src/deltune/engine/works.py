@@ -81,7 +81,7 @@ def _run(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
         )
-    lines = [json.loads(line) for line in kept.log_file.read_text(encoding="utf-8").splitlines()]
+    lines = kept.logged()
     return {
         "split": split,
         "scores": metrics[split],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +16,22 @@ from ..algebra.catalogue import parse
 from ..algebra.counting import base_size
 from ..algebra.elements import Method
 from ..algebra.planning import Plan, plan
+from ..algebra.sizes import check_memory, plan_to_attach
 from ..anatomy.observe import inspect
+from ..anatomy.quantised import refuse_quantised
 from ..anatomy.trace import configurations
-from ..dialects.foreign import is_foreign
-from ..errors import DeltuneError, unknown
+from ..dialects.foreign import has_file, is_foreign
+from ..disk import local_path
+from ..errors import DeltuneError, excerpt, unknown
 from ..mathematics.stacks import Prompt
+from ..tensorfiles import TensorFacts, facts_of
 from . import store
 from .attention import extended_name
 from .edits import Delta, Labels, slot_key
+from .expected import check, check_finite, check_positions, check_shapes, expected, method_of
 from .handle import NAME, Tuned
 from .interchange import translated, write
+from .premises import refuse_offloaded
 
 
 def attach(
@@ -44,26 +49,13 @@ def attach(
         raise DeltuneError(unknown("head", head, ("train", "freeze")))
     handle = existing(model)
     check_name(name, handle.names if handle else ())
-    planned = plan(handle.anatomy if handle else inspect(model), parsed, lambda: base_size(model)[1])
+    planned = plan_to_attach(model, handle.anatomy if handle else inspect(model), parsed)
     if any(edit.modification.form.needs == "attention" for edit in planned.edits):
         for config in configurations(model):
             extended_name(config._attn_implementation)
-    with _attaching(model) as handle:
-        _attach(handle, parsed, planned, name, head)
+    handle = handle or Tuned(model)
+    _attach(handle, parsed, planned, name, head)
     return handle
-
-
-@contextlib.contextmanager
-def _attaching(model: PreTrainedModel) -> Iterator[Tuned]:
-    """The model's handle, made if need be; on any failure a handle that was made goes again."""
-    before = existing(model)
-    handle = before or Tuned(model)
-    try:
-        yield handle
-    except BaseException:
-        if before is None and existing(model) is handle:
-            handle.detach()
-        raise
 
 
 def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) -> None:
@@ -97,89 +89,128 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
             edit.begin_at("rows", words(torch.tensor(ids, device=next(words.parameters()).device)))
 
 
-def load(model: PreTrainedModel, folder: str | Path, name: str = "default") -> Tuned:
-    """Attach a saved delta (a RUN, its delta folder, any folder that save wrote, or one of PEFT or AdapterHub) under a
-    name, whatever it was called when it was saved, and put it in use.
+def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allow_nonfinite: bool = False) -> Tuned:
+    """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
 
-    Errors (DeltuneError; the model stays as it was): no delta there, a truncated, altered or foreign file, another base
-    model, missing or extra tensors, a head that this model class does not have, what another library's options say and
-    no method here.
+    The folder may come from a stranger: nothing in it is executed, every size in it is compared with the model and with
+    the length of its file before anything is allocated, and a symbolic link is only followed inside the folder (and to
+    the blobs of a Hugging Face cache).
+
+    Args:
+        model: The base model that the delta was trained on.
+        folder: A run, its `delta` folder, any folder that `save` wrote, or an adapter folder of PEFT or AdapterHub.
+        name: What the delta is called on this model.
+        allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
+
+    Returns:
+        The handle on the model.
+
+    Raises:
+        DeltuneError: The folder holds no delta; a file is truncated, altered or not what its format says; the delta is
+            of another base model, of other tensors, or of a head that this model class does not have; another
+            library's options have no translation here. The model stays as it was.
     """
     _check_model(model)
-    if is_foreign(folder) and not (Path(folder) / store.FACTS).is_file():
-        return _load_foreign(model, Path(folder), name)
-    where = store.delta_folder(folder)
-    facts, numbers = store.read(where)
+    where = local_path(folder, "folder")
+    if is_foreign(where) and not has_file(where, store.FACTS):
+        return _load_foreign(model, where, name, allow_nonfinite)
+    saved = store.read(where)
     handle = existing(model)
     check_name(name, handle.names if handle else ())
-    with _attaching(model) as handle:
-        delta, labels = _read_delta(handle, facts, numbers, where)
-        handle.add(name, delta, labels or handle.base_labels)
+    handle = handle or Tuned(model)
+    delta, labels = _read_delta(handle, saved, allow_nonfinite)
+    handle.add(name, delta, labels or handle.base_labels)
     return handle
 
 
-def _read_delta(
-    handle: Tuned, facts: dict[str, Any], numbers: dict[str, torch.Tensor], where: Path
-) -> tuple[Delta, Labels | None]:
+def _read_delta(handle: Tuned, saved: store.Saved, allow_nonfinite: bool) -> tuple[Delta, Labels | None]:
     """The delta of a folder for this model, after every check."""
-    store.check_base(facts, store.base_facts(handle.model, handle.anatomy, handle.original), where)
-    head = tuple(facts["head"]["tensors"])
-    own = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    facts, where, anatomy = saved.facts, saved.where, handle.anatomy
+    store.check_base(saved, store.base_facts(handle.model, anatomy, handle.original))
+    head = tuple(facts.head.tensors)
+    own = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != own:
         raise DeltuneError(
-            f"{where} holds a head for {facts['base']['model']} ({', '.join(head)}); {type(handle.model).__name__} has "
-            f"{', '.join(own) or 'none'}: load the base model as {facts['base']['model']}"
+            f"{where} holds a head for {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
+            f"{', '.join(own) or 'none'}: load the base model as {facts.base.model}"
         )
-    method = parse(facts["explicit"])
-    planned = plan(handle.anatomy, method, lambda: base_size(handle.model)[1])
-    delta = handle.settle(Delta(method, planned, head, facts["head"]["mode"], folded=True))
-    _fill(handle, delta, numbers, len((facts.get("labels") or {}).get("id2label") or ()), where)
-    delta.method = parse(facts["method"])
-    if delta.method.parts != method.parts:
-        raise DeltuneError(f"{where}: the method {facts['method']!r} is not what {facts['explicit']!r} says")
-    labels = facts.get("labels")
-    if not labels:
-        return delta, None
-    pairs = tuple(sorted((int(k), str(v)) for k, v in labels["id2label"].items()))
-    return delta, Labels(pairs, labels.get("problem_type"))
+    method, explicit = method_of(anatomy, facts, len(saved.tensors), where)
+    planned = plan(anatomy, explicit, lambda: base_size(handle.model)[1])
+    labels = (
+        None if facts.labels is None or (own and not head) else Labels(facts.labels.pairs, facts.labels.problem_type)
+    )
+    _check_file(handle, planned, head, saved.tensors, labels, where)
+    check_memory(handle.model, anatomy, planned, explicit)
+    delta = handle.settle(Delta(method, planned, head, facts.head.mode, folded=True))
+    _fill(handle, delta, saved.numbers(), where, allow_nonfinite)
+    return delta, labels
 
 
-def _fill(handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], labels: int, where: Path) -> None:
-    """Give a new delta the numbers of a file, after checking that they are the ones it needs."""
+def _check_file(
+    handle: Tuned,
+    planned: Plan,
+    head: tuple[str, ...],
+    facts: dict[str, TensorFacts],
+    labels: Labels | None,
+    where: Path,
+) -> None:
+    """Error where a file's tensors are not those that a plan keeps on this model; before anything is allocated."""
+    owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
+    check(expected(handle.anatomy, planned, owned, head), facts, where)
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    wanted: dict[str, tuple[int, ...] | None] = {name: tuple(t.shape) for name, t in delta.kept().items()}
-    wanted |= {f"base.{name}": None if name in delta.head else shapes[name] for name in delta.owned}
-    store.check_tensors(wanted, numbers, where)
-    _check_head(labels, {name: (numbers[f"base.{name}"].shape, shapes[name]) for name in delta.head}, where)
+    known = handle.anatomy.answers == "labels"
+    _check_head(
+        len(labels.id2label) if labels else 0, len(handle.base_labels.id2label) if known and labels else None,
+        {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
+    )  # fmt: skip
+
+
+def _fill(
+    handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], where: Path, allow_nonfinite: bool = False
+) -> None:
+    """Give a new delta the numbers of a file, which has the tensors that are expected."""
+    needed = expected(handle.anatomy, delta.planned, delta.owned, delta.head)
+    check_positions(needed, numbers, where)
+    kept = delta.kept()
+    drawn: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in kept.items()}
+    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, facts_of(numbers), where)
+    filled = dict(kept)
     with torch.no_grad():
-        for name, tensor in delta.kept().items():
+        for name, tensor in kept.items():
             tensor.copy_(numbers[name])
         for name in delta.owned:
             like = handle.original(name)
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
-            delta.held[slot_key(name)] = nn.Parameter(value.clone())  # the file's memory is unaligned: other last bits
+            value = value.clone()  # the file's memory is unaligned: other last bits
+            filled[f"base.{name}"] = delta.held[slot_key(name)] = nn.Parameter(value)
+        if not allow_nonfinite:
+            check_finite(filled, where)
 
 
-def _load_foreign(model: PreTrainedModel, where: Path, name: str) -> Tuned:
+def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool) -> Tuned:
     """Attach what a folder of PEFT or AdapterHub says; a head that is not in it stays the model's own, and frozen."""
     handle = existing(model)
     check_name(name, handle.names if handle else ())
-    with _attaching(model) as handle:
-        found = translated(handle, where)
-        planned = plan(handle.anatomy, found.method, lambda: base_size(model)[1])
-        head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-        if found.head and (missing := [n for n in head if n not in found.head]):
-            raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
-        own = {n: found.head.get(n, handle.original(n).detach()) for n in head}
-        delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
-        labels = handle.base_labels
-        if found.head:
-            width = own[head[-1]].shape[0]  # the last linear's outputs
-            named = found.labels or tuple(label for _, label in labels.id2label)
-            named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
-            labels = Labels(tuple(enumerate(named)), labels.problem_type)
-        _fill(handle, delta, found.numbers | {f"base.{n}": t for n, t in own.items()}, len(labels.id2label), where)
-        handle.add(name, delta, labels)
+    handle = handle or Tuned(model)
+    found = translated(handle, where)
+    planned = plan(handle.anatomy, found.method, lambda: base_size(model)[1])
+    head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    if found.head and (missing := [n for n in head if n not in found.head]):
+        raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
+    own = {n: found.head.get(n, handle.original(n).detach()) for n in head}
+    labels = handle.base_labels
+    if found.head:
+        width = next(iter(own[head[-1]].shape), 0)  # the last linear's outputs
+        named = found.labels or tuple(label for _, label in labels.id2label)
+        named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
+        labels = Labels(tuple(enumerate(named)), labels.problem_type)
+    numbers = found.numbers | {f"base.{n}": t for n, t in own.items()}
+    untouched = {f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
+    _check_file(handle, planned, head, facts_of(numbers) | untouched, labels, where)
+    check_memory(model, handle.anatomy, planned, found.method)
+    delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
+    _fill(handle, delta, numbers, where, allow_nonfinite)
+    handle.add(name, delta, labels)
     return handle
 
 
@@ -191,19 +222,29 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     return write(tuned(model), folder, format, name)
 
 
-def _check_head(labels: int, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
-    """Error when a head's tensors differ from this model's in more than the number of labels, the first axis."""
-    for name, (found, own) in shapes.items():
-        if tuple(found[1:]) != tuple(own[1:]) or (found[0] != own[0] and found[0] != labels):
+def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+    """Error when a head's tensors differ from this model's in more than the number of labels, the first axis of its
+    last linear. labels: how many the file names; known: how many this model has, where its outputs are labels."""
+    last = next(reversed(shapes), "").rpartition(".")[0]
+    widths = {shape[:1] for name, (shape, _) in shapes.items() if name.rpartition(".")[0] == last}
+    for name, (shape, here) in shapes.items():
+        relabelled = name.rpartition(".")[0] == last and len(shape) == len(here) > 0 and shape[1:] == here[1:]
+        if shape != here and not (relabelled and shape[0] == labels):
             raise DeltuneError(
-                f"{where}: head tensor {name} has shape {tuple(found)}, this model's head has {tuple(own)}; only the "
+                f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
                 f"number of labels may differ, and the file names {labels}"
             )
+        if shape == here and relabelled and known not in (None, labels) and shape[0] == known:
+            raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
+    if len(widths) > 1:
+        raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
 def _check_model(model: object) -> None:
     """Errors for what is no model of transformers, such as one that PEFT has wrapped."""
     if isinstance(model, PreTrainedModel):
+        refuse_quantised(model)
+        refuse_offloaded(model)
         return
     wrapped = (
         ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
@@ -216,7 +257,7 @@ def _check_model(model: object) -> None:
 def check_name(name: str, taken: Iterable[str]) -> None:
     """Errors for a delta name that cannot be a module's name or is in use."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name):
-        raise DeltuneError(f"name {name!r}: use letters, digits, '-' and '_' (and no name of a dict method)")
+        raise DeltuneError(f"name {excerpt(name)}: use letters, digits, '-' and '_' (and no name of a dict method)")
     if name in taken:
         raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
 
@@ -229,6 +270,8 @@ def existing(model: nn.Module) -> Tuned | None:
 
 def tuned(model: nn.Module) -> Tuned:
     """The handle of a model with deltas. Error: nothing is attached to it."""
+    if not isinstance(model, nn.Module):
+        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
     found = existing(model)
     if found is None:
         raise DeltuneError(f"nothing is attached to this {type(model).__name__}; deltune.attach(model, method) first")

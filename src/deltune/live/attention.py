@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -19,37 +20,53 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ..anatomy.trace import PORT
-from ..errors import DeltuneError, unknown
+from ..errors import DeltuneError, excerpt, unknown
 from .merged_attention import Block, hidden, kernel_for, merged
 from .uses import Use, by_row
 
 PREFIX = "deltune_"
 
+PORT = "_deltune_port"
+"""Where an attention module keeps its port: in __dict__, so that it is no sub-module and deepcopy carries it over."""
+
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 How = Literal["auto", "joined", "merged"]
-_how: How = "auto"
+
+
+class _Thread(threading.local):  # a context variable would be lost on torch.compile
+    how: How = "auto"
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
-    """Inside the context prefixes are "joined" to the model's keys, "merged" with its own attention (a warning says
-    where that cannot be), or, "auto" and the default, whichever was measured to be faster. `prefix_report` tells."""
-    global _how
+    """Choose how this thread attends to prefixes inside the block; the result is the same to rounding.
+
+    Args:
+        how: "joined": prefixes are joined to the model's keys. "merged": they are attended to apart and merged (a
+            warning says where that cannot be). "auto", the default: whichever was measured to be faster.
+
+    `prefix_report` says what was done.
+    """
     if how not in ("auto", "joined", "merged"):
         raise DeltuneError(unknown("prefix attention", how, ("auto", "joined", "merged")))
-    before, _how = _how, how
+    before, _thread.how = _thread.how, how
     try:
         yield
     finally:
-        _how = before
+        _thread.how = before
 
 
 def prefix_report(model: torch.nn.Module) -> dict[str, str]:
     """Path of each attention -> how its prefix was served in its last pass: "merged", or "joined: " and why."""
-    ports = {path: module.__dict__.get(PORT) for path, module in model.named_modules()}
-    return {path: port.served for path, port in ports.items() if port is not None and port.served is not None}
+    if not isinstance(model, torch.nn.Module):
+        raise DeltuneError(f"prefix_report takes a model, not {excerpt(model)}")
+    ports = (module.__dict__.get(PORT) for module in model.modules())
+    passes = next((port.passes for port in ports if port is not None), None)
+    return {} if passes is None else dict(passes.report)
 
 
 LONG = 512
@@ -88,13 +105,15 @@ def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
         if prefixes := [(use, edit.tensors()) for edit, use in edits if edit.gated]:
             prefix = _prefix(prefixes, key)
             length = prefix.keys.shape[2]
-            output, weights, port.served = _with(prefix, call, original, additive, scaling)
+            output, weights, served = _with(prefix, call, original, additive, scaling)
+            port.report(served)
         else:
             output, weights = original(module, query, key, value, attention_mask, **kwargs)
         for edit, use in edits:
             if not edit.gated:
                 delta = edit.modification.form.per_head(edit.tensors(), use.pick(query), scaling)
-                output = use.put(output, edit.change(use.pick(output), delta, edit.take()))
+                x = edit.input(port.inputs(), None)
+                output = use.put(output, edit.change(use.pick(output), delta, x))
         # the caller's picture has a column a token; the mass on the prefix is what is missing to one
         return output, weights[..., length:] if weights is not None and length else weights
 
@@ -143,7 +162,7 @@ def _with(
     prefix: Rows, call: Call, original: AttentionFunction, additive: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """Output (B, n, N_h, d_v) and weights with the prefix, and how it was served."""
-    why = "asked" if _how == "joined" else "as fast" if _how == "auto" and not _faster(call) else None
+    why = "asked" if _thread.how == "joined" else "as fast" if _thread.how == "auto" and not _faster(call) else None
     if why is None:
         why = "eager attention" if additive else _obstacle(call)
         blocks = None if why else _blocks(prefix, call)
@@ -152,7 +171,7 @@ def _with(
             output = merged(call.query, *blocks, scaling, kernel, may_see_nothing=prefix.there is not None)
             return output.transpose(1, 2).contiguous(), None, "merged"
         why = why or f"no fused kernel gives log-sum-exps of these {call.query.dtype} tensors"
-        if _how == "merged":
+        if _thread.how == "merged":
             warnings.warn(f"prefix attention is joined where merged was asked for: {why}", stacklevel=2)
     mask, options = _mask(prefix, call), call.options
     if additive and mask is not None and mask.dtype == torch.bool:
@@ -224,12 +243,16 @@ for _name, (_function, _own_mask) in _EXTENDED.items():
     AttentionMaskInterface.register(PREFIX + _name, _own_mask)
 
 
-def extended_name(name: str | None) -> str:
-    """The name under which an implementation is registered with prefixes. Error: one that cannot take them."""
+def extended_name(name: str | None, check: bool = True) -> str:
+    """The name under which an implementation is registered with prefixes.
+
+    Raises:
+        DeltuneError: with `check`, an implementation that cannot take them.
+    """
     if name is not None and name.startswith(PREFIX):
         return name
     plain = name or "eager"
-    if plain not in _EXTENDED:
+    if check and plain not in _EXTENDED:
         raise DeltuneError(
             f"a prefix cannot join attention {plain!r}; load the model with attn_implementation= one of "
             f"{', '.join(sorted(_EXTENDED))}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 
 import torch
 from torch import nn
 
-from ..anatomy.trace import observing
-from .edits import Edit
-from .uses import Use, edits_of, joined, single
+from .edits import Again, Edit
+from .uses import Use, joined, single
+
+Inputs = dict[Edit, torch.Tensor]
+"""What other modules read in a pass, by the edit that uses it; an edit takes its own out."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +42,32 @@ class Parts:
         return cls(groups, tuple(ends), numbered, all(edit.multiplies() for edit in edits))
 
     def apply_to(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, out: torch.Tensor | None
+        self, h: torch.Tensor, again: Again, inputs: Inputs, read: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         """h with the edits of all parts; the arguments, and what `out` is, are those of an edit."""
         if self.multiplying:
-            factors = self._changed(h.new_ones(h.shape[-1]), module, read)
+            factors = self._changed(h.new_ones(h.shape[-1]), again, inputs, read)
             return h * factors if out is None else out.mul_(factors)
         if out is None or self.groups > 1:
-            return self._changed(h, module, read)
-        return self._overwritten(out, module, read)
+            return self._changed(h, again, inputs, read)
+        return self._overwritten(out, again, inputs, read)
 
-    def _overwritten(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
+    def _overwritten(self, h: torch.Tensor, again: Again, inputs: Inputs, read: torch.Tensor | None) -> torch.Tensor:
         parts = h.split(self._widths(h), dim=-1)
         for number, own in self.edits:
             for edit in own:
-                found = edit.apply_to(parts[number], module, read, parts[number])
-                if found is not parts[number]:
-                    parts[number].copy_(found)
+                changed = edit.apply_to(parts[number], again, inputs, read, parts[number])
+                if changed is not parts[number]:
+                    parts[number].copy_(changed)
         return h
 
-    def _changed(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
+    def _changed(self, h: torch.Tensor, again: Again, inputs: Inputs, read: torch.Tensor | None) -> torch.Tensor:
         blocks = self._in_blocks(h)
         parts = list(blocks.split(self._widths(blocks), dim=-1))
         for number, own in self.edits:
             part = self._flat(parts[number])
             for edit in own:
-                part = edit.apply_to(part, module, read, None)
+                part = edit.apply_to(part, again, inputs, read, None)
             parts[number] = self._in_blocks(part)
         return self._flat(torch.cat(parts, dim=-1))
 
@@ -97,41 +100,48 @@ class Writes:
     compiled graph does not break where they are looped over."""
 
     def __init__(self, edits: Sequence[tuple[Edit, Use]]) -> None:
-        self.edits = [edit for edit, _ in edits]
         own = {use: [edit for edit, its in edits if its is use] for use in dict.fromkeys(use for _, use in edits)}
         alike = single(tuple(own))
         self.of_all = [one for some in own.values() for one in chained(some)] if alike else []
         # with whether any of its edits reads what the module reads
         self.of_each = [] if alike else [(u, any(e.at_home for e in some), chained(some)) for u, some in own.items()]
 
-    @classmethod
-    def at(cls, path: str, side: str, uses: Sequence[Use]) -> Writes:
-        """Of all that is in use, what writes at one side of the module of a path."""
-        found = ((edit, use) for edit, use in edits_of(uses) if edit.place.target.path == path)
-        return cls([(edit, use) for edit, use in found if edit.place.target.side == side])
-
     def applied(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None = None, in_place: bool = False
+        self,
+        h: torch.Tensor,
+        module: nn.Module,
+        inputs: Inputs,
+        read: torch.Tensor | None = None,
+        in_place: bool = False,
     ) -> torch.Tensor:
-        """h with the edits, each in the rows that use it. read: what the module read; in_place: h is overwritten."""
-        if observing():
-            for edit in self.edits:
-                edit.mark(read)
-            return h
+        """h with the edits, each in the rows that use it.
+
+        Args:
+            inputs: What other modules read in this pass, for the edits that use it.
+            read: What the module itself read.
+            in_place: h may be overwritten.
+        """
         if self.of_each:
-            return self._row_by_row(h, module, read)
+            return self._row_by_row(h, module, inputs, read)
         whole = h
         for one in self.of_all:  # what an edit made of h may be anybody's: it is not overwritten
-            h = one.apply_to(h, module, read, h if in_place and h is whole else None)
+            h = one.apply_to(h, module.forward, inputs, read, h if in_place and h is whole else None)
         return h
 
-    def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None) -> torch.Tensor:
+    def _row_by_row(
+        self, h: torch.Tensor, module: nn.Module, inputs: Inputs, read: torch.Tensor | None
+    ) -> torch.Tensor:
         parts: dict[Use, torch.Tensor] = {}
         for use, reads, chain in self.of_each:
             part = use.pick(h)
             its = use.pick(read) if reads and read is not None else None
-            with use.lending(module):
-                for one in chain:
-                    part = one.apply_to(part, module, its, None)
+            again = partial(_forward_of, use, module)
+            for one in chain:
+                part = one.apply_to(part, again, inputs, its, None)
             parts[use] = part
         return joined(h, parts)
+
+
+def _forward_of(use: Use, module: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = use.forward_of(module)(h)
+    return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from ..algebra.counting import kept_shapes, trained_shapes
 from ..algebra.elements import Method
 from ..algebra.planning import Plan, PlannedEdit
-from ..anatomy.trace import mark
 from ..errors import DeltuneError
 from ..mathematics.compositions import Gate
 from ..mathematics.forms import Shapes
@@ -47,15 +46,8 @@ class Labels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
 
-class Seen:
-    """x, noted until the edit acts. A copy has none: it would hold the graph. (Setting a module's own attribute takes
-    torch several microseconds.)"""
-
-    def __init__(self) -> None:
-        self.x: torch.Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"x": None}
+Again = Callable[[torch.Tensor], torch.Tensor]
+"""Runs the module that an edit is at once more, with the tensors that its rows use."""
 
 
 class Edit(nn.Module):
@@ -72,7 +64,6 @@ class Edit(nn.Module):
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
         self.gated = isinstance(self.modification.compose, Gate)
-        self.seen = Seen()  # of what another module than its own reads
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
         self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
         source, target = self.place.source, self.place.target
@@ -158,27 +149,38 @@ class Edit(nn.Module):
         found = None if self.composing else self.modification.compose.factor({})
         return float(found) if isinstance(found, int | float) else None
 
-    def take(self) -> torch.Tensor | None:
-        """What was seen; released on use: kept, it would hold the graph."""
-        seen, self.seen.x = self.seen.x, None
-        return seen
-
-    def mark(self, read: torch.Tensor | None = None) -> None:
-        """While the model is only looked at: it takes part if what it reads was there. read: what its module read."""
-        x = read if self.at_home else self.take()
-        if self.place.source is None or x is not None:
-            mark(self)
+    def input(self, inputs: dict[Edit, torch.Tensor], read: torch.Tensor | None) -> torch.Tensor | None:
+        """Its x: what its own module read, or what another one did, which is taken out of the pass's notes."""
+        if self.at_home:
+            return read
+        if self.elsewhere is None:
+            return None
+        if self not in inputs:
+            raise DeltuneError(
+                f"{self.place.name} reads what {self.elsewhere!r} is given, which did not run before it: call the "
+                "module that holds both"
+            )
+        return inputs.pop(self)
 
     def apply_to(
-        self, h: torch.Tensor, module: nn.Module, read: torch.Tensor | None, out: torch.Tensor | None
+        self,
+        h: torch.Tensor,
+        again: Again,
+        inputs: dict[Edit, torch.Tensor],
+        read: torch.Tensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """compose(h, form(u)): u is x (parallel), or h (sequential).
 
-        module, read: what h belongs to, and what that read; out: h itself where it may be overwritten, else None.
+        Args:
+            again: Runs the module that h belongs to.
+            inputs: What other modules read in this pass.
+            read: What that module read.
+            out: h itself where it may be overwritten, else None.
         """
-        x = read if self.at_home else self.take()
+        x = self.input(inputs, read)
         if not self.parallel:
-            u = module.forward(h) if self.place.again else h
+            u = again(h) if self.place.again else h
         else:
             assert x is not None
             u = x
@@ -206,7 +208,7 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: Labels | None = None
-        self.flags: dict[str, bool] = {}  # which parameters trained when it was last in use
+        self.flags: dict[str, bool] | None = {}  # which parameters train when it is in use; None while it is
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
@@ -280,16 +282,25 @@ class Delta(nn.Module):
             )
         return self
 
-    def rest(self) -> None:
-        """Nothing of it trains; what did is remembered."""
-        self.flags = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        self.requires_grad_(False)
+    def rest(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let nothing of it train; what did is remembered. It may be repeated after an interruption.
 
-    def wake(self) -> None:
-        """What trained before trains again; at first everything but a frozen head that it does not select."""
+        Args:
+            parameters: Its parameters by name, wherever they stand.
+        """
+        if self.flags is None:
+            self.flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+
+    def wake(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let train what trained before; at first everything but a frozen head that it does not select."""
+        if self.flags is None:
+            return
         frozen = {f"held.{slot_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected}
-        for name, parameter in self.named_parameters():
+        for name, parameter in parameters.items():
             parameter.requires_grad_(self.flags.get(name, name not in frozen))
+        self.flags = None
 
     @property
     def owned(self) -> tuple[str, ...]:

@@ -7,9 +7,11 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,18 +20,28 @@ from transformers import PreTrainedModel
 from ..algebra.counting import Count, base_size, count_plan
 from ..algebra.elements import Method
 from ..anatomy.observe import inspect
-from ..anatomy.trace import base_model, configurations, trace
+from ..anatomy.quantised import refuse_quantised
+from ..anatomy.structure import HANDLE
+from ..anatomy.trace import configurations, trace
 from ..anatomy.values import Anatomy
-from ..errors import DeltuneError, all_problems, unknown
-from . import merging, mixing, store, wiring
-from .attention import extended_name
-from .edits import Delta, Edit, Labels, slot_key
-from .taps import AttentionPort
-from .uses import Use
-from .weights import slots_of
+from ..errors import DeltuneError, all_problems, excerpt, unknown
+from . import merging, store
+from .assignment import RowAssignment, owners
+from .edits import Delta, Edit, Labels
+from .forward_pass import PassLock, Scope, scope_of
+from .model_state import ModelState
+from .own_tensors import OwnForward
+from .passes import Passes
+from .premises import Modules, refuse_offloaded
+from .wiring import AnyTap, taps_of, unreached
 
-NAME = "deltune"
-"""The tuned object's name in the model, and so the prefix of every key it adds to the state dict."""
+T = TypeVar("T")
+
+_INSTALLING = threading.Lock()
+"""Held while a model gets its handle: two threads may attach the first delta at once."""
+
+NAME = HANDLE
+"""The handle's name in the model, and so the prefix of every key it adds to the state dict."""
 
 
 class Tuned(nn.Module):
@@ -44,21 +56,29 @@ class Tuned(nn.Module):
         self.anatomy: Anatomy = inspect(model)
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
-        self.active: str | None = None
-        self.mixed: tuple[str | None, ...] = ()  # the delta of every row, inside rows()
-        self.rowwise: mixing.Rowwise = ([], [])
         self.base_labels = Labels.of(model.config)
         self.base_facts: dict[str, Any] | None = None
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.implementations = [(config, config._attn_implementation) for config in configurations(model)]
-        self.taps: dict[tuple[str, str], wiring.AnyTap] = {}
-        self.slots = slots_of(model)
-        model.requires_grad_(False)
-        model.add_module(NAME, self)
+        self.taps: dict[tuple[str, str], AnyTap] = {}
+        lock = PassLock()
+        self.state = ModelState(model, self.deltas, self.base, lock)
+        self.passes = Passes(model, self.state, lock, RowAssignment([], None, self.base_labels))
+        self.passes.attentions = [(config, config._attn_implementation) for config in configurations(model)]
+
+    def _install(self) -> None:
+        """Become a part of the model."""
+        self.model.requires_grad_(False)
+        self.model.add_module(NAME, self)
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{name}: {delta.method!r}" for name, delta in self._deltas().items())
-        return f"Tuned({held or 'nothing'}; in use: {self.active or ', '.join(map(str, self.mixed)) or None})"
+        attached = ", ".join(f"{name}: {self.delta(name).method!r}" for name in self.names)
+        return f"Tuned({attached or 'nothing'}; in use: {self.active or ', '.join(map(str, self.mixed)) or None})"
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise DeltuneError(
+            "a model with deltas does not run under torch.nn.DataParallel, whose replicas would use the first device's "
+            "tensors: use DistributedDataParallel, or merge() first"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise DeltuneError("the handle computes nothing: call the model itself, which has the delta in use")
@@ -72,6 +92,16 @@ class Tuned(nn.Module):
             raise DeltuneError("this handle was detached or merged; attach or load gives a new one")
         found: PreTrainedModel = self.__dict__["parent"]
         return found
+
+    @property
+    def active(self) -> str | None:
+        """Name of the delta that all rows use here, or None: inside of rows() and disable() there is none."""
+        return self.passes.in_use.standing if scope_of(self.passes) is None else None
+
+    @property
+    def mixed(self) -> tuple[str | None, ...]:
+        """Inside of rows(), the delta of every row."""
+        return self.passes.assigned().rows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,7 +118,7 @@ class Tuned(nn.Module):
         wanted = self.active if name is None else name
         if wanted is None:
             raise DeltuneError(f"no delta is in use; use(name) one of: {', '.join(self.names)}")
-        if wanted not in self.deltas:
+        if not isinstance(wanted, str) or wanted not in self.deltas:
             raise DeltuneError(unknown("delta", wanted, self.names))
         found = self.deltas[wanted]
         assert isinstance(found, Delta)
@@ -107,87 +137,132 @@ class Tuned(nn.Module):
         yield from (p for _, p in self.trained())
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trained parameters of the delta in use with their names in the model."""
-        if self.active is not None or self.mixed:
-            yield from ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        """Trained parameters of what is in use here, with their names in the model."""
+        used = {id(use.delta) for use in self.passes.assigned().uses}
+        if not used:
+            return
+        with self.state.mutex:
+            others = [self.delta(name) for name in self.names if id(self.delta(name)) not in used]
+            hidden = {id(parameter) for delta in others for parameter in self.state.parameters_of(delta)}
+            yield from [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in hidden]
 
     def original(self, name: str) -> nn.Parameter:
         """The base model's own value of a tensor, whether displaced or in its slot."""
-        key = slot_key(name)
-        return self.base[key] if key in self.base else self._slot(name)
+        return self.state.original(name)
 
     def value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's own value of a tensor that it owns."""
-        key = slot_key(name)
-        return delta.held[key] if key in delta.held else self._slot(name)
+        return self.state.value(delta, name)
 
     # -- the life cycle
 
     def use(self, name: str | None) -> Tuned:
-        """Put a delta in use, its head and labels included; None: the base model as it was before attaching.
+        """Put a delta in use for the whole model, its head and labels included; None: the base model.
 
-        Which of a delta's parameters train is remembered. Switch between steps, not between a forward pass and its
-        backward pass.
+        It holds for every thread that is not inside of `rows()` or `disable()`, and waits until no pass and no
+        `generate` of this model runs. Which of a delta's parameters train is remembered. Switch between steps, not
+        between a forward pass and its backward pass.
+
+        Raises:
+            DeltuneError: an unknown name; inside of rows() or of a forward pass.
         """
-        self._not_mixed("use")
-        if name is not None:
-            self.delta(name)
-        self._set(name)
+        with self._changing("use"):
+            if name is not None:
+                self.delta(name)
+            _complete(lambda: self._use(name))
         return self
+
+    def _use(self, name: str | None) -> None:
+        self.passes.in_use = self._assignment_of_all(name)
+        self.passes.settle(self.passes.assigned())
+
+    def _assignment_of_all(self, name: str | None) -> RowAssignment:
+        if name is None:
+            return RowAssignment([], None, self.base_labels)
+        delta = self.delta(name)
+        return RowAssignment.of_all(name, delta, delta.labels or self.base_labels, self.anatomy)
+
+    def _assignment_of_rows(self, names: Sequence[str | None]) -> RowAssignment:
+        """One for rows(), and in every module whose tensors differ by row what runs it with those."""
+        deltas = {name: self.delta(name) for name in self.names}
+        assignment = RowAssignment.of_rows(names, deltas, self.base_labels, self.anatomy, self.state)
+        with self.state.mutex:
+            for path in assignment.tensors:
+                module = self.model.get_submodule(path)
+                self._install_tap((path, "tensors"), partial(OwnForward, self.passes, path, module))
+        return assignment
 
     def advance(self, share: float) -> None:
         """Tell the delta in use which share of its training is done (0 to 1), before every step.
 
         Only a learned mask (`sparsity`) minds: up to a half its penalty grows, then its gates are fixed. `deltune
         train` calls it; a loop of your own must.
+
+        Raises:
+            DeltuneError: the share is no number from 0 to 1.
         """
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise DeltuneError(
+                f"advance takes the share of the training that is done, a number from 0 to 1, not {excerpt(share)}: "
+                "advance(step / steps)"
+            )
         for _, gates in self.delta().all_gates():
             gates.advance(share)
 
-    @contextlib.contextmanager
-    def disable(self) -> Iterator[None]:
-        """The base model, inside the context."""
-        before = self.mixed or self.active
-        self._set(None)
-        try:
-            yield
-        finally:
-            self._set(before)
+    def disable(self) -> Scope:
+        """The base model, inside the `with` block and for the thread or asyncio task that entered it."""
+        _ = self.model  # one that was taken off says so
+        return Scope(self.passes, self, lambda: self._assignment_of_all(None))
 
-    @contextlib.contextmanager
-    def rows(self, names: Sequence[str | None]) -> Iterator[Tuned]:
-        """Inside the context, row i of a batch uses the delta names[i], or none; all of them can be trained.
+    def rows(self, names: Sequence[str | None]) -> Scope:
+        """Inside the `with` block, row i of a batch uses the delta names[i], or none; all of them can be trained.
 
-        Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the loss of
-        class labels is then each row's own. In `generate` rows may be repeated one after the other (beams). Inside,
-        `parameters()` are those of all that are named; do the backward pass there too. Errors: an unknown name, a delta
-        that trains tensors that all rows share (`full`), a batch of another size, a backward pass outside.
+        It holds for the thread or asyncio task that entered it; a thread that is started inside of it begins with the
+        delta in use. Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the
+        loss of class labels is then each row's own. In `generate` rows may be repeated one after the other (beams).
+        Inside, `parameters()` are those of all that are named; do the backward pass there too.
+
+        Raises:
+            DeltuneError: an unknown name, a delta that trains tensors that all rows share (`full`), a batch of another
+                size, a backward pass outside.
         """
-        before = self.mixed or self.active
-        uses = self._uses(names)  # whatever is wrong with the names is told before anything changes
-        try:
-            self._set(tuple(names), uses)
-            yield self
-        finally:
-            self._set(before)
+        _ = self.model  # one that was taken off says so
+        return Scope(self.passes, self, lambda: self._assignment_of_rows(names))
 
     def detach(self, name: str | None = None) -> PreTrainedModel:
-        """Take a delta (None: all of them) off; without any left the model is bit for bit what it was."""
-        self._not_mixed("detach")
-        model = self.model
-        going = list(self.names) if name is None else [name]
-        if any(self.delta(n) is self.deltas[n] and n == self.active for n in going):
-            self.use(None)
+        """Take a delta (None: all of them) off; without any left the model is bit for bit what it was.
+
+        It waits until no pass of this model runs.
+
+        Raises:
+            DeltuneError: an unknown name, or a delta that rows() names in another thread or task.
+        """
+        with self._changing("detach"):
+            going = list(self.names) if name is None else [name]
+            for one in going:
+                self.delta(one)
+            self.passes.refuse_in_scopes("detach", going)
+            model: PreTrainedModel = _complete(lambda: self._detach(going))
+            return model
+
+    def _detach(self, going: Sequence[str]) -> Any:
+        model: Any = self.__dict__["parent"]
+        if model is None:
+            return model  # it was interrupted after its last step
+        if self.passes.in_use.standing in going:
+            self.passes.in_use = self._assignment_of_all(None)
+        self.passes.settle(self.passes.in_use)
         for gone in going:
-            del self.deltas[gone]
+            if gone in self.deltas:
+                del self.deltas[gone]
         if len(self.deltas):
             self._wire()
             return model
         for tap in self.taps.values():
             tap.remove()
-        for config, implementation in self.implementations:
-            config._attn_implementation = implementation
-        del model._modules[NAME]
+        self.taps.clear()
+        self.passes.wire_attention(False)
+        model._modules.pop(NAME, None)
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(self.flags.get(parameter_name, True))
         self.__dict__["parent"] = None
@@ -198,25 +273,35 @@ class Tuned(nn.Module):
 
         Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
         """
-        self._not_mixed("merge")
-        delta = self.delta().told()
-        own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
-        with torch.no_grad():
-            own |= {name: sparse.final(self.original(name).detach()) for name, sparse in delta.masked()}
-        merged = merging.merged(self.anatomy, delta, self.original, own)
-        labels = delta.labels or self.base_labels
-        model = self.detach()
-        for name, value in merged.items():
-            before = self.original(name)
-            self.put(name, nn.Parameter(value.clone(), requires_grad=before.requires_grad))
-        labels.give(model)
+        with self._changing("merge"):
+            self.passes.refuse_in_scopes("merge", self.names)
+            self.passes.refuse_other_scopes("merge")
+            refuse_quantised(self.model)
+            delta = self.delta().told()
+            own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
+            with torch.no_grad():
+                own |= {name: sparse.final(self.original(name).detach()) for name, sparse in delta.masked()}
+            merged = merging.merged(self.anatomy, delta, self.original, own)
+            labels = delta.labels or self.base_labels
+            return _complete(lambda: self._merge(merged, labels))
+
+    def _merge(self, merged: dict[str, torch.Tensor], labels: Labels) -> PreTrainedModel:
+        self.base_labels = labels
+        if self.__dict__["parent"] is not None:
+            self.state.stand(None)
+            for name, value in merged.items():
+                self.state.put(name, nn.Parameter(value.clone()))  # detaching restores its flag
+        model: PreTrainedModel = self._detach(self.names)
         return model
 
     def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
-        delta = self.delta(name).told()
-        base = self.base_facts or store.base_facts(self.model, self.anatomy, self.original)
-        return store.write(folder, store.facts_of(delta, base), self.tensors(delta))
+        refuse_offloaded(self.model)
+        with self.state.mutex:
+            delta = self.delta(name).told()
+            base = self.base_facts or store.base_facts(self.model, self.anatomy, self.original)
+            facts, tensors = store.facts_of(delta, base), self.tensors(delta)
+        return store.write(folder, facts, tensors)
 
     def know_base(self) -> None:
         """Keep the facts about the base that `save` writes, for they are read from the whole of it."""
@@ -241,86 +326,70 @@ class Tuned(nn.Module):
 
     # -- inside
 
-    def _set(self, state: str | tuple[str | None, ...] | None, uses: list[Use] | None = None) -> None:
-        """Put nothing, a delta, or a delta for each row in use; uses: of the rows, where they are known already."""
-        if self.mixed:
-            mixing.end(self.rowwise)
-            self.mixed, self.rowwise = (), ([], [])
-        name = state if isinstance(state, str) else None
-        incoming = None if name is None else self.delta(name)
-        if self.active is not None:
-            outgoing = self.delta()
-            for owned in outgoing.owned:
-                outgoing.held[slot_key(owned)] = self._slot(owned)
-                self.put(owned, self.base[slot_key(owned)])
-                del self.base[slot_key(owned)]
-            outgoing.rest()
-        self.active = name
-        if incoming is not None:
-            incoming.wake()
-            for owned in incoming.owned:
-                self.base[slot_key(owned)] = self._slot(owned)
-                self.put(owned, incoming.held[slot_key(owned)])
-                del incoming.held[slot_key(owned)]
-        labels = self.base_labels if incoming is None or incoming.labels is None else incoming.labels
-        labels.give(self.model)
-        if not isinstance(state, tuple):
-            uses = [] if incoming is None else [Use(incoming)]
-        else:
-            uses = uses or self._uses(state)
-            several = [use.delta.labels or self.base_labels for use in uses]
-            several += [self.base_labels] if None in state else []
-            self.mixed = state
-            self.rowwise = mixing.begin(self.model, uses, several if self.anatomy.head else [], len(state))
-            if self.anatomy.head:
-                max(several, key=lambda own: len(own.id2label)).give(self.model)
-        for tap in self.taps.values():
-            tap.serve(uses)
-
-    def _uses(self, names: Sequence[str | None]) -> list[Use]:
-        return mixing.uses_of(names, self._deltas(), self.anatomy.tensors, self.slots, self.original)
-
-    def _deltas(self) -> dict[str, Delta]:
-        return {name: self.delta(name) for name in self.names}
-
-    def _not_mixed(self, what: str) -> None:
+    @contextlib.contextmanager
+    def _changing(self, what: str) -> Iterator[None]:
         _ = self.model  # one that was taken off says so
-        if self.mixed:
-            raise DeltuneError(f"{what} inside rows(): leave it first")
+        with self.passes.changing(what):
+            yield
 
     def add(self, name: str, delta: Delta, labels: Labels) -> None:
-        """Take a built delta in, put it in use, and see every edit fire; on failure the model is as it was."""
-        self._not_mixed("attach or load")
-        before = self.active
-        delta.labels = labels
-        delta.train(self.model.training)
-        self.deltas[name] = delta
-        try:
-            self._wire()
-            self.use(name)
-            self._rehearse(delta)
-        except BaseException:
-            self.use(before)
-            self.detach(name)
-            raise
+        """Take a built delta in, and put it in use; on failure the model is as it was.
+
+        That every edit takes part in a pass is seen before, on a copy of the model's structure.
+        """
+        self._rehearse(delta)
+        with self._changing("attach or load"):
+            before = self.passes.in_use
+            delta.labels = labels
+            delta.train(self.model.training)
+            if name in self.deltas:
+                raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
+            taken = False
+            try:
+                with _INSTALLING:
+                    taken = self.model._modules.get(NAME) not in (None, self)
+                    if NAME not in self.model._modules:
+                        self._install()
+                if taken:
+                    raise DeltuneError("another thread has attached to this model meanwhile; call it again")
+                self.deltas[name] = delta
+                self._wire()
+                self._use(name)
+            except BaseException:
+                self.passes.in_use = before
+                if not taken:
+                    self._detach([name])
+                raise
 
     def _wire(self) -> None:
         """A tap for every module that some delta reads or writes, and the attention function where one needs it."""
-        wanted = wiring.taps_of(self.anatomy, self._deltas().values())
-        for key in [k for k in self.taps if k not in wanted]:
-            self.taps.pop(key).remove()
-        for key, kind in wanted.items():
-            if key not in self.taps:
-                self.taps[key] = kind(self.model, self.anatomy, key[0])
-        inside = any(isinstance(tap, AttentionPort) for tap in self.taps.values())
-        for config, implementation in self.implementations:
-            config._attn_implementation = extended_name(implementation) if inside else implementation
+        needed = taps_of(self.passes, self.anatomy, [self.delta(name) for name in self.names])
+        kept = needed.keys() | {(path, "tensors") for path in self.passes.own_tensors()}
+        for key in [key for key in self.taps if key not in kept]:
+            self.taps[key].remove()
+            del self.taps[key]
+        for key, make in needed.items():
+            self._install_tap(key, make)
+        owned = {owned for name in self.names for owned in self.delta(name).owned}
+        held = {path for tensor in owned for path, _ in owners(self.anatomy, tensor)}
+        self.passes.modules = Modules(self.model, {path for path, _ in self.taps} | held)
+        self.passes.wire_attention(any(side == "attention" for _, side in self.taps))
+
+    def _install_tap(self, key: tuple[str, str], make: Callable[[], AnyTap]) -> None:
+        if key in self.taps:
+            return
+        tap = make()
+        try:
+            tap.install()
+            self.taps[key] = tap
+        except BaseException:
+            tap.remove()
+            self.taps.pop(key, None)
+            raise
 
     def _rehearse(self, delta: Delta) -> None:
-        """One pass on shapes: every edit must fire, or attaching fails and says which did not."""
-        marks = trace(base_model(self.model)).marks if len(delta.edits) else set()
-        silent = [edit.place.name for edit in delta.all_edits() if edit not in marks]
-        if silent:
+        """Check on the structure alone that a pass reaches every place of a delta."""
+        if silent := unreached(trace(self.model), delta) if len(delta.edits) else []:
             raise all_problems(
                 f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
                 [f"{place}: the module is not called as its anatomy says" for place in silent],
@@ -331,15 +400,11 @@ class Tuned(nn.Module):
         module = self.model.get_submodule(path) if path else self.model
         return next((p.device for p in module.parameters()), default)
 
-    def _slot(self, name: str) -> nn.Parameter:
-        module, leaf = self.slots[name][0]
-        found = module._parameters[leaf]
-        assert found is not None
-        return found
 
-    def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Put a parameter into every slot of a (possibly tied) tensor."""
-        for module, leaf in self.slots[name]:
-            module._parameters[leaf] = parameter
-            if leaf == "weight" and isinstance(module, nn.Linear):
-                module.out_features = parameter.shape[0]
+def _complete(change: Callable[[], T]) -> T:
+    """Make a change whose steps may be repeated: where it is interrupted, it is completed first."""
+    try:
+        return change()
+    except BaseException:
+        change()
+        raise

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..dialects import adapterhub_files, peft_files, peft_writing
-from ..dialects.foreign import CONFIG, Content, Folder, Translation, read_tensors
-from ..disk import read_object, refused
+from ..dialects.foreign import CONFIG, Content, Folder, Translation, has_file, read_options, read_tensors
+from ..dialects.options import HubHead, HubOptions, PeftOptions, check_options
+from ..disk import local_path, refused, whole_folder
 from ..errors import DeltuneError, unknown
 from .handle import Tuned
 
@@ -43,18 +41,25 @@ KINDS = {
 
 
 def open_folder(folder: str | Path) -> Folder:
-    """Everything in a folder of PEFT or AdapterHub. Errors: neither's, incomplete, truncated."""
+    """Everything in a folder of PEFT or AdapterHub, with its options validated.
+
+    Raises:
+        DeltuneError: The folder is neither's or incomplete, or a file is not what its format says.
+    """
     where = Path(folder)
-    options = read_object(where / CONFIG)
+    options = read_options(where)
     if "peft_type" in options:
+        check_options(PeftOptions, options, where / CONFIG)
         return Folder(where, options, read_tensors(where, peft_files.WEIGHTS))
     if "config" not in options or "model_type" not in options:
         raise DeltuneError(f"{where / CONFIG} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
+    check_options(HubOptions, options, where / CONFIG)
     tensors = read_tensors(where, adapterhub_files.WEIGHTS)
-    head = where / adapterhub_files.HEAD_CONFIG
-    if not head.is_file():
+    if not has_file(where, adapterhub_files.HEAD_CONFIG):
         return Folder(where, options, tensors)
-    return Folder(where, options, tensors, read_object(head), read_tensors(where, adapterhub_files.HEAD_WEIGHTS))
+    head_options = read_options(where, adapterhub_files.HEAD_CONFIG)
+    check_options(HubHead, head_options, where / adapterhub_files.HEAD_CONFIG)
+    return Folder(where, options, tensors, head_options, read_tensors(where, adapterhub_files.HEAD_WEIGHTS))
 
 
 def translated(handle: Tuned, folder: str | Path) -> Translation:
@@ -72,7 +77,7 @@ def kind_of(folder: str | Path) -> tuple[str, int | None]:
     task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
     kind = KINDS.get(str(task), "base")
     wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
-    return kind, wide[0].shape[0] if kind in ("classification", "tagging") and wide else None
+    return kind, next(iter(wide[0].shape), 1) if kind in ("classification", "tagging") and wide else None
 
 
 def _of_head(name: str) -> bool:
@@ -110,11 +115,12 @@ def write(handle: Tuned, folder: str | Path, format: str = "peft", name: str | N
         "task_type": _task(type(model).__name__), "base_model_name_or_path": model.config.name_or_path,
         "inference_mode": True,
     }  # fmt: skip
-    with new_folder(folder) as fresh:
+    target = local_path(folder, "folder")
+    with new_folder(target) as fresh:
         whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
         save_file(whole, fresh / peft_files.WEIGHTS[0], metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return Path(folder).expanduser()
+    return target
 
 
 @contextlib.contextmanager
@@ -123,22 +129,10 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
-    fresh: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        yield fresh
-        os.chmod(fresh, 0o755)
-        for file in fresh.iterdir():  # safetensors keeps its files to their owner
-            os.chmod(file, 0o644)
-        if target.exists():
-            target.rmdir()
-        os.replace(fresh, target)
-    except BaseException as error:
-        if fresh is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
-        if not isinstance(error, OSError | safetensors.SafetensorError):
-            raise
+        with whole_folder(target) as fresh:
+            yield fresh
+    except (OSError, safetensors.SafetensorError) as error:
         raise refused(target, error, "nothing was changed there") from error
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..anatomy.trace import observing
 from ..anatomy.values import Anatomy
+from ..compat import remove_hooks
 from ..errors import DeltuneError
-from .uses import Use, edits_of
+from .assignment import parameter_names
+from .passes import Passes
+from .uses import run_with
 
 
 class PositionTap:
@@ -22,65 +22,56 @@ class PositionTap:
     position_ids grow.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
         stack = next(s for s in anatomy.stacks if s.entry == path)
-        self.name = stack.name
-        self.table = model.get_submodule(stack.positions) if stack.positions else None
-        entry = model.get_submodule(path)
-        self.arguments = list(signature(entry.forward).parameters)
-        self.shifts: list[tuple[Use, int]] = []
-        self.size = 0  # rows of the batch under way
-        self.handles = [entry.register_forward_pre_hook(self.before, with_kwargs=True)]
-        if self.table is not None:
-            self.handles.append(self.table.register_forward_hook(self.looked_up, with_kwargs=True))
+        self.passes, self.stack = passes, stack.name
+        self.table = passes.model.get_submodule(stack.positions) if stack.positions else None
+        self.entry = passes.model.get_submodule(path)
+        self.arguments = parameter_names(self.entry)
 
-    def serve(self, uses: Sequence[Use]) -> None:
-        own = [(e, u) for e, u in edits_of(uses) if e.place.moves == self.name]
-        each = {(u, e.origin): e.modification.form.shift for e, u in own}
-        self.shifts = [(use, sum(n for (u, _), n in each.items() if u is use)) for use in uses]
-        self.shifts = [(use, shift) for use, shift in self.shifts if shift]
+    def install(self) -> None:
+        self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
+        if self.table is not None:
+            self.table.register_forward_hook(self.looked_up, with_kwargs=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """position_ids as given, or as counted, plus the shift; with a table, only a look at its length."""
-        if not self.shifts or observing():
+        """position_ids as they came, or as counted, plus the shift; with a table, only a look at its length."""
+        shifts = self.passes.assignment().shifts.get(self.stack)
+        if not shifts:
             return None
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-        cache = given.get("past_key_values")
+        arguments = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+        cache = arguments.get("past_key_values")
         seen = int(cache.get_seq_length()) if cache is not None else 0
-        self.size = tokens.shape[0]
         if self.table is not None:
-            self.check(self.table, seen + tokens.shape[1])
+            self.passes.notes().rows_of_batch = tokens.shape[0]
+            self.check(self.table, seen + tokens.shape[1], max(shift for _, shift in shifts))
             return None
-        positions = given.get("position_ids")
+        positions = arguments.get("position_ids")
         if positions is None:
             positions = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
-        for use, shift in self.shifts:
+        for use, shift in shifts:
             if use.rows is not None:
                 positions = positions.expand(tokens.shape[0], -1)
             positions = use.put(positions, use.pick(positions) + shift)
-        return (), {**given, "position_ids": positions}
+        return (), {**arguments, "position_ids": positions}
 
     def looked_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
         """What the table gives when it begins that much further down."""
-        if not self.shifts or observing():
+        shifts = self.passes.assignment().shifts.get(self.stack)
+        if not shifts:
             return None
         weight = module._parameters["weight"]
         assert weight is not None
-        for use, shift in self.shifts:
-            try:
-                module._parameters["weight"] = weight[shift:]  # type: ignore[assignment]
-                moved = module.forward(*args, **kwargs)
-            finally:
-                module._parameters["weight"] = weight
+        for use, shift in shifts:
+            moved = run_with(module, {"weight": weight[shift:]}, *args, **kwargs)
             if use.rows is not None:  # it may have looked up one row, (n, d) or (1, n, d), for all
-                output = output.expand(self.size, *output.shape[-2:])
+                output = output.expand(self.passes.notes().rows_of_batch, *output.shape[-2:])
             output = use.put(output, use.pick(moved.expand(output.shape)))
         return output
 
-    def check(self, table: nn.Module, tokens: int) -> None:
+    def check(self, table: nn.Module, tokens: int, longest: int) -> None:
         """The table must hold the tokens' moved positions."""
-        longest = max(shift for _, shift in self.shifts)
         rows = table.get_parameter("weight").shape[0] - unused(table)
         if tokens + longest > rows:
             raise DeltuneError(
@@ -89,8 +80,8 @@ class PositionTap:
             )
 
     def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        for module in (self.entry, self.table):
+            remove_hooks(module, self)
 
 
 def first_position(table: nn.Module | None) -> int:

@@ -5,76 +5,60 @@ Writing is all or nothing; reading checks everything before the model is touched
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from .. import __version__
+from .. import __version__, tensorfiles
 from ..algebra.elements import explicit
 from ..anatomy.values import Anatomy
-from ..disk import refused
-from ..errors import DeltuneError, all_problems
+from ..disk import MOST_JSON, file_in, local_path, refused, whole_folder
+from ..errors import DeltuneError
+from ..tensorfiles import TensorFacts
 from .edits import Delta
+from .expected import check_described
+from .schema import FORMAT, DeltaFacts, read_facts_file
 
-FORMAT = 1
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
 
 def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
     """Write one delta into `folder`, replacing a delta that is there, all or nothing.
 
-    Errors: a folder that holds anything else, no space left, no permission; what was there before stays whole.
+    What was written is flushed to the disk, files and folders alike, and has the permissions that the umask leaves.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DeltuneError: The folder holds anything else, no space is left, or there is no permission; what was there
+            before is whole.
     """
-    target = Path(folder)
-    if target.exists():
-        foreign = (
-            sorted(p.name for p in target.iterdir() if p.name not in (FACTS, NUMBERS)) if target.is_dir() else ["."]
-        )
-        if foreign:
-            raise DeltuneError(
-                f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
-            )
-    fresh = old = None
+    target = local_path(folder, "folder")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
-        shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
-        facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
-        with open(fresh / FACTS, "w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(fresh, 0o755)
-        os.chmod(fresh / NUMBERS, 0o644)  # safetensors keeps its files to their owner
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            os.replace(target, old)
-            try:
-                os.replace(fresh, target)
-            except OSError:
-                os.replace(old, target)
-                raise
-            shutil.rmtree(old)
-        else:
-            os.replace(fresh, target)
+            inside = [p.name for p in target.iterdir()] if target.is_dir() else ["."]
+            if foreign := sorted(name for name in inside if name not in (FACTS, NUMBERS)):
+                raise DeltuneError(
+                    f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
+                )
+        with whole_folder(target) as fresh:
+            save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
+            shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
+            facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
+            with open(fresh / FACTS, "w", encoding="utf-8") as file:
+                json.dump(facts, file, indent=1, ensure_ascii=False)
+            if (fresh / FACTS).stat().st_size > MOST_JSON:  # what is saved can be loaded
+                raise DeltuneError(f"{target / FACTS} would be longer than the {MOST_JSON >> 20} MiB that are read")
     except (OSError, safetensors.SafetensorError) as error:
-        if fresh is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
-        if old is not None:
-            with contextlib.suppress(OSError):
-                old.rmdir()  # never a full one: that is what was there before
         raise refused(target, error, "nothing was changed there") from error
     return target
 
@@ -129,93 +113,81 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
 
 
 def delta_folder(folder: str | Path) -> Path:
-    """The folder that holds delta.json: the one given, or its sub-folder `delta`."""
+    """The folder that holds delta.json: the one given, or its sub-folder `delta`.
+
+    Raises:
+        DeltuneError: Neither holds one, or what holds it is a link that leads out of the folder.
+    """
     root = Path(folder)
-    for where in (root, root / "delta"):
-        if (where / FACTS).is_file():
-            return where
-    if not root.is_dir():
-        raise DeltuneError(f"no folder {str(folder)!r}")
-    held = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+    for inside in ("", "delta"):
+        if file_in(root, str(Path(inside, FACTS))) is not None:
+            return root / inside
+    try:
+        if not root.is_dir():
+            raise DeltuneError(f"no folder {str(folder)!r}")
+        held = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+    except (OSError, ValueError) as error:
+        raise DeltuneError(f"{str(folder)!r} cannot be read: {error}") from error
     raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {held})")
 
 
-def read_facts(folder: str | Path) -> dict[str, Any]:
-    """The contents of delta.json, checked for being ours."""
+def read_facts(folder: str | Path) -> DeltaFacts:
+    """The validated contents of delta.json. Raises DeltuneError where there is none or it is not ours."""
     where = delta_folder(folder)
-    try:
-        facts = json.loads((where / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DeltuneError(f"{where / FACTS} cannot be read: {error}") from error
-    if not isinstance(facts, dict) or (wrong := _wrong(facts, _KINDS)):
-        lacks = ", ".join(wrong if isinstance(facts, dict) else _KINDS)
-        raise DeltuneError(f"{where / FACTS} was not written by deltune (missing, or of another kind: {lacks})")
-    if facts["format"] != FORMAT:
-        raise DeltuneError(
-            f"{where / FACTS} has format {facts['format']!r}, this deltune reads {FORMAT}; update deltune"
-        )
-    return facts
+    path = file_in(where, FACTS)
+    if path is None:
+        raise DeltuneError(f"{where / FACTS} is missing; the folder is incomplete")
+    return read_facts_file(path)
 
 
-_KINDS: dict[str, Any] = {
-    "format": int, "method": str, "explicit": str, "labels": dict | None, "tensors": dict, "sha256": str,
-    "head": {"mode": str, "tensors": list},
-    "base": {"family": str, "model": str, "name": str, "fingerprint": dict},
-}  # fmt: skip
+@dataclass(frozen=True)
+class Saved:
+    """A delta's folder before its numbers are read: the facts in delta.json, and the names, types and shapes of the
+    tensors in delta.safetensors, which agree with each other."""
+
+    where: Path
+    facts: DeltaFacts
+    tensors: dict[str, TensorFacts]
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """Read the tensors. Raises DeltuneError where the file was altered."""
+        path = self.where / NUMBERS
+        if _digest(path) != self.facts.sha256:
+            raise DeltuneError(f"{path} is not the file that {FACTS} describes: its checksum differs")
+        return tensorfiles.load(path)
 
 
-def _wrong(facts: dict[str, Any], kinds: dict[str, Any], inside: str = "") -> list[str]:
-    """Names of the facts that are missing or of another kind."""
-    found = []
-    for key, kind in kinds.items():
-        value, name = facts.get(key), inside + key
-        if isinstance(kind, dict):
-            found += _wrong(value, kind, f"{name}.") if isinstance(value, dict) else [name]
-        elif not isinstance(value, kind):
-            found.append(name)
-    return found
+def read(folder: str | Path) -> Saved:
+    """Open a delta's folder and check all of it but the values of its tensors.
+
+    Symbolic links are followed inside the folder, and to the blobs of a Hugging Face cache, but not elsewhere.
+
+    Raises:
+        DeltuneError: The folder is incomplete, a file is truncated or was not written by deltune, the two files do not
+            describe the same tensors, or one of them is a link that leads out of the folder.
+    """
+    facts, where = read_facts(folder), delta_folder(folder)
+    path = file_in(where, NUMBERS)
+    if path is None:
+        raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
+    tensors = tensorfiles.header(path)
+    check_described(facts, tensors, path)
+    return Saved(where, facts, tensors)
 
 
-def read(where: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Facts and numbers of a delta folder. Errors: incomplete, truncated, altered, not ours."""
-    facts = read_facts(where)
-    path = where / NUMBERS
-    if not path.is_file():
-        raise DeltuneError(f"{path} is missing; the folder is incomplete")
-    try:
-        numbers = load_file(path)
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise DeltuneError(f"{path} is truncated or no safetensors file: {error}") from error
-    if _digest(path) != facts["sha256"]:
-        raise DeltuneError(f"{path} is not the file that {FACTS} describes: its checksum differs")
-    return facts, numbers
+def check_base(saved: Saved, own: dict[str, Any]) -> None:
+    """Compare the base model of a delta with the model that it is loaded on, which `own` describes.
 
-
-def check_base(facts: dict[str, Any], own: dict[str, Any], where: Path) -> None:
-    """Error when a delta belongs to another base model than the one that `own` describes."""
-    base = facts["base"]
-    if base["family"] != own["family"]:
-        raise DeltuneError(
-            f"{where} was tuned on a {base['family']} model ({base['name']}); this is a {own['family']} model"
-        )
+    Raises:
+        DeltuneError: It is another one.
+    """
+    base, where = saved.facts.base, saved.where
+    if base.family != own["family"]:
+        raise DeltuneError(f"{where} was tuned on a {base.family} model ({base.name}); this is a {own['family']} model")
     here = own["fingerprint"]
-    differing = [area for area, digest in base["fingerprint"].items() if area in here and here[area] != digest]
+    differing = [area for area, digest in base.fingerprint.items() if area in here and here[area] != digest]
     if differing:
         raise DeltuneError(
-            f"{where} was tuned on another base model ({base['name'] or base['model']}): "
+            f"{where} was tuned on another base model ({base.name or base.model}): "
             f"the {' and '.join(differing)} of this one ({own['name'] or own['model']}) differ"
         )
-
-
-def check_tensors(wanted: dict[str, tuple[int, ...] | None], numbers: dict[str, torch.Tensor], where: Path) -> None:
-    """Error listing every tensor that is missing, extra or of another shape; a shape of None fits any."""
-    problems = [f"missing tensor {name}" for name in wanted if name not in numbers]
-    problems += [f"extra tensor {name}" for name in numbers if name not in wanted]
-    problems += [
-        f"tensor {name} has shape {tuple(numbers[name].shape)}, this model needs {shape}"
-        for name, shape in wanted.items()
-        if shape is not None and name in numbers and tuple(numbers[name].shape) != shape
-    ]
-    if problems:
-        shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
-        raise all_problems(f"{where} does not fit this model", shown)

@@ -1,11 +1,12 @@
-"""Hooks on observed modules: a tap reads what an edit needs or writes what it changes, at one side of one module.
+"""Hooks on observed modules: they hand an edit what it reads, and change what it writes, at one side of one module.
 
-Hooks are bound methods of taps, and taps are reached through the tuned object, so that deepcopy and pickle carry both.
+Hooks are bound methods of objects that the handle reaches, so that deepcopy and pickle carry both. What is in use they
+look up in every pass; what one notes for another lies in the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,187 +14,204 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks
 from transformers.pytorch_utils import Conv1D
 
-from ..anatomy.trace import PORT, observing
 from ..anatomy.values import Anatomy
-from .chains import Writes
+from ..compat import (
+    call_class,
+    checkpoint_function,
+    overridden_call,
+    override_call,
+    remove_hooks,
+    remove_override,
+    set_checkpoint_function,
+    transforms_active,
+)
+from .assignment import parameter_names
+from .attention import PORT
 from .edits import Edit
-from .gates import Change
-from .uses import Use, edits_of, single
-from .weights import Sparse
+from .own_tensors import runs_class_forward
+from .passes import Passes
+from .uses import Use
+
+
+class Checkpoint:
+    """Stands as the checkpoint function of a module, so that what is computed again is in a pass of its own."""
+
+    of_live_model = True
+
+    def __init__(self, passes: Passes, original: Any) -> None:
+        self.passes, self.original = passes, original
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.original(partial(self.passes.again, function), *args, **kwargs)
+
+
+class PassEntry:
+    """Surrounds the call of a module at which a forward pass may begin.
+
+    Args:
+        opens: A pass of its own begins at every call (the model, and the entry of each stack), so that a model that is
+            called inside of its own pass notes nothing for the outer one. Else only where no pass is under way, as
+            when a layer is computed again for its gradients.
+    """
+
+    def __init__(self, passes: Passes, path: str, opens: bool) -> None:
+        self.passes, self.path, self.opens = passes, path, opens
+        self.module = passes.model.get_submodule(path)
+        self.arguments = parameter_names(self.module)
+        self.before: Any = None
+
+    def install(self) -> None:
+        self.before = overridden_call(self.module)
+        override_call(self.module, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = checkpoint_function(self.module)  # it may be enabled at any time
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint) and not torch.compiler.is_compiling():
+            set_checkpoint_function(self.module, Checkpoint(self.passes, checkpoint))
+        return self.passes.run(self, args, kwargs)
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        """The call that this one surrounds."""
+        return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def remove(self) -> None:
+        remove_override(self.module, self, self.before)
+        if isinstance(checkpoint := checkpoint_function(self.module), Checkpoint):
+            set_checkpoint_function(self.module, checkpoint.original)
 
 
 class InputTap:
-    """All edits in use that read or write what a module is given."""
+    """The edits that read or write what a module is given."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
-        self.path = path
-        self.reads: list[tuple[Edit, Use]] = []
-        self.writes = Writes([])
-        self.handle = model.get_submodule(path).register_forward_pre_hook(self.before, with_kwargs=True)
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.path = passes, path
+        self.module = passes.model.get_submodule(path)
 
-    def serve(self, uses: Sequence[Use]) -> None:
-        """Take over the edits in use that concern this side of the module."""
-        self.reads = [(e, u) for e, u in edits_of(uses) if e.elsewhere == self.path]
-        self.writes = Writes.at(self.path, "input", uses)
+    def install(self) -> None:
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
-        if not (self.reads or self.writes.edits):
+        assignment = self.passes.assignment()
+        readers, writes = assignment.inputs.get(self.path, ()), assignment.writes.get((self.path, "input"))
+        if not readers and writes is None:
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        h = self.writes.applied(h, module)
-        for edit, use in self.reads:
-            edit.seen.x = use.pick(h)
-        if not self.writes.edits:
+        notes = self.passes.notes()
+        if writes is not None:
+            h = writes.applied(h, module, notes.inputs)
+        for edit, use in readers:
+            notes.inputs[edit] = use.pick(h)
+        if writes is None:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
 
     def remove(self) -> None:
-        self.handle.remove()
+        remove_hooks(self.module, self)
 
 
 class OutputTap:
-    """All edits in use that write what a module gives."""
+    """The edits that write what a module gives."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
-        module = model.get_submodule(path)
-        self.path = path
-        self.makes_anew = type(module) in (nn.Linear, Conv1D)
-        self.writes = Writes([])
-        self.handle = module.register_forward_hook(self.after, with_kwargs=True)
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.key = passes, (path, "output")
+        self.module = passes.model.get_submodule(path)
+        self.makes_anew = type(self.module) in (nn.Linear, Conv1D)
 
-    def serve(self, uses: Sequence[Use]) -> None:
-        self.writes = Writes.at(self.path, "output", uses)
+    def install(self) -> None:
+        self.module.register_forward_hook(self.after, with_kwargs=True)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Change the module's output (its first element, when it is a tuple)."""
-        if not self.writes.edits:
+        writes = self.passes.assignment().writes.get(self.key)
+        if writes is None:
             return None
         read = args[0] if args else next(iter(kwargs.values()), None)
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = self.writes.applied(h, module, read, in_place=self._is_ours(module))
+        h = writes.applied(h, module, self.passes.notes().inputs, read, in_place=self._is_ours(module))
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
-        if torch.is_grad_enabled() or not self.makes_anew or "forward" in module.__dict__:
+        if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
             return False
-        alone = len(module._forward_hooks) == 1 and not _global_forward_hooks
-        return alone and not torch._C._are_functorch_transforms_active()
+        return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
 
     def remove(self) -> None:
-        self.handle.remove()
+        remove_hooks(self.module, self)
 
 
 class AttentionPort:
-    """The edits in use inside one attention; the attention function finds them through the module."""
+    """Leads from an attention module, which the attention function is called with, to the edits inside it."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
-        self.path, self.module = path, model.get_submodule(path)
-        self.active: list[tuple[Edit, Use]] = []
-        self.served: str | None = None  # how the last pass attended to a prefix, for prefix_report
+    of_live_model = True
+
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
+
+    def install(self) -> None:
         self.module.__dict__[PORT] = self
 
-    def serve(self, uses: Sequence[Use]) -> None:
-        here = [(e, u) for e, u in edits_of(uses) if e.place.target.path == self.path]
-        self.active = [(e, u) for e, u in here if e.place.target.side == "attention"]
-        self.served = None
-
     def edits(self) -> list[tuple[Edit, Use]]:
-        return self.active
+        return self.passes.assignment().attention.get(self.path, [])
 
-    def mark(self) -> None:
-        for edit, _ in self.active:
-            edit.mark()
+    def inputs(self) -> dict[Edit, torch.Tensor]:
+        return self.passes.notes().inputs
+
+    def report(self, served: str) -> None:
+        """Say how this pass attended to a prefix."""
+        self.passes.notes().report[self.path] = served
 
     def remove(self) -> None:
         self.module.__dict__.pop(PORT, None)
 
 
 class StatesTap:
-    """The edits in use that read all hidden states of a stack and change the last, at the module around its layers."""
+    """The edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.path = passes, path
         stack = next(s for s in anatomy.stacks if s.container == path)
-        container = model.get_submodule(path)
-        self.active: list[tuple[Edit, Use]] = []
-        self.states: list[torch.Tensor] | None = None
-        self.handles = [container.register_forward_pre_hook(self.open), container.register_forward_hook(self.close)]
-        for layer in anatomy.layers:
-            if layer.stack == stack.name:
-                module = model.get_submodule(layer.path)
-                self.handles.append(module.register_forward_pre_hook(self.collect, with_kwargs=True))
+        self.container = passes.model.get_submodule(path)
+        layers = [layer for layer in anatomy.layers if layer.stack == stack.name]
+        self.layers = [passes.model.get_submodule(layer.path) for layer in layers]
 
-    def serve(self, uses: Sequence[Use]) -> None:
-        self.active = [(e, u) for e, u in edits_of(uses) if e.place.target.side == "states"]
+    def install(self) -> None:
+        self.container.register_forward_pre_hook(self.open)
+        self.container.register_forward_hook(self.close)
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.collect, with_kwargs=True)
 
     def open(self, module: nn.Module, args: Any) -> None:
-        self.states = [] if self.active else None
+        if self.passes.assignment().states.get(self.path):
+            self.passes.notes().states[self.path] = []
 
     def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A layer's input is the state before it; outside the container's own pass (recomputation) nothing is kept."""
-        if self.states is not None:
-            self.states.append(args[0] if args else next(iter(kwargs.values())))
+        """A layer's input is the state before it; outside the container's own call (recomputation) nothing is kept."""
+        states = self.passes.notes().states.get(self.path)
+        if states is not None:
+            states.append(args[0] if args else next(iter(kwargs.values())))
 
     def close(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The container's first output is the last state."""
-        states, self.states = self.states, None
+        states = self.passes.notes().states.pop(self.path, None)
         if not states:
-            return None
-        if observing():
-            for edit, _ in self.active:
-                edit.mark()
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*(h[:, -last.shape[1] :] for h in states), last]
-        for edit, use in self.active:
+        for edit, use in self.passes.assignment().states[self.path]:
             whole = torch.stack([use.pick(h) for h in states])
             last = use.put(last, edit.change(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training)))
         return _replaced(output, before, last)
 
     def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": None}
-
-
-class WeightTap:
-    """A tensor trained in part: while a module of it runs, the base's value with the trained entries is in its slot."""
-
-    def __init__(self, model: nn.Module, anatomy: Anatomy, path: str) -> None:
-        tensor = next(t for t in anatomy.tensors if t.name == path)
-        self.name = path
-        self.sparse: Sparse | Change | None = None
-        self.displaced: dict[str, nn.Parameter | None] = {}
-        self.handles = []
-        for name in (tensor.name, *tensor.aliases):
-            owner = model.get_submodule(name.rpartition(".")[0])
-            # first of all: an edit that reads what the module is given may run it again
-            self.handles.append(owner.register_forward_pre_hook(self.before, prepend=True))
-            self.handles.append(owner.register_forward_hook(self.after, always_call=True))
-
-    def serve(self, uses: Sequence[Use]) -> None:
-        """Rows that differ are served by a RowTap."""
-        self.sparse = dict(uses[0].delta.masked()).get(self.name) if uses and single(uses) else None
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        if self.sparse is not None and not observing():
-            leaf = self.name.rpartition(".")[2]
-            self.displaced[leaf] = own = module._parameters[leaf]
-            assert own is not None
-            module._parameters[leaf] = self.sparse.on(own.detach())  # type: ignore[assignment]
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        for leaf, own in self.displaced.items():
-            module._parameters[leaf] = own
-        self.displaced = {}
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        for module in (self.container, *self.layers):
+            remove_hooks(module, self)
 
 
 def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:

@@ -7,16 +7,16 @@ own. The trunk is found from the plan and the anatomy, never from a method's nam
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..anatomy.trace import observing
 from ..anatomy.values import Anatomy, Layer, Tensor
+from ..compat import call_class, overridden_call, override_call, remove_override
 from ..errors import DeltuneError
 from .edits import Delta
 from .handle import NAME, Tuned
@@ -141,6 +141,23 @@ class _PassedError(Exception):
     """The trunk's end was reached, and nothing above it is wanted."""
 
 
+class TrunkEntry:
+    """Surrounds the call of the model, or of a stack that may be called `alone`."""
+
+    of_live_model = True
+
+    def __init__(self, trunk: Trunk, alone: str, module: nn.Module) -> None:
+        self.trunk, self.alone, self.module = trunk, alone, module
+        self.before = overridden_call(module)
+        override_call(module, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trunk.run(self, args, kwargs)
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
+
+
 class Trunk:
     """The trunk of the delta in use, on a live model until `remove`.
 
@@ -169,26 +186,47 @@ class Trunk:
         entries: dict[str, nn.Module] = {"": model}
         if len(anatomy.stacks) > 1:
             entries[anatomy.stacks[0].name] = model.get_submodule(anatomy.stacks[0].entry)
-        self.handles = []
-        for alone, module in entries.items():
-            begin = partial(self.begin, alone)
-            self.handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
-            self.handles.append(module.register_forward_hook(self.end, always_call=True))
+        self.thread = 0  # that runs a pass
+        self.mutex = threading.Lock()
+        self.entries = [TrunkEntry(self, alone, module) for alone, module in entries.items()]
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for handle in (*self.handles, *(h for station in self.stations for h in station.handles)):
+        for entry in self.entries:
+            remove_override(entry.module, entry, entry.before)
+        for handle in (h for station in self.stations for h in station.handles):
             handle.remove()
 
     # -- a pass
 
-    def begin(self, alone: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Start a pass of the model, or of one stack `alone`; the arguments without the states."""
-        if observing():
-            return None
-        self.inside += 1
-        if self.inside > 1:
-            return None
+    def run(self, entry: TrunkEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or one stack alone; the arguments are without the states there.
+
+        Raises:
+            DeltuneError: another thread is inside: modes and states of a trunk are those of one pass at a time.
+        """
+        with self.mutex:
+            taken = self.inside and self.thread != threading.get_ident()
+            if not taken:
+                self.thread = threading.get_ident()
+                self.inside += 1
+        if taken:
+            raise DeltuneError(
+                "a model whose frozen layers are run apart (trunk_dropout=off, or with kept states) runs in one thread "
+                "at a time"
+            )
+        try:
+            if self.inside == 1:
+                self.begin(entry.alone, kwargs)
+            passed = {name: value for name, value in kwargs.items() if not name.startswith(PREFIX)}
+            return entry.inner(*args, **passed)
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                self.end()
+
+    def begin(self, alone: str, kwargs: dict[str, Any]) -> None:
+        """Start a pass of the model, or of one stack `alone`."""
         for station in self.stations:
             station.at = 0
         if self.model.training:
@@ -206,7 +244,6 @@ class Trunk:
             for station in self.stations:
                 if station.skipped:
                     station.module.__dict__["forward"] = station.pass_on
-        return args, {name: value for name, value in kwargs.items() if not name.startswith(PREFIX)}
 
     def passed(self) -> None:
         """The trunk's last layer is done."""
@@ -214,12 +251,7 @@ class Trunk:
             raise _PassedError
         self._wake()
 
-    def end(self, *_: Any) -> None:
-        if observing():
-            return
-        self.inside -= 1
-        if self.inside:
-            return
+    def end(self) -> None:
         self._wake()
         self.given = {}
         for station in self.stations:

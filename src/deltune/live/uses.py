@@ -6,9 +6,11 @@ whose rows and tokens are one axis.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +18,19 @@ from torch import nn
 from ..errors import DeltuneError
 from .edits import Delta, Edit
 
-Own = Mapping[str, Callable[[], torch.Tensor]]
-"""A module's tensors of which a delta has values of its own, by leaf."""
+OwnTensors = Mapping[str, Callable[[], torch.Tensor]]
+"""The tensors of a module of which a delta has values of its own, by leaf; called for the value."""
+
+
+def run_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward with other tensors in place of some of its parameters.
+
+    The module is not touched, so that other threads may run it meanwhile: what runs is a copy of its attributes.
+    """
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = {**module._parameters, **tensors}
+    return type(module).forward(twin, *args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -30,7 +43,7 @@ class Use:
     delta: Delta
     rows: tuple[int, ...] | None = None
     of: int = 0
-    own: Mapping[nn.Module, Own] = field(default_factory=dict)
+    own: Mapping[nn.Module, OwnTensors] = field(default_factory=dict)
     known: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def index(self, size: int, device: torch.device) -> torch.Tensor:
@@ -43,9 +56,9 @@ class Use:
                     "None) for each row of the batch"
                 )
             each = size // self.of
-            found = [row * each + i for row in self.rows for i in range(each)]
+            places = [row * each + i for row in self.rows for i in range(each)]
             with torch.inference_mode(False):  # it is used in training too
-                self.known[size, device] = torch.tensor(found, device=device)
+                self.known[size, device] = torch.tensor(places, device=device)
         return self.known[size, device]
 
     def pick(self, whole: torch.Tensor) -> torch.Tensor:
@@ -58,22 +71,12 @@ class Use:
             return part
         return whole.index_copy(0, self.index(whole.shape[0], whole.device), part)
 
-    @contextlib.contextmanager
-    def lending(self, module: nn.Module) -> Iterator[None]:
-        """The module with the delta's own tensors in its slots."""
-        own = self.own.get(module, {})
-        before = {leaf: module._parameters[leaf] for leaf in own}
-        try:
-            for leaf, value in own.items():
-                module._parameters[leaf] = value()  # type: ignore[assignment]
-            yield
-        finally:
-            module._parameters.update(before)
-
-
-def edits_of(uses: Sequence[Use]) -> list[tuple[Edit, Use]]:
-    """The edits of all that is in use, each with whose it is."""
-    return [(edit, use) for use in uses for edit in use.delta.all_edits()]
+    def forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        """The module's forward with the delta's own tensors, for its rows alone."""
+        if self.rows is None:
+            return module.forward
+        tensors = {leaf: value() for leaf, value in self.own.get(module, {}).items()}
+        return partial(run_with, module, tensors)
 
 
 def single(uses: Sequence[Use]) -> bool:
@@ -110,3 +113,31 @@ def by_row(
     padded.append(torch.zeros_like(padded[0]))
     there.append(torch.zeros_like(there[0]))
     return torch.stack(padded)[which], torch.stack(there)[which]
+
+
+def edits_of(uses: Sequence[Use]) -> list[tuple[Edit, Use]]:
+    """The edits of all that is in use, each with whose it is."""
+    return [(edit, use) for use in uses for edit in use.delta.all_edits()]
+
+
+def refuse_late_gradients(delta: Delta) -> None:
+    """Make it an error when a gradient comes after a delta was put to rest: it would be dropped without a word."""
+    for parameter in delta.parameters():
+        hooks = (parameter._backward_hooks or {}).values()
+        if parameter.requires_grad and not any(type(hook) is _InTime for hook in hooks):
+            parameter.register_hook(_InTime(parameter))
+
+
+class _InTime:
+    __torch_unserializable__ = True  # a copy has one when its rows need it
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = weakref.ref(parameter)  # which holds this
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        parameter = self.parameter()
+        if parameter is not None and not parameter.requires_grad:
+            raise DeltuneError(
+                "a gradient came for a delta that is not in use any more: do the backward pass of a mixed batch inside "
+                "its rows(), that of another before the next use()"
+            )

@@ -5,14 +5,15 @@ Shapes: h and Δh (B, n, ...), x (B, n, d) what the frozen sub-module reads.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..errors import DeltuneError
-from ..expressions import check_fields, expression
+from ..arguments import check_fields
+from ..errors import DeltuneError, excerpt
+from ..expressions import expression
 from .forms import Shapes, Widths
 
 
@@ -66,8 +67,9 @@ class Scale(Composition):
     learned: bool = False
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise DeltuneError(f"scale {self.value}: must be a finite number")
+        super().__post_init__()
+        if not self.value and not self.learned:
+            raise DeltuneError("scale 0 switches the term off: nothing of it would be trained; give another number")
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"scale": ()} if self.learned else {}
@@ -104,6 +106,13 @@ class SigmoidGate(Composition):
     """
 
     name: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", self.name):
+            raise DeltuneError(
+                f"SigmoidGate: name={excerpt(self.name)}: use letters, digits, '-' and '_', 1 to 100 of them"
+            )
 
     @property
     def reads_x(self) -> bool:

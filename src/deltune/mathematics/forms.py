@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
+from ..arguments import check_fields
 from ..errors import DeltuneError, unknown
-from ..expressions import check_fields, expression
+from ..expressions import expression
 from .sparse import Side
 
 Tensors = Mapping[str, torch.Tensor]
@@ -53,10 +53,12 @@ class Widths:
 class Form:
     """A functional form of Δh. `needs`: what a site must offer: "hidden" (one representation), "attention" (the inside
     of one), "tokens" (the input embeddings), "states" (all layers' outputs). `multiplies`: the name
-    of w where, reading h, h + Δh is w ⊙ h."""
+    of w where, reading h, h + Δh is w ⊙ h. `replaces`: h + Δh does not depend on h, so that whatever changed h at the
+    same place before would be lost."""
 
     needs: ClassVar[str] = "hidden"
     multiplies: ClassVar[str | None] = None
+    replaces: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -67,6 +69,11 @@ class Form:
     def fits(self, widths: Widths) -> str | None:
         """Why it cannot act between these widths, or None."""
         return None
+
+    @property
+    def silent(self) -> bool:
+        """Whether Δh = 0 at the start whatever u is."""
+        return True
 
     def shapes(self, widths: Widths) -> Shapes:
         """Shapes of the tensors that are kept."""
@@ -159,8 +166,7 @@ Product = tuple[int, tuple[Side, ...], tuple[Side, ...]]
 
 def _pair(rank: int, widths: Widths) -> Product:
     """down (r, d_in) and up (d_out, r)."""
-    ranks = np.arange(rank)
-    down, up = Side("down", widths.in_width, ranks * widths.in_width, 1), Side("up", widths.out_width, ranks, rank)
+    down, up = Side("down", widths.in_width, widths.in_width, 1), Side("up", widths.out_width, 1, rank)
     return rank, (down,), (up,)
 
 
@@ -213,6 +219,10 @@ class Bottleneck(Form):
         if self.activation not in ACTIVATIONS:
             raise DeltuneError(unknown("activation", self.activation, ACTIVATIONS))
 
+    @property
+    def silent(self) -> bool:
+        return self.zero_up
+
     def shapes(self, widths: Widths) -> Shapes:
         shapes: Shapes = {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
         if self.bias:
@@ -231,7 +241,7 @@ class Bottleneck(Form):
         if self.layer_norm:
             raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
         rank, down, up = _pair(self.rank, widths)
-        biases = (Side("down_bias", 1, np.arange(rank), 1),) if self.bias else ()
+        biases = (Side("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
         return rank, (*down, *biases), up
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -38,6 +37,10 @@ class Prefix(Form):
         positive(length=self.length)
         if self.reparameterise is not None:
             positive(reparameterise=self.reparameterise)
+
+    @property
+    def silent(self) -> bool:
+        return False
 
     @property
     def shift(self) -> int:
@@ -156,10 +159,9 @@ class OwnMultiHead(Form):
 
     def product(self, widths: Widths) -> Product:
         heads, length, width = widths.heads, self.length, widths.value_width
-        ranks = np.arange(heads * length)  # head after head, l ranks each
-        rows = ranks % length * heads * width + ranks // length * width
-        down = Side("down", widths.in_width, ranks * widths.in_width, 1)
-        return heads * length, (down,), (Side("values", width, rows, 1),)
+        down = Side("down", widths.in_width, widths.in_width, 1)
+        values = Side("values", width, heads * width, 1, block=length, outer=width)  # head after head, l ranks each
+        return heads * length, (down,), (values,)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         inner = torch.relu(F.linear(u, tensors["down"].to(u.dtype))).unflatten(-1, (-1, self.length))
@@ -167,7 +169,6 @@ class OwnMultiHead(Form):
 
 
 def _rows(length: int, widths: Widths) -> Product:
-    """keys (l, N_kv, d_h) and values (l, N_kv, d_v)."""
-    keys, values = widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width
-    rows = np.arange(length)
-    return length, (Side("keys", keys, rows * keys, 1),), (Side("values", values, rows * values, 1),)
+    """keys (l, N_kv, d_h) and values (l, N_kv, d_v): a rank for each row of each head, since heads do not mix."""
+    keys, values = widths.head_width, widths.value_width
+    return length * widths.kv_heads, (Side("keys", keys, keys, 1),), (Side("values", values, values, 1),)

@@ -1,4 +1,4 @@
-"""APET: which N scalars of a method are trained (AP §5.1; METHODS §4). Drawn on the CPU, memory in proportion to N.
+"""APET: which N scalars of a method are trained (AP §5.1; METHODS §4). Drawn on the CPU, in time and memory O(N).
 
 N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
 product with their shared rank: of those, ranks are drawn first and then entries of both factors within these ranks, so
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,27 @@ Indices = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Side:
-    """A tensor of one factor: its entries a rank, and where entry j of rank k lies: offsets[k] + j * stride."""
+    """A tensor of one factor: how many entries each rank has in it, and where they lie.
+
+    Entry j of rank k lies at k * step + j * stride. With `block`, ranks come in blocks of that many whose first ranks
+    are `outer` apart: entry j of rank k lies at k % block * step + k // block * outer + j * stride. A formula and no
+    table, so that a mask on a huge rank costs what it keeps. `constant`: its entries are added to what the rank
+    computes (a bias), so that alone they would leave the rank dead.
+    """
 
     leaf: str
     width: int
-    offsets: np.ndarray
+    step: int
     stride: int
+    block: int = 0
+    outer: int = 0
+    constant: bool = False
+
+    def positions(self, ranks: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """Flat indices of pairs of a rank and an entry."""
+        if self.block:
+            return ranks % self.block * self.step + ranks // self.block * self.outer + entries * self.stride
+        return ranks * self.step + entries * self.stride
 
 
 @dataclass(frozen=True)
@@ -79,13 +94,16 @@ class Mask:
         return found
 
 
-def split(units: Sequence[Unit], total: int) -> list[int]:
+def split(units: Sequence[Unit], total: int, needs: Mapping[int, Sequence[int]] | None = None) -> list[int]:
     """`total` over the units in proportion to size by largest remainder; a product gets none or at least two.
 
+    needs: units that act only through others (a gate, a learned scale) -> those others, of which one must get some;
+    what such a unit would have got without any of them goes to the units that can be trained.
     Error: more than there is, or fewer than one live set, with the bounds.
     """
+    needs = needs or {}
     whole = sum(unit.size for unit in units)
-    least = min((unit.least for unit in units), default=1)
+    least = min((unit.least for i, unit in enumerate(units) if i not in needs), default=1)
     if not least <= total <= whole:
         raise DeltuneError(f"parameters={total:,}: this method has {whole:,} scalars here; give {least} to {whole:,}")
     shares = [(unit.size * total // whole, unit.size * total % whole) for unit in units]
@@ -99,13 +117,37 @@ def split(units: Sequence[Unit], total: int) -> list[int]:
         quotas[lonely.pop()] -= 1
     for i in lonely:
         quotas[i] = 0
-        taker = next((j for j in order if units[j].least <= quotas[j] + 1 <= units[j].size and j != i), None)
-        if taker is None:  # one scalar is left over and nobody else can be opened: take one more from another
-            giver = next(j for j in order if quotas[j] > units[j].least)
-            quotas[giver], quotas[i] = quotas[giver] - 1, 2
-        else:
-            quotas[taker] += 1
+    dead = [i for i, others in needs.items() if quotas[i] and not any(quotas[j] for j in others)]
+    for i in dead:
+        quotas[i] = 0
+    _place_left(units, quotas, total - sum(quotas), order, needs, lonely)
     return quotas
+
+
+def _place_left(
+    units: Sequence[Unit],
+    quotas: list[int],
+    left: int,
+    order: Sequence[int],
+    needs: Mapping[int, Sequence[int]],
+    closed: Sequence[int],
+) -> None:
+    """Give what is left to units that can be trained, in their order; `closed` ones come last."""
+    for last in (False, True, True):
+        for i in order:
+            room = units[i].size - quotas[i]
+            live = any(quotas[j] for j in needs[i]) if i in needs else last or i not in closed
+            if left and live and room and quotas[i] + left >= units[i].least:
+                more = min(left, room)
+                quotas[i], left = quotas[i] + more, left - more
+    if left:  # one scalar is left over and nobody else can be opened: take one more from another
+        i = next(i for i in (*closed, *order) if not quotas[i] and i not in needs)
+        giver = next((j for j in order if quotas[j] > units[j].least), None)
+        if giver is None:
+            raise DeltuneError(
+                f"parameters={sum(quotas) + left:,}: every product takes two scalars; give one more or less"
+            )
+        quotas[giver], quotas[i] = quotas[giver] - 1, left + 1
 
 
 def draw(unit: Unit, count: int, pattern: str, along: str, seed: int) -> Indices:
@@ -117,7 +159,7 @@ def draw(unit: Unit, count: int, pattern: str, along: str, seed: int) -> Indices
     if not unit.rank:
         return {unit.leaf: _plain(unit.shape, count, pattern, along, stream)}
     if count == unit.size:
-        entries = {side.leaf: _entries(side, range(unit.rank)) for side in (*unit.down, *unit.up)}
+        entries = {side.leaf: _entries(side, unit.rank) for side in (*unit.down, *unit.up)}
         return {leaf: np.sort(index) for leaf, index in entries.items()}
     return _product(unit, count, pattern, along, stream)
 
@@ -146,7 +188,10 @@ def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) 
     ranks = min(unit.rank, -(-count // (wide + up_width)) if by_rank else count // 2)
     if pattern == "adjacent":  # from a random rank on; past the end it grows backwards
         start = int(stream.number(0) % unit.rank)
-        chosen = np.concatenate([np.arange(start, unit.rank), np.arange(start - 1, -1, -1)])[:ranks]
+        after = min(ranks, unit.rank - start)
+        chosen = np.concatenate(
+            [np.arange(start, start + after), np.arange(start - 1, start - 1 - (ranks - after), -1)]
+        )
     else:
         chosen = stream.distinct(unit.rank, ranks)
     if by_rank:
@@ -155,20 +200,38 @@ def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) 
     down = max(down, count - ranks * up_width)
     kept: dict[str, list[np.ndarray]] = {}
     for sides, part in ((unit.down, down), (unit.up, count - down)):
-        width = _width(sides)
-        if pattern == "adjacent":  # whole columns of the product's side: every chosen rank, entry after entry
-            first = int(stream.number(width) % width) * ranks
-            flat = min(first, width * ranks - part) + np.arange(part)
-            entry, rank = flat // ranks, flat % ranks
-        else:  # one entry for every rank, the rest anywhere within the ranks
-            rank = np.arange(ranks)
-            entry = stream.numbers(width, ranks) % width
-            taken = set((rank * width + entry).tolist())
-            rest = [i for i in stream.distinct(ranks * width, min(ranks * width, part)).tolist() if i not in taken]
-            flat = np.array(sorted(taken) + rest[: part - ranks], dtype=np.int64)
-            rank, entry = flat // width, flat % width
+        if pattern == "adjacent":
+            rank, entry = _columns(sides, ranks, part, stream)
+        else:
+            rank, entry = _scattered(sides, ranks, part, stream)
         _place(kept, sides, chosen[rank], entry)
     return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+
+
+def _columns(sides: Sequence[Side], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
+    width = _width(sides)
+    first = min(int(stream.number(width) % width), _varying(sides) - 1) * ranks  # no rank has a constant alone
+    flat = min(first, width * ranks - part) + np.arange(part)
+    return flat % ranks, flat // ranks
+
+
+def _scattered(sides: Sequence[Side], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+    """One entry for every chosen rank, none of them a constant, and the rest anywhere within these ranks."""
+    width, varying = _width(sides), _varying(sides)
+    rank = np.arange(ranks)
+    entry = stream.numbers(width, ranks) % width
+    entry = np.where(entry < varying, entry, entry % varying)
+    anchors = np.sort(rank * width + entry)
+    drawn = stream.distinct(ranks * width, min(ranks * width, part))
+    rest = drawn[~np.isin(drawn, anchors)][: part - ranks]
+    flat = np.concatenate([anchors, rest])
+    return flat // width, flat % width
+
+
+def _varying(sides: Sequence[Side]) -> int:
+    """Entries a rank whose effect depends on the input; constants come after them."""
+    return sum(side.width for side in sides if not side.constant)
 
 
 def _whole_ranks(unit: Unit, chosen: np.ndarray, count: int, wide: int, up_width: int) -> Indices:
@@ -191,13 +254,13 @@ def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Side], ranks: np.n
     for side in sides:
         here = (entries >= start) & (entries < start + side.width)
         if here.any():
-            index = side.offsets[ranks[here]] + (entries[here] - start) * side.stride
-            kept.setdefault(side.leaf, []).append(index.astype(np.int64))
+            kept.setdefault(side.leaf, []).append(side.positions(ranks[here], entries[here] - start))
         start += side.width
 
 
-def _entries(side: Side, ranks: range) -> np.ndarray:
-    return (side.offsets[list(ranks)][:, None] + np.arange(side.width)[None] * side.stride).reshape(-1)
+def _entries(side: Side, rank: int) -> np.ndarray:
+    """All positions of a side."""
+    return side.positions(np.arange(rank)[:, None], np.arange(side.width)[None]).reshape(-1)
 
 
 class _Stream:

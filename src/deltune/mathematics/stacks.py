@@ -19,6 +19,7 @@ class Mixture(Form):
     """
 
     needs: ClassVar[str] = "states"
+    replaces: ClassVar[bool] = True
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
@@ -54,6 +55,12 @@ class Prompt(Form):
         positive(length=self.length)
         if self.positions not in ("shift", "none"):
             raise DeltuneError(unknown("positions", self.positions, ("shift", "none")))
+        if self.init_from == ():
+            raise DeltuneError("init_from is empty; give token ids, or None for random rows")
+
+    @property
+    def silent(self) -> bool:
+        return False
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"rows": (self.length, widths.in_width)}

@@ -34,6 +34,7 @@ STYLE: Any = {
     "xtick.labelsize": 8.5,
     "ytick.labelsize": 8.5,
     "legend.fontsize": 8.5,
+    "text.parse_math": False,  # a label with dollar signs is no formula
     "text.color": TEXT,
     "axes.labelcolor": TEXT,
     "axes.edgecolor": FAINT,

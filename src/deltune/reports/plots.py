@@ -99,7 +99,11 @@ def save(figure: Figure, stem: str | Path) -> list[Path]:
     for kind in FORMATS:
         path = stem.with_name(f"{stem.name}.{kind}")
         fresh = path.with_name(f".{path.name}.part")
-        fresh.write_bytes(rendered(figure, kind))
-        os.replace(fresh, path)
+        try:
+            fresh.write_bytes(rendered(figure, kind))
+            os.replace(fresh, path)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
         paths.append(path)
     return paths

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from .grids import Column, Entry, Grid, Row, grid
 
-__all__ = ["csv", "grid", "latex", "mark", "markdown"]
+__all__ = ["csv", "grid", "latex", "mark", "markdown", "plain"]
 
 PAPER = "In parentheses: the paper's number."
 FLAGS = "Bold: best; underlined: second."
@@ -23,6 +23,9 @@ _LATEX = {
 }  # fmt: skip
 # [ and * in braces: after \\ they would be read as its options.
 
+_FORMULA = tuple("=+-@＝＋－＠")  # of full width too, which spreadsheets read alike
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE | re.ASCII)
+
 
 def mark(note: int) -> str:
     """The mark of a note: a, b, …, z, aa, ab, …"""
@@ -32,16 +35,16 @@ def mark(note: int) -> str:
 
 def markdown(grid: Grid) -> str:
     """A table of GitHub's Markdown: best bold, second underlined by <u>, a note for every gap below."""
-    lines = [f"**{_plain(grid.title)}**", ""] if grid.title else []
-    lines.append(_line([_plain(grid.head), *(_plain(column.text) for column in grid.columns)]))
+    lines = [f"**{plain(grid.title)}**", ""] if grid.title else []
+    lines.append(_line([plain(grid.head), *(plain(column.text) for column in grid.columns)]))
     lines.append(_line([":--", *("--:" for _ in grid.columns)]))
     for group, rows in grid.groups:
         if group:
-            lines.append(_line([f"**{_plain(group)}**", *("" for _ in grid.columns)]))
+            lines.append(_line([f"**{plain(group)}**", *("" for _ in grid.columns)]))
         for row in rows:
-            lines.append(_line([_plain(row.label), *(_markdown(grid, e, c) for e, c in _pairs(row, grid))]))
-    below = [f"<sup>{mark(i)}</sup> {_plain(note)}" for i, note in enumerate(grid.notes)]
-    below += [f"Not in the table: {_plain(text)}" for text in grid.left]
+            lines.append(_line([plain(row.label), *(_markdown(grid, e, c) for e, c in _pairs(row, grid))]))
+    below = [f"<sup>{mark(i)}</sup> {plain(note)}" for i, note in enumerate(grid.notes)]
+    below += [f"Not in the table: {plain(text)}" for text in grid.left]
     legend = legend_of(grid)
     return "\n".join([*lines, "", *("  \n".join([*legend, *below]).splitlines()), ""])
 
@@ -58,9 +61,9 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that Markdown shows as it is. An underscore inside a word means nothing there and stays readable."""
-    text = re.sub(r"([\\`*|<>\[\]~])", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"([\\`*|<>\[\]~])", r"\\\1", " ".join(_visible(text).split()))
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
 
 
@@ -120,13 +123,19 @@ def _row(cells: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """Text that LaTeX sets as it is."""
-    return "".join(_LATEX.get(character, character) for character in text)
+    return "".join(_LATEX.get(character, character) for character in _visible(text))
+
+
+def _visible(text: str) -> str:
+    """Text without the control characters that a terminal would obey and LaTeX refuses."""
+    return re.sub(r"[\x00-\x08\x0e-\x1b\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def csv(grid: Grid) -> str:
     """The numbers in full, unscaled: a column each for the mean, and where there are any, std, n, paper; then notes.
 
-    A cell without a number is empty, and the notes of its row say why; best and second are left to the reader.
+    A cell without a number is empty, and the notes of its row say why; best and second are left to the reader. Text
+    that a spreadsheet would take for a formula begins with an apostrophe.
     """
     extras = [
         [name for name in (("std", "n", "paper") if column.kind == "score" else ("paper",)) if _any(grid, i, name)]
@@ -138,15 +147,20 @@ def csv(grid: Grid) -> str:
     head = [*(["group"] if grouped else []), grid.head]
     for column, more in zip(grid.columns, extras, strict=True):
         head += [column.text, *(f"{column.text} {name}" for name in more)]
-    writer.writerow([*head, "notes"])
+    writer.writerow(map(_text, [*head, "notes"]))
     for row in grid.rows:
         cells: list[str] = [*([row.group] if grouped else []), row.label]
         for (entry, _), more in zip(_pairs(row, grid), extras, strict=True):
             cells += [_number(entry.mean), *(_number(getattr(entry, name)) for name in more)]
-        writer.writerow([*cells, "; ".join(_notes(row, grid))])
+        writer.writerow(map(_text, [*cells, "; ".join(_notes(row, grid))]))
     for text in grid.left:
-        writer.writerow(["not in the table", *[""] * (len(head) - 1), text])
+        writer.writerow(map(_text, ["not in the table", *[""] * (len(head) - 1), text]))
     return told.getvalue()
+
+
+def _text(cell: str) -> str:
+    """A cell of a CSV file that no spreadsheet computes: a number as it is, a formula as the text that it is."""
+    return f"'{cell}" if cell.lstrip()[:1] in _FORMULA and not _NUMBER.fullmatch(cell) else cell
 
 
 def _any(grid: Grid, at: int, name: str) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeltuneError, all_problems, unknown
+from ..disk import local_path, room, write_lines
+from ..errors import DeltuneError, all_problems, excerpt, first_line, unknown
 from ..live.attaching import load, tuned
-from ..live.store import delta_folder, read_facts
+from ..live.store import read_facts
 from ..metrics.measures import Scores
 from ..sources import data as reading
 from ..sources.models import LABELLED, fit_padding, load_config, load_model
@@ -22,7 +22,7 @@ from ..tasks.kinds import Kind, Limits, Use
 from ..tasks.languages import codes, languages
 from . import machine
 from .assignments import assignment, by_name, check_fits, kind_of, limits_of, tokenizer_of
-from .folder import Run, room, write_lines
+from .folder import Run
 from .inputs import Input, columns_of
 from .progress import Bar
 from .scoring import lines, measured, scored
@@ -76,7 +76,7 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
     first = next(iter(runs.values()))
     spec = first.spec
     labels = {name: _labels(place) for name, place in runs.items()}
-    name = first.environment.get("data", {}).get("kind", "classification")
+    name = first.data.kind
     kind = kind_of(name, load_config(spec.model), spec.answer)
     tokenizer = tokenizer_of(spec)
     several = len(runs) > 1 and codes(tokenizer)
@@ -100,8 +100,8 @@ def _labels(place: Run) -> tuple[str, ...]:
     """The labels of a run's head, in the order of their ids. Error: it has no delta yet."""
     if not place.delta.is_dir():
         raise DeltuneError(f"{place.folder} has no delta yet; run the same `deltune train` again, it resumes")
-    named = read_facts(delta_folder(place.folder))["labels"]["id2label"]
-    return tuple(str(named[key]) for key in sorted(named, key=int))
+    labels = read_facts(place.folder).labels
+    return tuple(name for _, name in labels.pairs) if labels else ()
 
 
 def evaluate(
@@ -122,9 +122,10 @@ def evaluate(
     """
     place = Run(run).kept
     known = place.spec
+    folder = None if output is None else local_path(output, "output")
     facts = ready(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
-        columns = known.columns or place.environment.get("data", {}).get("columns")
+        columns = known.columns or place.data.columns or None
         whole = {"validation_rows": None, "test_rows": None}
         known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns, **whole})
     if other is not None:
@@ -140,7 +141,7 @@ def evaluate(
         raise DeltuneError(f"the run's labels are {', '.join(facts.labels)}, here are {', '.join(found.labels)}")
     limits = limits_of(place.spec if other is None else known, facts.kind, found.labels)
     results = {}
-    with Bar(progress) as bar, room(output or place.folder):
+    with Bar(progress) as bar, room(folder or place.folder):
         for split in wanted:
             rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
             content = f"{found.fingerprint} {split}"
@@ -151,9 +152,9 @@ def evaluate(
             )  # fmt: skip
             result = scored(facts.kind, use, encoded, rows, asked.metrics, known.metric_options)
             results[split] = result.metrics
-            if output is not None:
-                Path(output).mkdir(parents=True, exist_ok=True)
-                write_lines(Path(output) / f"{split}.jsonl", lines(facts.kind, rows, result, found.labels))
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_lines(folder / f"{split}.jsonl", lines(facts.kind, rows, result, found.labels))
     return results
 
 
@@ -173,18 +174,30 @@ def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
     files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
-    kind = by_name(place.environment.get("data", {}).get("kind", "classification"))
+    kind = by_name(place.data.kind)
     labels = {name: i for i, name in enumerate(_labels(place))} if kind.labelled else {}
     results: dict[str, Scores] = {}
     for split, file in files.items():
         if file.is_file():
-            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            said = [[labels.get(row[key], row[key]) if labels else row[key] for row in rows] for key in SAID]
-            wanted = tuple(metrics) or tuple(n for n in own[split] if n != "loss")
+            rows = place.answers(split)
+            answers, references = ([_answer(row[key], labels, f"{file} line {i}") for i, row in rows] for key in SAID)
+            wanted = tuple(metrics) or tuple(n for n in own.get(split, {}) if n != "loss")
             check_fits(kind, wanted)
             options = place.spec.metric_options
-            results[split] = measured(kind, wanted, said[0], said[1], len(labels), options)
+            try:
+                results[split] = measured(kind, wanted, answers, references, len(labels), options)
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+                raise DeltuneError(f"{file} holds what {kind.name} is not measured by ({first_line(error)})") from error
     return results
+
+
+def _answer(value: Any, labels: Mapping[str, int], where: str) -> Any:
+    """A prediction or reference as metrics compare it: the id of a label, where there are labels."""
+    if not labels:
+        return value
+    if not isinstance(value, str) or value not in labels:
+        raise DeltuneError(f"{where}: {excerpt(value)} is no label of this run")
+    return labels[value]
 
 
 def predict(

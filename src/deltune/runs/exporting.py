@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..dialects.foreign import is_foreign
+from ..disk import local_path
 from ..errors import DeltuneError, unknown
 from ..live import attaching
 from ..live.attaching import tuned
@@ -19,11 +20,12 @@ def merge(run: str | Path, to: str | Path) -> Path:
 
     Errors: a folder that is not empty; a method that no weights can express, with what stands in the way.
     """
+    to = local_path(to, "to")
     with new_folder(to) as fresh, quiet():
         loaded = ready(run)
         tuned(loaded.model).merge().save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
-    return Path(to).expanduser()
+    return to
 
 
 def export(run: str | Path, to: str | Path, format: str = "peft") -> Path:
@@ -31,7 +33,7 @@ def export(run: str | Path, to: str | Path, format: str = "peft") -> Path:
 
     Errors: no run, a folder that is not empty, everything that the format cannot express.
     """
-    return attaching.export(ready(run).model, to, format)
+    return attaching.export(ready(run).model, local_path(to, "to"), format)
 
 
 def take_in(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:
@@ -39,6 +41,7 @@ def take_in(folder: str | Path, model: str, to: str | Path, kind: str | None = N
 
     kind: what the model is loaded as; by default what the folder says. Errors: whatever has no translation.
     """
+    folder, to = local_path(folder, "folder"), local_path(to, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
     if kind is not None and kind not in KINDS:

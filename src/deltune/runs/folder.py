@@ -10,14 +10,24 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..disk import read_object, refused
-from ..errors import Busy, DeltuneError
+from ..disk import (
+    fsync_directory,
+    fsync_file,
+    local_path,
+    parse_json,
+    read_objects,
+    room,
+    write,
+    write_json,
+    write_lines,
+)
+from ..errors import Busy, DeltuneError, all_problems
+from . import records
 from .specs import RunSpec, read
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
@@ -45,7 +55,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path, writer: bool = True) -> None:
-        self.folder, self.writer = Path(folder).expanduser(), writer
+        self.folder, self.writer = local_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in OWN[:4])
         self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in OWN[4:])
 
@@ -63,7 +73,8 @@ class Run:
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
-            held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
+            with room(self.folder):
+                held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             if (self.folder / "delta.json").is_file():
                 raise DeltuneError(
                     f"{self.folder} is a delta without its run: deltune.load(model, {str(self.folder)!r})"
@@ -76,20 +87,43 @@ class Run:
         """What metrics.json holds. Error: the run is not finished."""
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
-        return read_object(self.metrics_file)
+        return records.read(records.Metrics, self.metrics_file)
 
     @property
     def kept(self) -> Run:
         """The single run whose delta this folder has: itself, or the best of several."""
-        return Run(self.runs / self.metrics["best"]["run"]) if self.spec.several else self
+        if not self.spec.several:
+            return self
+        name = self.metrics["best"].get("run")
+        if name is None or not Run(self.runs / name).exists or Run(self.runs / name).spec.several:
+            raise DeltuneError(
+                f"{self.metrics_file} names {name!r} as the best of several runs, and {self.runs} holds no such run; "
+                "bring the folder back, or start afresh (--fresh)"
+            )
+        return Run(self.runs / name)
 
     @property
     def environment(self) -> dict[str, Any]:
-        return read_object(self.environment_file) if self.environment_file.is_file() else {}
+        """What environment.json holds; nothing where there is none."""
+        return records.read(records.Environment, self.environment_file) if self.environment_file.is_file() else {}
+
+    @property
+    def data(self) -> records.DataFacts:
+        """The data that the run was begun with."""
+        return records.DataFacts(**self.environment.get("data", {}))
 
     def check(self, spec: RunSpec) -> None:
-        """The folder is free, or holds this very spec. Errors: other files, a run of another spec (what differs)."""
+        """The folder is free, or holds this very spec. Errors: other files, a run of another spec (what differs), a
+        folder in the place of a file or the other way round."""
         if self.exists:
+            files = [self.metrics_file, self.log_file, self.environment_file, *self.predictions.glob("*.jsonl")]
+            places = [self.delta, self.predictions, self.checkpoint, self.runs]
+            wrong = [f"{path} is a folder" for path in files if path.is_dir()]
+            wrong += [f"{path} is no folder" for path in places if path.exists() and not path.is_dir()]
+            if wrong:
+                raise all_problems(
+                    f"{self.folder} is not as a run leaves it; put right or start afresh (--fresh)", wrong
+                )
             differing = self.spec.differences(spec)
             if differing:
                 listed = "".join(f"\n  - {line}" for line in differing)
@@ -98,7 +132,8 @@ class Run:
                     "Choose another output folder, or start afresh there (--fresh)"
                 )
         elif self.folder.is_dir():
-            foreign = sorted(p.name for p in self.folder.iterdir())
+            with room(self.folder):
+                foreign = sorted(p.name for p in self.folder.iterdir())
             if foreign:
                 raise DeltuneError(f"{self.folder} is no RUN folder, it holds {', '.join(foreign[:5])}; choose another")
         elif self.folder.exists():
@@ -135,6 +170,14 @@ class Run:
                 _remove(path)
 
     @writing
+    def recover(self) -> None:
+        """Put the delta back that a kill in the middle of its replacement left beside its place (live.store.write)."""
+        for old in self.folder.glob(f".{self.delta.name}-old-*"):
+            if not self.delta.exists() and (old / "delta.json").is_file():
+                os.replace(old, self.delta)
+                fsync_directory(self.folder)
+
+    @writing
     def sweep(self) -> None:
         """Remove what an interrupted write left behind."""
         for name in OWN:
@@ -154,6 +197,7 @@ class Run:
         fresh.unlink(missing_ok=True)
         os.symlink(to, fresh)
         os.replace(fresh, self.folder / name)
+        fsync_directory(self.folder)
 
     @writing
     def begin(self, spec: RunSpec, environment: dict[str, Any]) -> None:
@@ -161,8 +205,8 @@ class Run:
 
         Error: its data is no longer what it was.
         """
-        self.sweep()
         self.check_data(environment["data"])
+        self.sweep()
         self.open(spec)
         write_json(self.environment_file, environment)
 
@@ -199,13 +243,29 @@ class Run:
         if not self.log_file.is_file():
             return
         kept = []
-        for line in self.log_file.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line).get("step", 0) <= step:
-                    kept.append(line + "\n")
-            except ValueError:
-                continue
+        with open(self.log_file, encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:
+                with contextlib.suppress(ValueError, DeltuneError):
+                    if records.checked(records.LogLine, parse_json(line), "the line").get("step", 0) <= step:
+                        kept.append(line if line.endswith("\n") else line + "\n")
         write(self.log_file, "".join(kept))
+
+    def logged(self) -> list[dict[str, Any]]:
+        """The lines of the log. Error: one that is broken."""
+        return [
+            records.checked(records.LogLine, v, f"{self.log_file} line {n}") for n, v in read_objects(self.log_file)
+        ]
+
+    def answers(self, split: str) -> list[tuple[int, dict[str, Any]]]:
+        """The lines of predictions/SPLIT.jsonl, with their numbers. Error: one that is broken."""
+        path = self.predictions / f"{split}.jsonl"
+        return [(n, records.checked(records.Predicted, v, f"{path} line {n}")) for n, v in read_objects(path)]
+
+    @writing
+    def sync(self) -> None:
+        """Sync the log to the disk: what a checkpoint follows is there after a loss of power, too."""
+        if self.log_file.is_file():
+            fsync_file(self.log_file)
 
     @writing
     def predicted(self, split: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -234,40 +294,6 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         **facts,
     }
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a file beside it, flushed to the disk, takes its place."""
-    handle, fresh = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(fresh, 0o644)
-        os.replace(fresh, path)
-    except BaseException:
-        _remove(Path(fresh))
-        raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-@contextlib.contextmanager
-def room(where: str | Path) -> Iterator[None]:
-    """A file that cannot be written inside the context, as on a full disk, becomes one clear error."""
-    try:
-        yield
-    except (ConnectionError, TimeoutError):  # of a tracker, not of the disk
-        raise
-    except OSError as error:
-        raise refused(where, error) from error
 
 
 def _remove(path: Path) -> None:

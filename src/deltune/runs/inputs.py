@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..disk import local_path, room, write_lines
 from ..errors import DeltuneError, unknown
-from ..sources.columns import HELD, INPUTS, KINDS, holds
-from ..sources.files import read, suffix_of
-from .folder import Run, room, write_lines
+from ..sources.columns import HELD, INPUTS, KINDS, broken, holds
+from ..sources.files import STDIN, Unreadable, read, suffix_of, text_lines
+from .folder import Run
 
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
 
-STDIN = Path("-")
 ASKED = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair"}
 
 
 def roles(kind: str, run: Run) -> dict[str, str]:
     """The inputs that a run was trained on: role -> column."""
-    told = run.environment.get("data", {}).get("columns", {})
+    told = run.data.columns
     own = [c.role for c in KINDS[kind] if c.role in INPUTS and (c.role in told or not c.optional)]
     return {role: told.get(role, role) for role in own}
 
@@ -41,6 +40,9 @@ def columns_of(kind: str, run: Run, inputs: Sequence[Input], numbers: Sequence[i
         asks = ASKED.get(tuple(wanted)) or ", ".join(f"{role} ({HELD[INPUTS[role]]})" for role in wanted)
         listed = ", ".join(wrong[:10])
         raise DeltuneError(f"this run wants {asks} in every row; row {listed} is not so")
+    texts = [(n, row[role]) for n, row in zip(numbers or range(1, len(rows) + 1), rows, strict=True) for role in wanted]
+    if halves := [str(n) for n, text in texts if any(map(broken, [text] if isinstance(text, str) else text))]:
+        raise DeltuneError(f"row {', '.join(halves[:10])} holds half a character (a lone surrogate); give whole texts")
     return {role: [row[role] for row in rows] for role in wanted}
 
 
@@ -69,21 +71,20 @@ def of_file(path: Path, run: Path) -> list[dict[str, Any]]:
 
     Errors: an unreadable or empty file, a column that is missing, a value of another kind, each with its line.
     """
+    path = path if path == STDIN else local_path(path, "file")
     if not suffix_of(path):
         try:
-            text = sys.stdin.read() if path == STDIN else path.read_text(encoding="utf-8")
-            lines = text.splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = [(number, line.rstrip("\r\n")) for number, line in text_lines(path)]
+        except (OSError, Unreadable) as error:
             raise DeltuneError(f"{path} cannot be read: {error}") from error
-        found = [{"id": str(i), "input": line} for i, line in enumerate(lines, 1) if line.strip()]
+        found = [{"id": str(number), "input": line} for number, line in lines if line.strip()]
         if not found:
             raise DeltuneError(f"{path} is empty: it has no texts")
         if len(found) < len(lines):
             warnings.warn(f"{path}: {len(lines) - len(found)} blank lines are left out; ids are lines", stacklevel=2)
         return found
     table, place = read(path), Run(run)
-    kind = place.environment.get("data", {}).get("kind", "classification")
-    told = roles(kind, place)
+    told = roles(place.data.kind, place)
     missing = [unknown("column", c, table.columns, where=path.name) for c in told.values() if c not in table.columns]
     if missing:
         raise DeltuneError(" ".join(missing))
@@ -99,6 +100,7 @@ def of_file(path: Path, run: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write JSON lines, whole or not at all."""
+    path = local_path(path, "output")
     with room(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_lines(path, rows)

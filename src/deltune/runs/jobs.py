@@ -103,27 +103,33 @@ class Job:
     def answered(self, split: str, result: Scored) -> dict[str, Any]:
         """Write a split's predictions; returns what is to be known of them besides."""
 
-        def write() -> None:
+        def write() -> str:
             self.run.predicted(split, lines(self.kind, self.columns[split], result, self.data.labels))
+            return checkpoints.digest(self.run.predictions / f"{split}.jsonl")
 
-        processes.of_main(write)
-        return {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
+        facts = {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
+        return {**facts, "sha256": processes.of_main(write)}
 
     def kept_answers(self) -> dict[str, dict[str, Any]]:
-        """What the best epoch answered to the validation split, where that is of the delta on the disk; else nothing.
+        """What the best epoch answered to the validation split, if it is whole and of the delta on the disk; else
+        nothing.
 
         A kill between a delta and its checkpoint leaves a later one there, which need not be made again bit for bit.
         """
         if "answered" not in self.best:
             return {}
         found, file = self.best["answered"], self.run.predictions / "validation.jsonl"
-        of_it = processes.of_main(lambda: found["delta"] == read_facts(self.run.delta)["sha256"] and file.is_file())
-        return {"validation": found} if of_it else {}
+
+        def of_it() -> bool:
+            whole = file.is_file() and checkpoints.digest(file) == found["sha256"]
+            return bool(whole and found["delta"] == read_facts(self.run.delta).sha256)
+
+        return {"validation": found} if processes.of_main(of_it) else {}
 
     def keep(self) -> str:
         """Save the delta as it is; returns the digest of its numbers."""
         with sharding.whole(self.tuned):
-            return processes.of_main(lambda: str(read_facts(self.tuned.save(self.run.delta))["sha256"]))
+            return processes.of_main(lambda: read_facts(self.tuned.save(self.run.delta)).sha256)
 
     def judge(self, result: Scored, epoch: float, step: int) -> bool:
         """Keep the delta, and its answers, if this validation is the best so far; returns whether it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,14 @@ from pydantic import model_validator as validator
 from ..algebra import protocols
 from ..algebra.catalogue import parse, rate
 from ..algebra.elements import explicit
+from ..disk import local_path
 from ..errors import DeltuneError, all_problems, unknown
 from ..metrics.table import METRICS
 from ..tasks.kinds import Limits
 from ..tasks.table import TASKS
 from . import faults
+from .values import MOST, Beta, Seed, Size
+from .values import read_values as read_values
 
 SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
 """Fields that cannot change the result, and so are not in a spec's name: a protocol's values count by themselves, a
@@ -28,6 +32,9 @@ step's rows and loss are the same however they are cut, a trunk's states whereve
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Fields that are the same in all runs of a spec."""
+
+TRIES = 1000
+"""Combinations of values to try, at most."""
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -63,28 +70,27 @@ class RunSpec(BaseModel):
     )
     labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
     relabel: dict[str, str] | None = Field(default=None, description="label: its new name; several may become one")
-    max_train_rows: int | None = Field(default=None, ge=1, description="train on a sample of that many rows")
-    validation_rows: int | None = Field(default=None, ge=1, description="validate on a sample of that many rows")
-    test_rows: int | None = Field(default=None, ge=1, description="score on a sample of that many test rows")
-    epochs: int = Field(default=3, ge=1, description="passes over the training rows, at most")
-    steps: int | None = Field(default=None, ge=1, description="of the optimiser, in place of epochs")
-    validate_every: int | None = Field(default=None, ge=1, description="steps; default: each epoch")
+    max_train_rows: Size | None = Field(default=None, description="train on a sample of that many rows")
+    validation_rows: Size | None = Field(default=None, description="validate on a sample of that many rows")
+    test_rows: Size | None = Field(default=None, description="score on a sample of that many test rows")
+    epochs: Size = Field(default=3, description="passes over the training rows, at most")
+    steps: Size | None = Field(default=None, description="of the optimiser, in place of epochs")
+    validate_every: Size | None = Field(default=None, description="steps; default: each epoch")
     lr: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
     )
-    batch_size: int = Field(default=32, ge=1, description="rows a step, over all devices")
-    batch_tokens: int | None = Field(
-        default=None, ge=1, description="tokens a step, padding included, instead of batch_size: rows of similar length"
+    batch_size: Size = Field(default=32, description="rows a step, over all devices")
+    batch_tokens: Size | None = Field(
+        default=None, description="tokens a step, padding included, instead of batch_size: rows of similar length"
     )
-    device_batch_size: int | None = Field(
+    device_batch_size: Size | None = Field(
         default=None,
-        ge=1,
         description="rows at a time on one device; the gradient is accumulated up to batch_size; default: all",
     )
-    max_length: int = Field(default=128, ge=2, description="tokens a row, at most; what is longer is cut")
-    target_length: int = Field(default=64, ge=1, description="tokens of a target, at most; what is longer is cut")
-    max_generated: int | None = Field(
-        default=None, ge=1, description="tokens of a generated answer, at most; default: target_length"
+    max_length: int = Field(default=128, ge=2, le=MOST, description="tokens a row, at most; what is longer is cut")
+    target_length: Size = Field(default=64, description="tokens of a target, at most; what is longer is cut")
+    max_generated: Size | None = Field(
+        default=None, description="tokens of a generated answer, at most; default: target_length"
     )
     template: str | None = Field(default=None, description="what a model that answers in words is given")
     source_language: str | None = Field(
@@ -93,20 +99,20 @@ class RunSpec(BaseModel):
         description="for a multilingual tokenizer: en, or its own en_XX; default: the task's",
     )
     target_language: str | None = Field(default=None, min_length=1, description="the same of targets and answers")
-    beams: int = Field(default=1, ge=1, description="of generation")
-    min_target_length: int = Field(default=0, ge=0, description="tokens of a generated answer, at least")
+    beams: Size = Field(default=1, description="of generation")
+    min_target_length: int = Field(default=0, ge=0, le=MOST, description="tokens of a generated answer, at least")
     no_repeat_ngram: int = Field(
-        default=0, ge=0, description="no n tokens in a row occur twice in an answer; 0: they may"
+        default=0, ge=0, le=MOST, description="no n tokens in a row occur twice in an answer; 0: they may"
     )
     length_penalty: float = Field(default=1.0, allow_inf_nan=False, description="of beams: above 0 longer ones win")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="of initial values, order, dropout and the sample of rows")
-    seeds: tuple[int, ...] = Field(default=(), description="in place of seed: a run of each, and their aggregate")
+    seed: Seed = Field(default=0, description="of initial values, order, dropout and the sample of rows")
+    seeds: tuple[Seed, ...] = Field(default=(), description="in place of seed: a run of each, and their aggregate")
     aggregate: Literal["mean", "median"] = Field(default="mean", description="of the scores of several seeds")
     search: dict[str, tuple[Any, ...]] = Field(
         default_factory=dict, description="field: values in order of priority, the next only if validation is better"
     )
-    patience: int | None = Field(
-        default=None, ge=1, description="stop after that many validations (epochs) without a better one"
+    patience: Size | None = Field(
+        default=None, description="stop after that many validations (epochs) without a better one"
     )
     schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
         default="linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
@@ -122,7 +128,7 @@ class RunSpec(BaseModel):
         default="fp32", description="fp32, bf16 by autocast, or auto: bf16 on an accelerator that has it, else fp32"
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of every label spread over all")
-    adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), description="of AdamW")
+    adam_betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="of AdamW")
     adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")
     metrics: tuple[str, ...] = Field(default=(), description="what is measured; default: the task's")
     metric_options: dict[str, dict[str, Any]] = Field(
@@ -159,9 +165,13 @@ class RunSpec(BaseModel):
     @field_validator("model", "data", "data_root")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        if value is None or value == "minilm" or not Path(value).expanduser().exists():
+        if value is None or value == "minilm":
             return value
-        return str(Path(value).expanduser().resolve())
+        try:
+            path = local_path(value)
+        except DeltuneError as error:
+            raise ValueError(str(error)) from error
+        return str(path.resolve()) if path.exists() else value
 
     @field_validator("metrics")
     @classmethod
@@ -173,14 +183,7 @@ class RunSpec(BaseModel):
     @field_validator("metric_options")
     @classmethod
     def _optional(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        wrong = [unknown("metric", name, METRICS) for name in value if name not in METRICS]
-        wrong += [
-            unknown("option", option, METRICS[name].options, name)
-            for name, options in value.items()
-            if name in METRICS
-            for option in options
-            if option not in METRICS[name].options
-        ]
+        wrong = faults.metric_options(value)
         if wrong:
             raise ValueError(" ".join(wrong))
         return value
@@ -206,6 +209,8 @@ class RunSpec(BaseModel):
         wrong = [unknown("option", name, able) for name in value if name not in cls.model_fields]
         wrong += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
         wrong += [f"no values for {name}" for name, values in value.items() if not values]
+        if (tries := math.prod(len(values) for values in value.values())) > TRIES:
+            wrong.append(f"{tries:,} combinations of values to try are more than {TRIES:,}; leave some out")
         if wrong:
             raise ValueError(" ".join(wrong))
         return value
@@ -229,9 +234,12 @@ class RunSpec(BaseModel):
         fields = cls.model_fields
         given = isinstance(values, dict)
         values = {k: v for k, v in values.items() if k != "task_version"} if given else values  # canonical's own
+        if given and (problems := faults.plain(values)):
+            raise all_problems("the spec is wrong", problems)
         problems = [*faults.source(values, fields), *faults.sizes(values, fields)] if given else []
+        names = [values.get(field) for field in ("task", "protocol")] if given else [0]
         try:
-            values = protocols.filled(values) if isinstance(values, dict) else values
+            values = protocols.filled(values) if all(isinstance(name, str | None) for name in names) else values
         except DeltuneError as error:
             problems.append(str(error))
         try:
@@ -285,7 +293,7 @@ class RunSpec(BaseModel):
         if self.batch_tokens is None and self.batch_size % unit:
             below, (share, rest) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
             sizes = " or ".join(str(size) for size in (below, below + unit) if size)
-            fitting = ", ".join(str(rows) for rows in range(1, share + 1) if share % rows == 0)
+            fitting = ", ".join(str(rows) for rows in range(1, min(share, 10_000) + 1) if share % rows == 0)
             raise DeltuneError(
                 f"batch_size={self.batch_size} is no multiple of {processes} process{'es' if processes > 1 else ''}"
                 + (f" of {self.device_batch_size} rows at a time" if self.device_batch_size else "")
@@ -330,19 +338,6 @@ class RunSpec(BaseModel):
 
 def _value(spec: RunSpec, field: str) -> Any:
     return spec.rate if field == "lr" else getattr(spec, field)
-
-
-def read_values(path: str | Path) -> dict[str, Any]:
-    """The mapping of a YAML file, unchecked. Errors: no such file, broken YAML, anything but a mapping."""
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeltuneError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise DeltuneError(f"{path} is no spec: wanted is a mapping such as `model: minilm`")
-    return values
 
 
 def read(path: str | Path) -> RunSpec:

@@ -13,8 +13,10 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
+from ..disk import room
 from ..errors import DeltuneError, unknown
 from ..live.attaching import attach, load
+from ..live.store import read as read_delta
 from ..live.trunk import Trunk
 from ..sources.data import Data
 from ..sources.models import fit_padding
@@ -24,7 +26,7 @@ from ..tasks.kinds import Kind
 from . import checkpoints, keeping, machine, processes, sharding
 from .assignments import assignment, data_of, limits_of
 from .evaluate import SPLITS
-from .folder import Run, environment, room
+from .folder import Run, environment
 from .jobs import Job
 from .parts import Parts
 from .progress import Bar
@@ -108,11 +110,12 @@ def _train(
     job, source = processes.together(lambda: _job(spec, run, device, sharded, parts))
     arguments = _arguments(job, device)
     facts = {"device": str(arguments.device), "precision": job.precision, "processes": processes.count()}
+    checkpoint = processes.of_main(lambda: _resumable(run)) if resume else None
     with Bar(progress and processes.main()) as bar, _trunk(job, arguments.device, bar):
         if not resume:  # only now is nothing left that may be refused
             run.clear()
         processes.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
-        _fit(job, arguments, bar)
+        _fit(job, arguments, bar, checkpoint)
         return _finish(job, bar)
 
 
@@ -223,9 +226,23 @@ def _trunk(job: Job, device: torch.device, bar: Bar) -> Iterator[None]:
         job.trunk.remove()
 
 
-def _fit(job: Job, arguments: TrainingArguments, bar: Bar) -> None:
-    """Train from the newest checkpoint, or from the start, to the last epoch or the end of patience."""
-    checkpoint = processes.of_main(lambda: checkpoints.latest(job.run.checkpoint))
+def _resumable(run: Run) -> Path | None:
+    """The checkpoint that a run goes on from, None for a run from its start.
+
+    Error: the checkpoint, or the best delta so far, is damaged; nothing is written before.
+    """
+    checkpoint = checkpoints.resumable(run.checkpoint)
+    if checkpoint is not None and checkpoints.facts(checkpoint)["best"]:
+        run.recover()
+        try:
+            read_delta(run.delta).numbers()
+        except DeltuneError as error:
+            raise DeltuneError(f"the best delta so far is damaged ({error}); {checkpoints.TODO}") from error
+    return checkpoint
+
+
+def _fit(job: Job, arguments: TrainingArguments, bar: Bar, checkpoint: Path | None) -> None:
+    """Train from a checkpoint, or from the start, to the last epoch or the end of patience."""
     if checkpoint is None:
         job.run.rewind(-1)
         if job.spec.columns is None and job.spec.data is not None:

@@ -121,6 +121,7 @@ class DeltaTrainer(Trainer):
         if "validation" not in self.job.encoded:
             self.job.keep()
             self.job.best = {"epoch": passes(self.state.epoch), "step": self.state.global_step}
+        self.job.run.sync()
         checkpoints.save(
             self.job.run.checkpoint,
             self.state.global_step,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import unknown
+from ..errors import excerpt, unknown
 from .files import File, brief
 
 LABELS = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
@@ -114,7 +114,7 @@ def _given(columns: Sequence[Column], given: Fields, problems: list[str]) -> dic
     found = [unknown("role of a column", role, roles) for role in used if role not in roles]
     if wanted - set(used) or len(set(used.values())) < len(given):
         listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
-        found.append(f"columns are different ones for {listed}; given were {given}")
+        found.append(f"columns are different ones for {listed}; given were {excerpt(given)}")
     problems += found
     return {} if found else {role: used[role] for role in roles if role in used}
 
@@ -185,8 +185,10 @@ def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[st
             found.append(f"column {name!r} is missing")
         elif not holds(column.holds, value):
             found.append(f"column {name!r} is not {HELD[column.holds]} but {brief(value)}")
-        elif any(not t.isascii() and re.search("[\ud800-\udfff]", t) for t in _texts(value)):
+        elif any(map(broken, _texts(value))):
             found.append(f"column {name!r} holds half a character (a lone surrogate)")
+    if isinstance(row.get("id"), str) and broken(row["id"]):
+        found.append("column 'id' holds half a character (a lone surrogate)")
     if not found and kind == "tagging" and len(row[used["tokens"]]) != len(row[used["tags"]]):
         found.append(
             f"{len(row[used['tokens']])} tokens and {len(row[used['tags']])} tags; give one tag for each token"
@@ -197,7 +199,7 @@ def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[st
 
 
 def holds(what: Holds, value: Any) -> bool:
-    """Whether a value is what a column should hold; a label is anything."""
+    """Whether a value is what a column should hold; a label is anything but a list."""
     if what == "text":
         return isinstance(value, str)
     if what == "texts":
@@ -205,10 +207,15 @@ def holds(what: Holds, value: Any) -> bool:
     if what == "labels":
         return isinstance(value, list) and all(isinstance(v, str | int) for v in value)
     if what == "index":
-        return isinstance(value, int) or (isinstance(value, str) and value.isdigit())
+        return isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) < 19)
     if what == "answers":
         return isinstance(value, str) or holds("texts", value)
-    return True
+    return not isinstance(value, list)
+
+
+def broken(text: str) -> bool:
+    """Whether a text holds half a character (a lone surrogate), which no file can hold."""
+    return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
 
 
 def _texts(value: Any) -> list[str]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeltuneError, unknown
-from .columns import KINDS, Column, Fields, check, chosen, kind_of
+from ..disk import local_path, parse_json, room
+from ..errors import DeltuneError, first_line, unknown
+from .columns import KINDS, Column, Fields, broken, check, chosen, kind_of
 from .files import READERS, File, brief, failure, read, suffix_of
 from .labels import Ids, ids_of, with_labels
 from .layouts import Layout, arrange
-from .models import first_line, why_not_on_hub
+from .models import why_not_on_hub
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -86,7 +87,7 @@ def load(
             problems.append(f"max_rows of {split} must be at least 1, not {wanted}")
     if kind is not None and kind not in KINDS:
         raise DeltuneError(unknown("kind of task", kind, KINDS))
-    folder = Path(source).expanduser()
+    folder = local_path(source, "data")
     if folder.is_file():
         raise DeltuneError(
             f"data {source} is a file: give the folder that holds it, with its train, validation and test"
@@ -174,7 +175,8 @@ def _plain(column: Column, value: Any) -> Any:
 
 def _folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _Raw:
     """The files of a folder by split, one of `needed` among them, and what its meta.json says of them."""
-    there = sorted(folder.iterdir())
+    with room(folder):
+        there = sorted(folder.iterdir())
     raw = _Raw({})
     paths = {
         split: [p for p in there if suffix_of(p) in READERS and p.name.removesuffix(suffix_of(p)) in stems]
@@ -191,21 +193,29 @@ def _folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _Raw:
         problems.append(f"no {' or '.join(needed)} file ({names}); the folder holds: {held}")
     meta = folder / "meta.json"
     if meta.is_file():
-        try:
-            told = json.loads(meta.read_text(encoding="utf-8"))
-            fields, names = told.get("fields"), told.get("label_names")
-        except (ValueError, AttributeError) as error:
-            problems.append(f"meta.json is not a JSON object: {error}")
-            return raw
-        raw.fields = _names(fields) if isinstance(fields, str) else fields
-        if not isinstance(fields, str | list | dict | None):
-            problems.append(f"meta.json: fields names the columns, it is not {brief(fields)}")
-            raw.fields = None
-        if isinstance(names, list):
-            raw.names[""] = names
-        elif names is not None:
-            problems.append(f"meta.json: label_names is a list, not {brief(names)}")
+        _meta(meta, raw, problems)
     return raw
+
+
+def _meta(path: Path, raw: _Raw, problems: list[str]) -> None:
+    """What meta.json says of the columns (`fields`) and the labels (`label_names`)."""
+    try:
+        facts = parse_json(path.read_text(encoding="utf-8-sig"))
+        fields, names = facts.get("fields"), facts.get("label_names")
+    except (OSError, ValueError, AttributeError) as error:
+        problems.append(f"meta.json is not a JSON object: {first_line(error)}")
+        return
+    listed = fields.values() if isinstance(fields, dict) else fields if isinstance(fields, list) else ()
+    if isinstance(fields, str):
+        raw.fields = _names(fields)
+    elif fields is None or (isinstance(fields, list | dict) and all(isinstance(name, str) for name in listed)):
+        raw.fields = fields
+    else:
+        problems.append(f"meta.json: fields names the columns, it is not {brief(fields)}")
+    if isinstance(names, list) and not any(isinstance(name, str) and broken(name) for name in names):
+        raw.names[""] = names
+    elif names is not None:
+        problems.append(f"meta.json: label_names is a list, not {brief(names)}")
 
 
 def _names(listed: str) -> list[str]:
@@ -221,7 +231,7 @@ def _hub(source: str, needed: Sequence[str], layout: Layout) -> _Raw:
         with _offline() if reason else contextlib.nullcontext():
             found = _fetched(source, layout.files)
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
-        parent = Path(source).expanduser().parent
+        parent = local_path(source, "data").parent
         beside = sorted(str(p) for p in parent.iterdir() if p.is_dir())[:20] if parent.is_dir() else []
         reason = reason or f"the hub's copy cannot be read ({first_line(error)})"
         todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"

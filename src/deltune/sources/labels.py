@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..errors import nearest, unknown
+from ..errors import excerpt, nearest, unknown
 from .files import File, brief
 
 Ids = dict[str, list[list[int]]]
@@ -27,10 +27,12 @@ def ids_of(
     numbers = all(map(_is_id, train))
     names = tuple(known or sorted(train, key=lambda label: (int(label) if numbers else 0, label != "O", label)))
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
-        problems.append(f"label names are different strings, not {list(names)}")
+        problems.append(f"label names are different strings, not {excerpt(list(names))}")
         return (), {}
     if len(train) == 1:
-        problems.append(f"{files['train'].name} has one label only, {train.pop()!r}; a classifier needs two or more")
+        problems.append(
+            f"{files['train'].name} has one label only, {excerpt(train.pop())}; a classifier needs two or more"
+        )
         return (), {}
     ids = {name: i for i, name in enumerate(names)}
     if not any(map(_is_id, names)):  # then a number in the data is an index into the names
@@ -44,8 +46,8 @@ def ids_of(
                 problems.append(unknown("label", label, names, where=where))
             elif ids.get(label) not in trained or label not in ids:
                 guess = nearest(label, train)
-                hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train))}"
-                problems.append(f"label {label!r} is in {where} but nowhere in {files['train'].name}.{hint}")
+                hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train)[:20])}"
+                problems.append(f"label {excerpt(label)} is in {where} but nowhere in {files['train'].name}.{hint}")
     return names, {
         split: [[ids.get(label, -1) for label in row] for _, row in found] for split, found in values.items()
     }
@@ -79,4 +81,4 @@ def _flat(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int, str]]:
 
 
 def _is_id(label: str) -> bool:
-    return re.fullmatch(r"-?\d+", label) is not None
+    return re.fullmatch(r"-?\d{1,18}", label) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import importlib.util
 import json
@@ -13,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeltuneError, unknown
+from ..disk import local_path
+from ..errors import DeltuneError, first_line, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -51,15 +53,11 @@ class Place:
 
 @dataclass
 class Kept:
-    """What was read of a model: its class and its pretrained tensors by name."""
+    """What was read of a model: its class, its pretrained tensors by name, and how it generates."""
 
     made: type[Any] | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    generation: Any = None
 
 
 def check_transformers() -> None:
@@ -105,7 +103,7 @@ def locate(name: str) -> Place:
     """
     from huggingface_hub import constants, hf_hub_download
 
-    path = packaged() if name == "minilm" else Path(name).expanduser()
+    path = packaged() if name == "minilm" else local_path(name, "model")
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         return Place(str(path), file)
@@ -201,6 +199,9 @@ def load_model(
             if kept is not None and kept.made is not None:
                 held = dict(kept.tensors)
                 model, info = kept.made.from_pretrained(None, config=config, dtype=dtype, state_dict=held, **options)
+                model.name_or_path = model.config.name_or_path = place.name  # which no folder told it
+                if model.can_generate():
+                    model.generation_config = copy.deepcopy(kept.generation)  # nor its generation_config.json
             else:
                 model, info = auto.from_pretrained(place.name, config=config, dtype=dtype or "auto", **options)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
@@ -211,6 +212,7 @@ def load_model(
     if kept is not None and kept.made is None:
         fresh = {*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])}
         kept.made = type(model)
+        kept.generation = copy.deepcopy(model.generation_config) if model.can_generate() else None
         kept.tensors = {key: tensor.clone() for key, tensor in model.state_dict().items() if key not in fresh}
     return model
 

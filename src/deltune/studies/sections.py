@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..disk import room, write
 from ..engine.outcomes import Outcome
 from ..engine.results import Row
+from ..errors import first_line
 from ..findings.claims import Claim
 from ..findings.verdicts import Finding, findings
 from ..reports.grids import Grid, grid
 from ..reports.page import Section
 from ..reports.plots import Picture, draw, save
-from ..reports.tables import csv, latex, markdown
+from ..reports.tables import csv, latex, markdown, plain
 from ..reports.views import Figure, Table, names
-from ..runs.folder import room, write
 from .study import Study
 
 
@@ -78,7 +79,7 @@ def _missing(outcomes: Sequence[Outcome]) -> list[str]:
     reasons: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            reasons.setdefault(outcome.error.splitlines()[0], []).append(outcome)
+            reasons.setdefault(first_line(outcome.error), []).append(outcome)
     return [
         f"{len(several)} of {len(outcomes)}: {reason} (such as "
         f"{', '.join(f'{axis} {label}' for axis, label in several[0].cell.items())})"
@@ -88,13 +89,13 @@ def _missing(outcomes: Sequence[Outcome]) -> list[str]:
 
 def as_markdown(part: Section) -> str:
     """Findings, tables and what is missing, as Markdown."""
-    lines = [f"## {part.title}", "", part.text, ""]
+    lines = [f"## {plain(part.title)}", "", *(plain(text) + "\n" for text in part.text.split("\n\n"))]
     for table in part.grids:
         lines += [markdown(table), ""]
     if part.findings:
         lines += ["| claim | verdict | effect | interval | p |", "|---|---|---|---|---|"]
         lines += [_line(finding) for finding in part.findings] + [""]
-    lines += [f"- not there: {text}" for text in part.missing]
+    lines += [f"- not there: {plain(text)}" for text in part.missing]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -103,8 +104,8 @@ def _line(finding: object) -> str:
     effect = "" if finding.effect is None else f"{finding.effect:+.2f}"
     interval = "" if finding.low is None or finding.high is None else f"{finding.low:+.2f} … {finding.high:+.2f}"
     p = "" if finding.p is None else f"{finding.p:.3f}"
-    verdict = f"**{finding.verdict}**" + (f" ({finding.note})" if finding.note else "")
-    return f"| {finding.claim} ({finding.source}) | {verdict} | {effect} | {interval} | {p} |"
+    verdict = f"**{finding.verdict}**" + (f" ({plain(finding.note)})" if finding.note else "")
+    return f"| {plain(finding.claim)} ({plain(finding.source)}) | {verdict} | {effect} | {interval} | {p} |"
 
 
 def files(part: Section, folder: Path) -> list[Path]:

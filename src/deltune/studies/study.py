@@ -17,8 +17,14 @@ from ..reports.views import Bars, Numbers, Table, View
 
 Rows = Mapping[str, Row]
 
-PLAIN = ("scores", "count", "examples", "curve", "seconds")
-"""What an outcome has of a work's result; the rest is its extra."""
+PLAIN: dict[str, Callable[[Any], bool]] = {
+    "scores": lambda value: _is_table(value, lambda one: isinstance(one, float | int)),
+    "count": lambda value: isinstance(value, Mapping),
+    "examples": lambda value: _is_table(value, lambda one: isinstance(one, list)),
+    "curve": lambda value: isinstance(value, list) and all(isinstance(line, Mapping) for line in value),
+    "seconds": lambda value: isinstance(value, float | int),
+}
+"""What an outcome has of a work's result, and whether a value can be that; the rest is its extra."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ def told(want: Want, row: Row) -> list[Outcome]:
     if row.result is None:
         return [Outcome(want.cell, spec, seconds=row.seconds, error=row.error or "no result")]
     plain = {name: row.result[name] for name in PLAIN if name in row.result}
+    if wrong := [name for name, value in plain.items() if not PLAIN[name](value)]:
+        return [Outcome(want.cell, spec, error=f"its result was not written by deltune: {', '.join(wrong)}")]
     extra = {name: value for name, value in row.result.items() if name not in PLAIN}
     return [Outcome(want.cell, spec, **plain, extra={**extra, **want.extra})]
 
@@ -80,6 +88,10 @@ class Study:
             else:
                 found += self.tell(want, row)
         return found
+
+
+def _is_table(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Mapping) and all(fits(one) for one in value.values())
 
 
 def of_sweep(sweep: Sweep, data_root: str | None = None) -> Callable[[Rows], Sequence[Want]]:

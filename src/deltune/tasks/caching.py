@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow
 from filelock import FileLock
 
+from ..disk import local_path, replacing
 from .encoding import Encoded, Row
 from .kinds import Columns, Kind, Limits
 from .languages import languages
@@ -68,7 +68,7 @@ def folder() -> Path | None:
     if named == "off":
         return None
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(named or f"{caches}/deltune/rows").expanduser()
+    return local_path(named or f"{caches}/deltune/rows", f"${VARIABLE}")
 
 
 def encoded(
@@ -154,15 +154,8 @@ def making(path: Path) -> Iterator[None]:
 def whole(path: Path) -> Iterator[BinaryIO]:
     """A file that is there under its name when all of it is on the disk, or not at all: it is trusted by its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, fresh = tempfile.mkstemp(prefix=PART, dir=path.parent)
-    try:
-        with open(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    finally:
-        Path(fresh).unlink(missing_ok=True)
+    with replacing(path, PART) as file:
+        yield file
 
 
 def _write(path: Path, made: Encoded) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..disk import local_path
 from ..errors import DeltuneError, unknown
 from ..sources.layouts import EXPORTED, Layout, exported, first, inside, place, several, tagged, triples
 
@@ -209,7 +210,7 @@ def find(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
         if not task.hub:
             raise DeltuneError(f"task {name} has no hub id; give data_root, the folder that holds {task.folder}/")
         return task, replace(task.hub, columns={**task.columns, **task.hub.columns})
-    folder = Path(data_root).expanduser() / task.folder
+    folder = local_path(data_root, "data_root") / task.folder
     if not folder.is_dir():
         if not folder.parent.is_dir():
             raise DeltuneError(f"there is no folder {folder.parent}, where task {name} is looked for")

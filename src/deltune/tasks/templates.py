@@ -19,9 +19,12 @@ def prompts(columns: Columns, template: str) -> list[str]:
     texts = [role for role in inputs if INPUTS[role] == "text"] or list(inputs)
     template = template or " ".join(f"{{{role}}}" for role in texts)
     try:
-        asked = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        parts = [part for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
         raise DeltuneError(f"template {template!r}: {error}; a brace that is meant is doubled") from error
+    asked = [str(name) for _, name, _, _ in parts]
+    if styled := [name for _, name, style, conversion in parts if style or conversion]:
+        raise DeltuneError(f"template {template!r}: {{{styled[0]}}} takes no format after its name")
     if wrong := [unknown("role", name, inputs, where="template") for name in asked if name not in inputs]:
         raise DeltuneError(" ".join(wrong))
     told = {role: [v if isinstance(v, str) else " ".join(v) for v in inputs[role]] for role in dict.fromkeys(asked)}

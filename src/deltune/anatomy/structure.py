@@ -1,0 +1,114 @@
+"""A model's structure without its numbers: the same modules on the meta device, so that a live model is never run.
+
+Observing a model must not change it, not even for a moment: another thread may be running it. So what is run is a copy
+that shares no module, parameter or configuration with it, and no method of a live tensor is ever called: the `to` of
+a quantised parameter, for one, moves state that the live model needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+HANDLE = "deltune"
+"""The name of the handle among the children of a tuned model; it is no part of what is observed."""
+
+PASS_OVERRIDES = ("_call_impl", "_compiled_call_impl", "generate")
+"""Attributes of an instance that stand in the way of its class's own: they belong to the live model. So does every
+value whose class says `of_live_model`."""
+
+
+def structural_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Module, nn.Module]]:
+    """Copy a model's modules, with meta tensors in place of its parameters and buffers, in eval mode, without hooks.
+
+    Returns:
+        The copy, and for each of its modules the module of `model` that it stands for.
+    """
+    copier = _Copier()
+    twin = copier.module(model)
+    assert isinstance(twin, PreTrainedModel)
+    return twin, copier.originals
+
+
+def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """The model's own modules by path; not those of deltas, which other threads may be attaching meanwhile."""
+    modules, seen = [("", model)], set()
+    while modules:
+        path, module = modules.pop(0)
+        if not (remove_duplicate and module in seen):
+            seen.add(module)
+            yield path, module
+            children = [(n, child) for n, child in list(module._modules.items()) if child is not None and n != HANDLE]
+            modules[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in children]
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's own parameters by name, tied ones by all of their names."""
+    for path, module in base_modules(model, remove_duplicate=False):
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield f"{path}.{leaf}".lstrip("."), parameter
+
+
+class _Copier:
+    def __init__(self) -> None:
+        self.copies: dict[int, nn.Module] = {}
+        self.originals: dict[nn.Module, nn.Module] = {}
+        self.configs: dict[int, Any] = {}  # deepcopy's memo, so that a part of a configuration stays a part of its copy
+
+    def module(self, module: nn.Module) -> nn.Module:
+        if id(module) in self.copies:
+            return self.copies[id(module)]
+        twin = object.__new__(type(module))
+        self.copies[id(module)] = twin
+        self.originals[twin] = module
+        blank = nn.Module().__dict__  # empty dictionaries of hooks, parameters, buffers and children
+        twin.__dict__.update(blank)
+        twin.__dict__["training"] = False  # layers must not be dropped
+        twin.__dict__["_parameters"] = {name: _meta_parameter(p) for name, p in dict(module._parameters).items()}
+        twin.__dict__["_buffers"] = {name: _meta(b) for name, b in dict(module._buffers).items()}
+        children = dict(module._modules).items()
+        copies = {n: None if m is None else self.module(m) for n, m in children if n != HANDLE}  # empty ones are falsy
+        twin.__dict__["_modules"] = copies
+        offloaded = "_hf_hook" in module.__dict__  # accelerate's wrapper around forward, which runs the live module
+        for name, value in dict(module.__dict__).items():
+            skipped = name in blank or name in PASS_OVERRIDES or (offloaded and name == "forward")
+            if not skipped and not getattr(type(value), "of_live_model", False):
+                twin.__dict__[name] = self.value(value)
+        return twin
+
+    def value(self, value: Any) -> Any:
+        """The same value of an attribute with copies for modules; whatever holds none stays as it is."""
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if isinstance(value, PreTrainedConfig):
+            return copy.deepcopy(value, self.configs)
+        if isinstance(value, types.MethodType):
+            owner = self.value(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            arguments = [self.value(a) for a in value.args]
+            return functools.partial(self.value(value.func), *arguments, **self.value(value.keywords))
+        if type(value) in (list, tuple, set):
+            return type(value)(self.value(item) for item in value)
+        if type(value) is dict:
+            return {key: self.value(item) for key, item in value.items()}
+        return value
+
+
+def _meta_parameter(parameter: torch.Tensor | None) -> nn.Parameter | None:
+    return None if parameter is None else nn.Parameter(_meta(parameter), requires_grad=False)
+
+
+def _meta(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    dtype = torch.float32 if tensor.dtype.is_floating_point else tensor.dtype
+    return torch.empty(tuple(tensor.shape), dtype=dtype, device="meta")

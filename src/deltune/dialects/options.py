@@ -1,0 +1,182 @@
+"""The options in other libraries' folders that are read here, validated; and their patterns, matched within bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import regex
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from ..errors import DeltuneError, all_problems, validation_problems
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e30, lt=1e30)]
+Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
+Size = Annotated[int, Field(strict=True, ge=1, lt=1 << 40)]
+Flag = StrictBool | None
+Text = Annotated[str, Field(strict=True, max_length=4096)]
+Pattern = Annotated[str, Field(strict=True, max_length=1000)]
+
+PATIENCE = 0.5
+"""Seconds that all patterns of a folder may take together. Those of a sound file take milliseconds."""
+
+
+class _Options(BaseModel):
+    """Options by their names in the file. Those that are not here are refused elsewhere, by name, where they matter."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class PeftOptions(_Options):
+    """The options of PEFT that decide what its tensors mean."""
+
+    peft_type: Text
+    task_type: Text | None = None
+    lora_alpha: Number = 8
+    lora_dropout: Share | None = None
+    use_rslora: Flag = None
+    alpha_pattern: dict[Pattern, Number] | None = None
+
+
+class _HubConfig(_Options):
+    architecture: StrictStr | None = None
+    leave_out: list[StrictInt] | None = None
+    dropout: Share | None = None
+    non_linearity: Text | None = None
+    init_weights: Text | None = None
+
+
+class HubBottleneck(_HubConfig):
+    """A bottleneck of AdapterHub."""
+
+    architecture: Literal["bottleneck"] | None = None
+    mh_adapter: Flag = None
+    output_adapter: Flag = None
+    cross_adapter: Flag = None
+    original_ln_before: Flag = None
+    original_ln_after: Flag = None
+    ln_before: Flag = None
+    is_parallel: Flag = None
+    residual_before_ln: StrictBool | StrictStr | None = None
+    scaling: Number | Literal["learned", "channel"] = 1.0
+
+
+class HubPrefix(_HubConfig):
+    """A prefix of AdapterHub."""
+
+    architecture: Literal["prefix_tuning"]
+    prefix_length: Size
+    flat: Flag = None
+    encoder_prefix: Flag = None
+    cross_prefix: Flag = None
+
+
+class HubLowRank(_HubConfig):
+    """LoRA of AdapterHub."""
+
+    architecture: Literal["lora"]
+    r: Size
+    alpha: Number
+    attn_matrices: list[Text] | None = None
+
+
+class HubUnion(_Options):
+    """Several configurations at once."""
+
+    architecture: Literal["union"]
+    configs: Annotated[list[dict[StrictStr, Any]], Field(min_length=1, max_length=64)]
+
+
+class HubOptions(_Options):
+    """What AdapterHub says of an adapter. The kinds of its configuration are validated one by one."""
+
+    model_type: Text
+    model_class: Text | None = None
+    name: Text | None = None
+    config: dict[StrictStr, Any] | StrictStr
+    version: Text | None = None
+
+
+class HubHead(_Options):
+    """What AdapterHub says of a head that it saved beside an adapter."""
+
+    label2id: dict[Text, Annotated[int, Field(strict=True, ge=0, lt=1 << 30)]] | None = None
+
+
+KINDS: dict[str, type[_Options]] = {
+    "bottleneck": HubBottleneck, "prefix_tuning": HubPrefix, "lora": HubLowRank, "union": HubUnion,
+}  # fmt: skip
+
+
+def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path) -> None:
+    """Validate the options of a folder, and the configurations of adapters inside them.
+
+    Raises:
+        DeltuneError: Some are missing, of another kind, or out of range; all of them are listed.
+    """
+    problems = _problems(schema, options)
+    config = options.get("config")
+    if schema is HubOptions and isinstance(config, dict) and not problems:
+        problems = _config_problems(config)
+        if not problems and config.get("architecture") == "union":
+            problems = [problem for inner in config["configs"] for problem in _config_problems(inner, nested=True)]
+    if problems:
+        raise all_problems(f"{path} has options that cannot be read", problems)
+
+
+def _config_problems(config: Mapping[str, Any], nested: bool = False) -> list[str]:
+    architecture = config.get("architecture")
+    if nested and architecture == "union":
+        return ["a union in a union has no translation"]
+    if architecture is not None and not isinstance(architecture, str):
+        return [f"architecture: {architecture!r:.100} is no name"]
+    kind = KINDS.get(architecture or "bottleneck")
+    return [] if kind is None else _problems(kind, config)
+
+
+def _problems(schema: type[_Options], options: Mapping[str, Any]) -> list[str]:
+    try:
+        schema.model_validate(options)
+    except ValidationError as error:
+        return [f"option {problem}" for problem in validation_problems(error)]
+    return []
+
+
+class Patterns:
+    """A value for each module by PEFT's rule: that of the first pattern that matches the end of the module's path.
+
+    The patterns are a stranger's, and a regular expression can take longer than anybody lives: matching is given up
+    after `PATIENCE` seconds in all. Patterns without repetitions and groups take no time, and do not count.
+    """
+
+    def __init__(self, patterns: Mapping[str, Any] | None) -> None:
+        self.left = PATIENCE
+        self.values = list((patterns or {}).values())
+        try:
+            self.matchers = [self._matcher(key) for key in patterns or {}]
+        except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+            raise DeltuneError(f"option alpha_pattern has a pattern that is none: {str(error)[:200]}") from error
+
+    def _matcher(self, key: str) -> Callable[[str], object]:
+        pattern = regex.compile(rf"(?:.*\.)?(?:{key})$")
+        return pattern.match if regex.fullmatch(r"(?:[\w.-]|\\.)*", key) else lambda path: self._timed(pattern, path)
+
+    def _timed(self, pattern: Any, path: str) -> object:
+        start = time.monotonic()
+        try:
+            return pattern.match(path, timeout=max(self.left, 0.001))
+        except TimeoutError:
+            self.left = 0
+        finally:
+            self.left -= time.monotonic() - start
+        return None
+
+    def value(self, path: str, default: Any) -> Any:
+        """The value for a module. Raises DeltuneError where the patterns take too long."""
+        pairs = zip(self.matchers, self.values, strict=True)
+        value = next((value for matches, value in pairs if matches(path)), default)
+        if self.left <= 0:
+            raise DeltuneError(f"option alpha_pattern has patterns that take longer than {PATIENCE:g} s")
+        return value

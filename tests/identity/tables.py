@@ -1,0 +1,115 @@
+"""What cannot be had, and why: classes that cannot be made, those that deltune refuses, what bare models refuse.
+
+Every row is held both ways: a class of a table that can be had is a failure, as is one that cannot and is in none.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .behaviours import Behaviour
+    from .specimens import Entry
+
+LARGEST = 7_000_000  # parameters of a model that is called tiny
+
+
+def _rows(*pairs: tuple[str, str]) -> dict[str, str]:
+    return {name: reason for reason, names in pairs for name in names.split()}
+
+
+UNMADE = _rows(
+    ("parameters are too many", """
+        blt gemma4_unified Llama4ForConditionalGeneration SeamlessM4TModel SeamlessM4Tv2Model vibevoice_asr"""),
+    ("another package is required", "gemma3n layoutlmv2"),
+    ("images, sounds or vectors are its input, too", "lxmert voxtral_realtime WhisperModel PerceiverModel"),
+    ("its configuration wants parts that fit each other", """
+        dots3_note Emu3Model gemma4_assistant gemma4_unified_assistant musicflamingo nemo_speechlm qwen4_exp
+        qwen4_exp_text"""),
+    ("its code fails in this version of transformers", "xlstm"),
+)  # fmt: skip
+"""Class or family -> why a tiny one cannot be made, or does not run on token ids."""
+
+REFUSED = _rows(
+    # Mixtures of experts: which expert a token goes to has no shape (torch.nonzero, torch._grouped_mm).
+    ("does not run on shapes alone", """
+        afmoe aria_text axk1 cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v4 dots1 ernie4_5_moe exaone_moe
+        flex_olmo glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3
+        kolibri1 laguna longcat_flash mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mistral4 mixtral olmoe
+        openai_privacy_filter phimoe qwen2_moe qwen3_moe solar_open"""),
+    # Linear attention, state spaces, masks or positions that depend on values.
+    ("does not run on shapes alone", """
+        axk2 bailing_hybrid bamba bros deepseek_v32 dots3_note_text falcon_h1 flaubert funnel
+        glm_moe_dsa granitemoehybrid hy_v4 inkling2_text inkling_text jamba jetmoe kimi_linear led lfm2 lfm2_moe
+        lfm3 longformer mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+        qwen3_next reformer t5gemma2 xlm xmod zamba zamba2 zaya"""),
+    ("no attention shows in its forward pass", """
+        fnet ibert llama4_text mra ProphetNetForCausalLM rwkv squeezebert xlnet"""),
+    ("its layers cannot be told apart", """
+        fsmt lilt MarkupLMForQuestionAnswering MarkupLMForSequenceClassification MarkupLMForTokenClassification
+        MvpForConditionalGeneration MvpForQuestionAnswering MvpForSequenceClassification MvpModel pegasus_x"""),
+    ("does not read input_ids", "PerceiverForMaskedLM PerceiverForSequenceClassification"),
+    ("in a way that deltune cannot read", """
+        falcon_mamba mamba nystromformer MarkupLMModel MiniCPM3ForCausalLM MiniCPM3ForSequenceClassification
+        MusicgenModel MusicgenMelodyModel RecurrentGemmaForCausalLM YoutuForCausalLM"""),
+    ("in a way that deltune cannot read|does not run on shapes alone", "Gemma3nForCausalLM"),
+)  # fmt: skip
+"""Class or family -> what deltune's refusal says (a regular expression)."""
+
+HIDDEN = _rows(
+    ("whose inside is hidden", """
+        big_bird BigBirdPegasusForConditionalGeneration BigBirdPegasusForQuestionAnswering
+        BigBirdPegasusForSequenceClassification BigBirdPegasusModel bloom canine codegen convbert cpmant deberta
+        deberta-v2 falcon git gpt_neo gpt_neox_japanese gptj layoutlmv3 longt5 luke megatron-bert mpnet mpt
+        MvpForCausalLM openai-gpt ProphetNetForConditionalGeneration ProphetNetModel rembert roformer tapas trocr
+        xglm yoso"""),
+)  # fmt: skip
+"""Class or family that hides its queries and values, so that LoRA goes to the FFN -> what the refusal says."""
+
+NORMLESS = _rows(("has no norm.gain or norm.bias", "hrm_text nanochat neomme olmo"))
+"""Families whose norms have no parameters, so that LoRA is the only delta -> what the refusal says."""
+
+LIMITS: tuple[tuple[str, str, str], ...] = (
+    ("", ".*", "does not support an attention implementation through"),
+    ("", ".*", "does not take attn_implementation="),
+    ("", "flex_attention", "Attention sinks cannot be run on CPU with flex attention"),
+    ("", "(reentrant )?checkpointing", "does not support activation checkpointing"),
+    ("", "quantised cache", "only supported for models with only full attention layers"),
+    ("", "later tokens|greedy in two turns", "no (attribute ')?past_key_values"),
+    ("", "greedy from embeddings", "doesn't have its forwarding implemented"),
+    ("", "inputs_embeds", "must be Tensor, not NoneType|missing 1 required positional argument: 'input_ids'"),
+    ("canine", "inputs_embeds|.*training|.*checkpointing|resized", "`get_input_embeddings` not auto.handled"),
+    ("cpmant", "inputs_embeds|.* embeddings", "NoneType' object has no attribute|are not used by the model"),
+    ("cpmant", "later tokens|.*guided|.*chunks|.*static cache.*", "must match the size of|out of bounds"),  # a prompt
+    ("cpmant", ".*resiz.*", "index out of range"),  # its table of tokens holds the prompt's, too
+    ("encoder-decoder", ".*resiz.*", "directly is not supported"),
+    ("encoder-decoder", "assisted.*", "'NoneType' object has no attribute 'crop'"),
+    ("EsmForMaskedLM", "resized", "The size of tensor a"),  # the bias of its head stays as it is
+    ("GitForCausalLM", "loss", "Expected input batch_size"),  # its loss leaves places out for an image
+    ("mpt", "assisted.*|.*chunks|static cache given", "use_cache=True|without a cache|out of bounds"),  # no cache
+    ("musicgen musicgen_melody", ".*", "ModuleList|NoneType|are not used by the model|batch_size"),  # codebooks
+    ("nllb-moe switch_transformers", "later tokens", "router_logits|`use_cache` can only be set"),
+    ("openai-gpt", ".*cache given|quantised cache|.*two turns", "are not used by the model"),  # no cache
+    ("openai-gpt", "assisted.*|.*chunks|.*guided", "no attribute 'past_key_values'|Expected size for first two"),
+    ("prophetnet", "later tokens|greedy.*|sample.*|beam.*|assisted.*|.*cache.*",  # a cache of n-grams, and no padding
+     "position_ids. are incorrect|mask should have size|decoder_input_ids. of length 1|expand.torch.FloatTensor"),
+    ("t5 mt5 umt5", "flex_attention", "index 1 is out of bounds for dimension 0"),  # its bias has one row
+)  # fmt: skip
+"""Classes or families (all, where empty), behaviours (a regular expression of their names), and what a bare model says
+that cannot do it."""
+
+
+def looked_up(table: dict[str, str], entry: Entry) -> str | None:
+    """The row of a class, or of its family."""
+    return table.get(entry.class_name) or table.get(entry.model_type)
+
+
+def limit(entry: Entry, row: Behaviour, error: Exception) -> str | None:
+    """Why a bare model does not do this, where that is known of transformers; None is for a row that is wrong."""
+    message = f"{type(error).__name__}: {error}"
+    for names, behaviours, says in LIMITS:
+        concerned = not names or entry.class_name in names.split() or entry.model_type in names.split()
+        if concerned and re.fullmatch(behaviours, row.name) and re.search(says, message, re.DOTALL):
+            return message.strip().splitlines()[0][:200]
+    return None

@@ -1,0 +1,192 @@
+"""Runs in processes of their own, and what strikes them: SIGKILL, a full disk, another process.
+
+The processes are forked from a server that has imported everything, so that each is at work within a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from deltune.runs import checkpoints
+from deltune.runs.folder import Run
+
+HANG = 300.0
+"""Seconds after which a process of a few is said to hang."""
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["deltune.cli.commands", "deltune.cli.train", "deltune.runs.train", "transformers.models.bert.modeling_bert"]
+)
+
+WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "tempfile.mkstemp")
+"""Python's audit events of changes to a disk; `open` also where it is for reading, which is as good a moment."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What happens to a process when it is about to do something in a folder for the `at`-th time.
+
+    kill: it is killed; else the disk is full from then on.
+    """
+
+    folder: str
+    at: int
+    kill: bool = True
+
+    def arm(self) -> None:
+        count = 0
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event not in WRITES:
+                return
+            inside = any(isinstance(one, str | os.PathLike) and self.folder in str(one) for one in arguments)
+            if not inside and not (event in ("os.remove", "os.rmdir") and arguments[-1] != -1):  # by shutil.rmtree
+                return
+            if self.kill:
+                count += 1
+                if count == self.at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif event in ("os.mkdir", "tempfile.mkstemp") or (event == "open" and arguments[2] & os.O_CREAT):
+                count += 1
+                if count >= self.at:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
+
+        sys.addaudithook(hook)
+
+
+class Started:
+    """A function in a process of its own, with what it prints."""
+
+    def __init__(self, what: Callable[..., None], folder: Path, *arguments: Any) -> None:
+        self.output = folder.with_name(f"{folder.name}.{time.monotonic_ns()}.txt")
+        self.process = SERVER.Process(target=_caught, args=(str(self.output), what, *arguments))
+        self.process.start()
+
+    def kill(self) -> bool:
+        """Whether it was still at work."""
+        self.process.kill()
+        return self.wait() == -signal.SIGKILL
+
+    def wait(self) -> int:
+        self.process.join(HANG)
+        if self.process.exitcode is None:
+            self.process.kill()
+            pytest.fail(f"it hangs; it printed\n{self.printed}")
+        return int(self.process.exitcode)
+
+    @property
+    def printed(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+
+def _caught(output: str, what: Callable[..., None], *arguments: Any) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    what(*arguments)
+
+
+def train(spec_file: str, folder: str, strike: Strike | None = None) -> None:
+    """`deltune train`, as from a shell."""
+    from deltune.cli import main
+
+    if strike is not None:
+        strike.arm()
+    sys.argv = ["deltune", "train", spec_file, "--output", folder, "--quiet"]
+    main()
+
+
+def small_disk(folder: str, kilobytes: int) -> None:
+    """Put this process alone before a disk of its own, so small, at a folder. Error (OSError): not permitted here."""
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x10000000 | 0x00020000):  # CLONE_NEWUSER, CLONE_NEWNS
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+    resized(folder, kilobytes, "mount")
+
+
+def resized(folder: str, kilobytes: int, how: str = "remount") -> None:
+    options = f"{'remount,' if how == 'remount' else ''}size={kilobytes}k"
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise OSError(done.stderr)
+
+
+def permitted() -> bool:
+    """Whether a process may have a disk of its own here."""
+    done = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def whole(folder: Path) -> None:
+    """Everything in the folder of a run can be read to its end, and no half of anything lies about.
+
+    What a finished run may still have of a checkpoint, killed while it removed it, is not read by anybody.
+    """
+    run = Run(folder)
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        if run.finished and run.checkpoint in path.parents:
+            continue
+        assert not path.name.startswith("."), f"{path} was left behind"
+        if path.name in ("metrics.json", "environment.json", "delta.json", "facts.json", "trainer_state.json"):
+            json.loads(path.read_text())
+        elif path.suffix == ".safetensors":
+            load_file(path)
+        elif path.name == "spec.yaml":
+            yaml.safe_load(path.read_text())
+        elif path.parent.name == "predictions":
+            for line in path.read_text().splitlines():
+                json.loads(line)
+    if run.delta.exists():
+        assert {path.name for path in run.delta.iterdir()} == {"delta.json", "delta.safetensors"}
+    checkpoint = checkpoints.latest(run.checkpoint)
+    if checkpoint is not None and not run.finished:
+        checkpoints.facts(checkpoint)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Everything that a run leaves, but for times: bytes of its delta and predictions, its metrics and its log."""
+    held: dict[str, Any] = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for place in ("delta", "predictions")
+        for path in sorted(folder.rglob(f"{place}/*"))
+    }
+    for path in sorted([*folder.rglob("metrics.json"), *folder.rglob("log.jsonl")]):
+        lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
+        held[str(path.relative_to(folder))] = [without_times(json.loads(line)) for line in lines]
+    return held
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(one) for key, one in value.items() if key != "seconds"}
+    return [without_times(one) for one in value] if isinstance(value, list) else value
+
+
+def chance(name: str) -> random.Random:
+    """Random numbers of a seed that is printed, and taken from DELTUNE_SEED to repeat what it did."""
+    seed = os.environ.get("DELTUNE_SEED") or str(time.time_ns())
+    print(f"{name}: DELTUNE_SEED={seed}")
+    return random.Random(f"{name} {seed}")

@@ -1,0 +1,31 @@
+"""What a file must hold is known by arithmetic before a delta is made, and it is what the delta then keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import deltune
+from deltune.live.expected import check, expected
+from deltune.tensorfiles import facts_of
+
+from .families import Family
+from .methods import Row, cells
+from .specimens import main_role, specimen
+
+
+@cells(families=lambda family: family.name in ("bert", "gpt2", "bart", "llama", "albert"))
+def test_a_file_is_what_arithmetic_expects(family: Family, row: Row) -> None:
+    model = specimen(family.name, main_role(family))
+    tuned = deltune.attach(model, row.text)
+    delta = tuned.delta()
+    needed = expected(tuned.anatomy, delta.planned, delta.owned, delta.head)
+    tensors = tuned.tensors(delta)
+    check(needed, facts_of(tensors), Path("file"))
+    dense = {name: tuple(t.shape) for name, t in tensors.items() if name in needed.shapes}
+    assert dense == {n: s if s is not None else dense[n] for n, s in needed.shapes.items()}
+    drawn = {name for name in tensors if name not in dense}
+    assert {name for name in drawn if name.endswith(".index")} <= set(needed.bounds)
+    assert sum(tensors[name].numel() for name in drawn if name.endswith(".values")) == sum(
+        d.count for d in needed.drawn
+    )
+    tuned.detach()

@@ -1,0 +1,635 @@
+"""Laws of the rest of life with a delta attached: what else people do to a model is right, or refused with the model
+unchanged, and never silently wrong.
+
+A cell is one method on one family. Each law gets a deep copy of the tuned model, and is a subtest, so that one that
+fails hides no other.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+import deltune
+
+from .families import FAMILIES
+from .specimens import (
+    Outputs,
+    batch,
+    build,
+    differences,
+    distance,
+    equal,
+    facts,
+    forward,
+    loss,
+    main_role,
+    run,
+    stir,
+    tensors,
+)
+
+TEXTS = (
+    "layernorm", "lora(rank=2)", "prefix(length=2) + layernorm", "bitfit", "full",
+    "apet(layernorm + lora(rank=2), parameters=40)", "parallel_adapter(rank=2)", "prompt(length=2)",
+)  # fmt: skip
+
+CELLS = [
+    *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
+      if text != "bitfit" or FAMILIES[name].biases),
+    *((name, "sequence", "head") for name in ("bert", "gpt2", "llama")),
+]  # fmt: skip
+
+
+@dataclass
+class Cell:
+    """A copy of a tuned model, with what it gives, and what its base was and gave."""
+
+    model: PreTrainedModel
+    tuned: deltune.Tuned
+    inputs: dict[str, Any]
+    base: PreTrainedModel
+    before: Outputs
+    outputs: Outputs
+    folder: Path
+
+    def now(self) -> Outputs:
+        return run(self.model, self.inputs)
+
+    def is_untouched(self) -> bool:
+        """Whether the delta and the base are what they were, in use and resting."""
+        same = equal(self.now(), self.outputs)
+        with self.tuned.disable():
+            return same and equal(self.now(), self.before)
+
+    def detaches(self, exactly: bool = True) -> None:
+        """Taken off, it is the base."""
+        assert self.tuned.detach() is self.model
+        found = self.now()
+        assert equal(found, self.before) if exactly else distance(found, self.before) < 1e-5
+        assert list(self.model.state_dict()) == list(self.base.state_dict())
+
+
+def refused(cell: Cell, change: Callable[[], Any], match: str) -> None:
+    """A clear error, and the model is as it was, in use, resting and detached."""
+    state = {name: value.clone() for name, value in cell.model.state_dict().items()}
+    with pytest.raises(deltune.DeltuneError, match=match):
+        change()
+    after = cell.model.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[name], value) for name, value in state.items())
+    assert cell.is_untouched()
+    cell.detaches()
+
+
+# -- states
+
+
+def law_its_own_state_dict(cell: Cell) -> None:
+    """Everything is what it was, whichever delta was in use then and is now."""
+    for then in ("default", None):
+        for now in ("default", None):
+            state = {name: value.clone() for name, value in cell.tuned.use(then).model.state_dict().items()}
+            stir(cell.tuned.use("default"), seed=3)
+            result = cell.tuned.use(now).model.load_state_dict(state)
+            assert not result.missing_keys and not result.unexpected_keys
+            assert cell.tuned.active == now
+            cell.tuned.use("default")
+            assert cell.is_untouched(), (then, now)
+    cell.detaches()
+
+
+def law_the_bases_state_dict(cell: Cell) -> None:
+    """It goes into the base, not into the delta; where every key is asked for, it is refused before anything moves."""
+    state = cell.base.state_dict()
+    other = {name: value * 1.5 if value.is_floating_point() else value for name, value in state.items()}
+    moved = copy.deepcopy(cell.base)
+    moved.load_state_dict(other)
+    expected = run(moved, cell.inputs)
+    own = {name: p.detach().clone() for name, p in cell.tuned.trained()}
+    cell.model.load_state_dict(other, strict=False)
+    assert all(torch.equal(p, own[name]) for name, p in cell.tuned.trained())
+    with cell.tuned.disable():
+        assert equal(cell.now(), expected)
+    cell.tuned.detach()
+    assert equal(cell.now(), expected)
+
+
+def law_the_bases_state_dict_in_full(cell: Cell) -> None:
+    refused(cell, lambda: cell.model.load_state_dict(cell.base.state_dict()), "strict=False")
+
+
+def law_save_pretrained(cell: Cell) -> None:
+    """The base as it was before attaching, and a warning that says where deltas are saved; a delta is loaded back."""
+    for use in ("default", None):
+        where = cell.folder / f"base {use}"
+        with pytest.warns(UserWarning, match=r"tuned\.save"):
+            cell.tuned.use(use).model.save_pretrained(where)
+        assert cell.tuned.active == use
+        again = type(cell.base).from_pretrained(where, dtype=torch.float64).eval()
+        assert equal(run(again, cell.inputs), cell.before)
+        assert again.config.num_labels == cell.base.config.num_labels
+        assert "deltune" not in (where / "config.json").read_text()
+        state, wanted = again.state_dict(), cell.base.state_dict()
+        assert list(state) == list(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    cell.tuned.use("default")
+    assert cell.is_untouched()
+    stir(cell.tuned, seed=5)
+    saved = load_file(cell.folder / "base default" / "model.safetensors")
+    cell.model.load_state_dict(saved, strict=False)  # as a Trainer resumes
+    assert cell.is_untouched()
+    cell.detaches()
+
+
+# -- precisions and devices
+
+
+def _in(dtype: torch.dtype, move: Callable[[PreTrainedModel], Any]) -> Callable[[Cell], None]:
+    def law(cell: Cell) -> None:
+        wanted = move(copy.deepcopy(cell.base))
+        before = run(wanted, cell.inputs)
+        move(cell.model)
+        found = cell.now()
+        assert all(torch.isfinite(v).all() for v in found.values())
+        assert {v.dtype for v in found.values()} == {dtype}
+        for name, value in cell.outputs.items():
+            assert (found[name].double() - value).norm() < 0.1 * value.norm(), name
+        assert not equal(found, before)
+        loss(forward(cell.model, cell.inputs)).backward()
+        assert any(p.grad is not None for p in cell.tuned.parameters())
+        with cell.tuned.disable():
+            assert equal(cell.now(), before)
+        assert cell.tuned.detach() is cell.model
+        assert equal(cell.now(), before)
+        after, plain = cell.model.state_dict(), wanted.state_dict()
+        assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype for n, v in plain.items())
+
+    return law
+
+
+law_float = _in(torch.float32, lambda m: m.float())
+law_to_float = _in(torch.float32, lambda m: m.to(torch.float32))
+law_half = _in(torch.float16, lambda m: m.half())
+law_bfloat16 = _in(torch.bfloat16, lambda m: m.bfloat16())
+
+
+def law_meta(cell: Cell) -> None:
+    """Shapes alone: outputs are meta, and detaching leaves nothing behind."""
+    shapes = {name: value.shape for name, value in cell.outputs.items()}
+    cell.model.to("meta")
+    ids = {name: value.to("meta") for name, value in cell.inputs.items() if name != "attention_mask"}
+    try:
+        run(copy.deepcopy(cell.base).to("meta"), ids)
+    except RuntimeError as error:  # GPT-2 and Llama read values of their masks
+        assert "meta tensors" in str(error)
+        found = {}
+    else:
+        found = run(cell.model, ids)
+    assert not found or {n: v.shape for n, v in found.items()} == shapes
+    assert all(v.is_meta for v in found.values())
+    cell.tuned.detach()
+    assert list(cell.model.state_dict()) == list(cell.base.state_dict())
+    assert all(value.is_meta for value in cell.model.state_dict().values())
+
+
+# -- what changes tensors behind our back
+
+
+def law_resizing(cell: Cell) -> None:
+    rows = cell.model.get_input_embeddings().weight.shape[0]
+    assert cell.model.resize_token_embeddings() is cell.model.get_input_embeddings()
+    assert cell.model.resize_token_embeddings(rows) is cell.model.get_input_embeddings()
+    assert cell.is_untouched()
+    refused(cell, lambda: cell.model.resize_token_embeddings(rows + 20), "(?s)resize_token_embeddings.*detach.*attach")
+    assert cell.model.resize_token_embeddings(rows + 20).weight.shape[0] == rows + 20  # detached
+
+
+def law_other_embeddings(cell: Cell) -> None:
+    new = copy.deepcopy(cell.model.get_input_embeddings())
+    refused(cell, lambda: cell.model.set_input_embeddings(new), "(?s)set_input_embeddings.*detach")
+
+
+def law_tying(cell: Cell) -> None:
+    for use in ("default", None):
+        cell.tuned.use(use).model.tie_weights()
+        cell.tuned.use("default")
+        assert cell.is_untouched()
+    cell.detaches()
+
+
+def law_a_part_replaced(cell: Cell) -> None:
+    """A module that a delta acts at is another one: refused at the next pass."""
+    path = next(path for path, side in cell.tuned.taps if path and "." in path)
+    outer, _, leaf = path.rpartition(".")
+    parent = cell.model.get_submodule(outer)
+    own = parent._modules[leaf]
+    parent._modules[leaf] = copy.deepcopy(cell.base.get_submodule(path))
+    with pytest.raises(deltune.DeltuneError, match="was replaced"):
+        cell.now()
+    parent._modules[leaf] = own
+    assert cell.is_untouched()
+    cell.detaches()
+
+
+# -- attention
+
+
+def law_attention(cell: Cell) -> None:
+    """Another implementation: the same outputs, gradients for all that is trained; detaching keeps the user's."""
+    for name in ("eager", "sdpa", "eager"):
+        cell.model.set_attn_implementation(name)
+        assert distance(cell.now(), cell.outputs) < 1e-5, name
+        plain = copy.deepcopy(cell.base)
+        plain.set_attn_implementation(name)
+        with cell.tuned.disable():
+            assert equal(cell.now(), run(plain, cell.inputs))
+    if "prefix" in repr(cell.tuned.method):
+        report = deltune.prefix_report(cell.model)
+        assert report and all(how.startswith("joined") for how in report.values())
+    loss(forward(cell.model, cell.inputs)).backward()
+    assert any(p.grad is not None and p.grad.any() for _, p in cell.tuned.trained())
+    assert all(p.grad is not None and p.grad.any() for n, p in cell.tuned.trained() if n.endswith((".keys", ".values")))
+    cell.tuned.detach()
+    assert cell.model.config._attn_implementation == "eager"
+
+
+def law_attention_without_prefixes(cell: Cell) -> None:
+    if "prefix" not in repr(cell.tuned.method):
+        return
+    cell.model.config._attn_implementation = "flex_attention"
+    with pytest.raises(deltune.DeltuneError, match="a prefix cannot join attention 'flex_attention'"):
+        cell.now()
+    with pytest.raises(deltune.DeltuneError, match="a prefix cannot join attention 'flex_attention'"):
+        cell.now()
+    cell.model.set_attn_implementation("sdpa")
+    assert cell.is_untouched()
+    cell.model.config._attn_implementation = "flex_attention"
+    cell.tuned.detach()
+    assert cell.model.config._attn_implementation == "flex_attention"
+    cell.model.set_attn_implementation("sdpa")
+    assert equal(cell.now(), cell.before)
+
+
+# -- gradient checkpointing
+
+
+def _gradients(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    loss(forward(model, inputs)).backward()
+    return {name: p.grad for name, p in deltune.tuned(model).trained()}
+
+
+def law_checkpointing(cell: Cell) -> None:
+    """Enabled before attaching and after it: the gradients of the plain way, also after disable()."""
+    cell.tuned.save(cell.folder / "checkpointed")
+    first = copy.deepcopy(cell.base).train()
+    first.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    deltune.load(first, cell.folder / "checkpointed")
+    cell.model.train()
+    plain = _gradients(cell.model, cell.inputs)
+    cell.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    cell.model.enable_input_require_grads()
+    for model in (cell.model, first):
+        found = _gradients(model, cell.inputs)
+        for name, gradient in plain.items():
+            assert (found[name] is None) == (gradient is None), name
+            assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-12), name
+    if all(name.startswith("deltune.") for name in plain):
+        other = _gradients(first, cell.inputs)
+        total = loss(forward(first, cell.inputs))
+        with deltune.tuned(first).disable():
+            run(first, cell.inputs)
+        first.zero_grad()
+        total.backward()
+        for name, p in deltune.tuned(first).trained():
+            assert p.grad is None or torch.equal(p.grad, other[name]), name
+    deltune.tuned(first).detach()
+    assert not any("deltune" in type(v).__module__ for m in first.modules() for v in m.__dict__.values())
+    cell.model.disable_input_require_grads()
+    cell.model.gradient_checkpointing_disable()
+    cell.model.eval()
+    assert cell.is_untouched()
+    cell.detaches()
+
+
+# -- accelerate
+
+
+def law_prepare(cell: Cell) -> None:
+    for state in (accelerate.state.AcceleratorState, accelerate.state.GradientState, accelerate.state.PartialState):
+        state._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(cell.tuned.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(cell.model, optimizer)
+    assert equal(run(prepared, cell.inputs), cell.outputs)
+    accelerator.backward(loss(forward(prepared, cell.inputs)))
+    optimizer.step()
+    assert distance(run(prepared, cell.inputs), cell.outputs) > 1e-9
+    accelerator.unwrap_model(prepared)
+    cell.detaches()
+
+
+def law_offloaded_after(cell: Cell) -> None:
+    """Refused by whatever would read or move tensors, and whole again when the offloading is taken off."""
+    accelerate.cpu_offload(cell.model, torch.device("cpu"))
+    changes = (
+        cell.now, lambda: cell.tuned.use(None), cell.tuned.detach, lambda: cell.tuned.save(cell.folder / "away"),
+        lambda: deltune.attach(cell.model, "lora", name="other"),
+    )  # fmt: skip
+    for change in changes:
+        with pytest.raises(deltune.DeltuneError, match=r"offloaded.*remove_hook_from_submodules"):
+            change()
+    accelerate.hooks.remove_hook_from_submodules(cell.model)
+    assert cell.is_untouched()
+    cell.detaches()
+
+
+def _without_values(model: PreTrainedModel) -> dict[str, Any]:
+    return {name: value for name, value in facts(model).items() if not name.startswith("value")}  # they are elsewhere
+
+
+def law_offloaded_before(cell: Cell) -> None:
+    cell.tuned.save(cell.folder / "offloaded")
+    model = copy.deepcopy(cell.base)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    known = _without_values(model)
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: deltune.attach(model, cell.tuned.method or ""),
+        lambda: deltune.load(model, cell.folder / "offloaded"),
+    )
+    for way in ways:
+        with pytest.raises(deltune.DeltuneError, match="offloaded"):
+            way()
+    assert differences(known, _without_values(model)) == []
+    assert equal(run(model, cell.inputs), cell.before)
+
+
+def law_dispatched(cell: Cell) -> None:
+    """Hooks that only move inputs between devices: before and after attaching."""
+    cell.tuned.save(cell.folder / "dispatched")
+    model = copy.deepcopy(cell.base)
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    if "apet" in repr(cell.tuned.method):
+        with pytest.raises(deltune.DeltuneError, match=r"was replaced .* attach before it is replaced"):
+            deltune.load(model, cell.folder / "dispatched")
+        assert equal(run(model, cell.inputs), cell.before)
+    else:
+        assert equal(run(deltune.load(model, cell.folder / "dispatched").model, cell.inputs), cell.outputs)
+    accelerate.dispatch_model(cell.model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert cell.is_untouched()
+
+
+# -- quantised weights
+
+
+def law_quantize_dynamic(cell: Cell) -> None:
+    """Refused where a delta acts at a linear that became another; else the delta acts on the quantised base."""
+    model = cell.model.float()
+    outputs = cell.now()
+    quantised = quantise(model)
+    linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
+    touched = any(path in linears for path, _, _, _ in deltune.tuned(model).passes.modules.known)
+    if touched:
+        with pytest.raises(deltune.DeltuneError, match=r"was replaced .*quantise a tuned model, merge\(\) first"):
+            run(quantised, cell.inputs)
+    else:
+        with deltune.tuned(quantised).disable():
+            bare = run(quantised, cell.inputs)
+        assert equal(bare, run(quantise(copy.deepcopy(cell.base).float()), cell.inputs))
+        found = run(quantised, cell.inputs)
+        assert not equal(found, bare)
+        assert all((found[n].double() - v.double()).norm() < 0.1 * v.double().norm() for n, v in outputs.items())
+    with pytest.raises(deltune.DeltuneError, match="are quantised" if "Dynamic" in repr(quantised) else "in use"):
+        deltune.attach(quantised, "layernorm")
+    assert equal(cell.now(), outputs)
+
+
+def quantise(model: PreTrainedModel) -> PreTrainedModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is going away
+        made: PreTrainedModel = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    return made
+
+
+# -- wrappers and copies
+
+
+def law_copies(cell: Cell) -> None:
+    other = copy.deepcopy(cell.model)
+    with deltune.tuned(other).disable():
+        assert equal(run(other, cell.inputs), cell.before)
+    torch.save(cell.model, cell.folder / "whole.pt")
+    again = torch.load(cell.folder / "whole.pt", weights_only=False)
+    for one in (other, again):
+        assert equal(run(one, cell.inputs), cell.outputs)
+        with pytest.raises(deltune.DeltuneError, match="resize_token_embeddings"):
+            one.resize_token_embeddings(7)
+        deltune.tuned(one).detach()
+        assert equal(run(one, cell.inputs), cell.before)
+        assert one.resize_token_embeddings(101).weight.shape[0] == 101
+    assert cell.is_untouched()
+
+
+def law_data_parallel(cell: Cell) -> None:
+    with pytest.raises(deltune.DeltuneError, match="DataParallel"):
+        cell.tuned._replicate_for_data_parallel()
+    cell.detaches()
+
+
+def law_distributed(cell: Cell) -> None:
+    """DistributedDataParallel of one process: outputs and gradients are the plain ones."""
+    plain = _gradients(cell.model, cell.inputs)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(cell.model, find_unused_parameters=True)
+
+        def outputs() -> Outputs:
+            return dict(tensors(wrapped(**cell.inputs, **no_cache(cell.model))))
+
+        with torch.no_grad():
+            assert equal(outputs(), cell.outputs)
+            with cell.tuned.disable():
+                assert equal(outputs(), cell.before)
+        cell.model.zero_grad()
+        loss(outputs()).backward()
+        for name, p in cell.tuned.trained():
+            assert plain[name] is None or torch.allclose(p.grad, plain[name], rtol=1e-9, atol=1e-12), name
+    finally:
+        torch.distributed.destroy_process_group()
+    cell.detaches()
+
+
+def no_cache(model: PreTrainedModel) -> dict[str, Any]:
+    return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+
+LAWS: tuple[Callable[[Cell], None], ...] = (
+    law_its_own_state_dict, law_the_bases_state_dict, law_the_bases_state_dict_in_full, law_save_pretrained, law_float,
+    law_to_float, law_half, law_bfloat16, law_meta, law_resizing, law_other_embeddings, law_tying, law_a_part_replaced,
+    law_attention, law_attention_without_prefixes, law_checkpointing, law_prepare, law_offloaded_after,
+    law_offloaded_before, law_dispatched, law_quantize_dynamic, law_copies, law_data_parallel, law_distributed,
+)  # fmt: skip
+
+
+def name_of(law: Callable[[Cell], None]) -> str:
+    """Laws that are made have the name that they are kept under."""
+    return next(name for name, value in globals().items() if value is law).removeprefix("law_")
+
+
+@pytest.mark.parametrize(("family", "role", "text"), CELLS, ids=str)
+def test_rest_of_life(family: str, role: str, text: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    model = build(FAMILIES[family], role)
+    base, inputs = copy.deepcopy(model), batch(model)
+    before = run(base, inputs)
+    outputs = run(stir(deltune.attach(model, text), size=0.05).model, inputs)
+    for law in LAWS:
+        with subtests.test(name_of(law)):
+            other = copy.deepcopy(model)
+            law(Cell(other, deltune.tuned(other), inputs, base, before, outputs, tmp_path))
+
+
+COMPILED = (
+    ("bert", "sequence", "lora(rank=2)"), ("bert", "sequence", "prefix(length=2) + layernorm"),
+    ("gpt2", "causal", "apet(layernorm + lora(rank=2), parameters=40)"), ("llama", "causal", "full"),
+    ("t5", "seq2seq", "parallel_adapter(rank=2)"), ("llama", "causal", "prompt(length=2)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after", "in place"])
+@pytest.mark.parametrize(("family", "role", "text"), COMPILED, ids=str)
+def test_compiled(family: str, role: str, text: str, when: str) -> None:
+    """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
+    torch._dynamo.reset()
+    model = build(FAMILIES[family], role)
+    inputs, compiled = batch(model), model
+    before = run(model, inputs)
+    if when == "before":
+        compiled = torch.compile(model, dynamic=None, backend="eager")
+        assert distance(run(compiled, inputs), before) < 1e-9
+    tuned = stir(deltune.attach(model, text), size=0.05)
+    expected: dict[Any, Outputs] = {None: before, "default": run(model, inputs)}
+    rows = "full" not in text
+    if rows:
+        with tuned.rows(["default", None]):
+            expected["rows"] = run(model, inputs)
+    if when == "after":
+        compiled = torch.compile(model, dynamic=None, backend="eager")
+    elif when == "in place":
+        model.compile(dynamic=None, backend="eager")
+    for _ in range(2):
+        for use in ("default", None):
+            tuned.use(use)
+            assert distance(run(compiled, inputs), expected[use]) < 1e-9
+        tuned.use("default")
+        with tuned.disable():
+            assert distance(run(compiled, inputs), before) < 1e-9
+        if rows:
+            with tuned.rows(["default", None]):
+                assert distance(run(compiled, inputs), expected["rows"]) < 1e-9
+
+
+class Guarded(nn.Parameter):
+    """Stands for a quantised weight: a method of it that copies or moves it would lose its state."""
+
+    touched: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("to", "cpu", "cuda", "detach", "clone", "float", "requires_grad_", "type", "__deepcopy__"):
+            cls.touched.append(name)
+            raise AssertionError(f"{name} of a quantised weight was called")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_weight_quantised_in_its_place_is_refused() -> None:
+    """As torchao's quantize_ does: the module stays, its weight is another kind of tensor."""
+    model = build(FAMILIES["bert"], "base")
+    tuned = deltune.attach(model, "lora(rank=2)")
+    query = model.encoder.layer[0].attention.self.query
+    before = query._parameters["weight"]
+    query._parameters["weight"] = Guarded(before.detach())
+    with pytest.raises(deltune.DeltuneError, match=r"query was replaced or quantised .*merge\(\) first"):
+        model(**batch(model))
+    query._parameters["weight"] = before
+    model(**batch(model))
+    tuned.detach()
+
+
+@pytest.mark.parametrize("kind", ["subclass", "int8", "uint8", "torch"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_quantised_weights_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+    """By attach, load and inspect, before anything runs; weights, buffers and the state beside them stay."""
+    model = build(FAMILIES[name], main_role(FAMILIES[name]), torch.float32)
+    inputs = batch(model)
+    deltune.attach(model, "lora(rank=2)").save(tmp_path / "delta")
+    deltune.tuned(model).detach()
+    path = next(path for path, module in model.base_model.named_modules() if type(module) is nn.Linear)
+    linear = model.base_model.get_submodule(path)
+    state = object()
+    if kind == "torch":
+        model = quantise(model)
+    elif kind == "subclass":
+        linear.weight = Guarded(linear.weight.detach(), requires_grad=False)
+        linear.weight.quant_state = state  # type: ignore[assignment]
+    else:
+        linear.weight = nn.Parameter(torch.ones(linear.weight.shape, dtype=getattr(torch, kind)), requires_grad=False)
+    known = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    numbers = {name: p.data_ptr() for name, p in (*model.named_parameters(), *model.named_buffers())}
+    outputs = run(model, inputs) if kind in ("torch", "subclass") else None
+    Guarded.touched.clear()
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: deltune.inspect(model),
+        lambda: deltune.attach(model, "layernorm"),
+        lambda: deltune.load(model, tmp_path / "delta"),
+    )
+    for way in ways:
+        with pytest.raises(deltune.DeltuneError, match=r"are quantised .*: load the model without quantisation"):
+            way()
+    assert Guarded.touched == [] and "deltune" not in model._modules
+    assert known == {name: (id(p), p._version) for name, p in model.named_parameters()}
+    assert numbers == {name: p.data_ptr() for name, p in (*model.named_parameters(), *model.named_buffers())}
+    assert kind != "subclass" or linear.weight.quant_state is state
+    assert outputs is None or equal(run(model, inputs), outputs)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_merged_model_is_exported(name: str) -> None:
+    """torch.export takes it as it takes any plain model. ONNX is not tried: torch.onnx needs onnxscript."""
+    model = build(FAMILIES[name], "sequence", torch.float32)
+    merged = stir(deltune.attach(model, "lora(rank=2) + layernorm"), size=0.05).merge()
+    inputs = batch(merged)
+    expected = run(merged, inputs)["logits"]
+    program = torch.export.export(merged, (), {**inputs, **no_cache(merged), "return_dict": False}, strict=False)
+    found = program.module()(**inputs, **no_cache(merged), return_dict=False)[0]
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_other_labels_are_not_saved_with_the_base(tmp_path: Path) -> None:
+    """A tuned head with five labels on a base with two: the saved base has its own two. (push_to_hub gives the hub what
+    save_pretrained writes.)"""
+    wide = build(FAMILIES["bert"], "sequence", num_labels=5)
+    wide.config.id2label = {number: f"kind {number}" for number in range(5)}
+    model = build(FAMILIES["bert"], "sequence")
+    wide.bert.load_state_dict(model.bert.state_dict())
+    deltune.attach(wide, "head").save(tmp_path / "five")
+    inputs = batch(model)
+    before = run(model, inputs)
+    deltune.load(model, tmp_path / "five")
+    assert run(model, inputs)["logits"].shape[-1] == model.config.num_labels == 5
+    with pytest.warns(UserWarning, match=r"tuned\.save"):
+        model.save_pretrained(tmp_path / "base")
+    assert run(model, inputs)["logits"].shape[-1] == model.config.num_labels == 5
+    again = type(model).from_pretrained(tmp_path / "base", dtype=torch.float64).eval()
+    assert again.config.num_labels == 2 and equal(run(again, inputs), before)

@@ -1,0 +1,322 @@
+"""The file of results: claims without clocks, reading where nothing can be written, damage of every kind."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltune.engine import results as module
+from deltune.engine.results import MIGRATIONS, Results, Row
+from deltune.errors import DeltuneError
+
+
+def row(name: str, error: str | None = None, size: int = 1) -> Row:
+    return Row(name, "run", {"a": name}, None if error else {"value": name * size}, error, 0.5)
+
+
+ROWS = [*(row(f"run{i}", size=500) for i in range(20)), row("broken", error="it broke")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of results of some pages, which nobody has open."""
+    with Results(tmp_path / "folder" / "r.sqlite") as results:
+        for one in ROWS:
+            results.put(one)
+    return tmp_path / "folder" / "r.sqlite"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# -- claims
+
+
+class Clocks:
+    """The clocks of one machine, which only a test moves."""
+
+    def __init__(self, wall: float) -> None:
+        self.wall, self.since_start = wall, 0.0
+
+    def time(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.since_start
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+        self.since_start += seconds
+
+
+class Two:
+    """Two drivers of one file on two machines, each with clocks of its own."""
+
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch, ahead: float = 0.0) -> None:
+        self.patch = patch
+        self.clocks = {name: Clocks(1e9 + (ahead if name == "late" else 0.0)) for name in ("early", "late")}
+        self.drivers = {}
+        for name in self.clocks:
+            self.on(name)
+            self.drivers[name] = Results(path)
+
+    def on(self, name: str) -> Results | None:
+        self.patch.setattr(module, "time", self.clocks[name])
+        self.patch.setattr(module, "_machine", lambda: name)
+        return self.drivers.get(name)
+
+    def sleep(self, seconds: float) -> None:
+        for clocks in self.clocks.values():
+            clocks.sleep(seconds)
+
+    def claim(self, name: str) -> bool:
+        driver = self.on(name)
+        assert driver is not None
+        return driver.claim("work")
+
+    def beat(self, name: str) -> None:
+        driver = self.on(name)
+        assert driver is not None
+        driver.beat()
+
+
+@pytest.mark.parametrize("ahead", [0.0, 61.0, 1e6, -61.0, -1e6], ids=lambda ahead: f"{ahead:+.0f}s")
+def test_a_claim_does_not_depend_on_what_the_clocks_say(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim with a beat is never taken, one without a beat a minute after it was first looked at."""
+    two = Two(tmp_path / "r.sqlite", monkeypatch, ahead)
+    assert two.claim("early") and not two.claim("late")
+    for i in range(200):
+        two.sleep(1.0)
+        if i % 15 == 14:
+            two.beat("early")
+        assert not two.claim("late"), f"its owner was at work {i} seconds later"
+    waited = 0
+    while not two.claim("late"):
+        two.sleep(1.0)
+        waited += 1
+    assert 55 <= waited <= 61 and not two.claim("early")
+
+
+@pytest.mark.parametrize("case", ["observer stopped", "claimed again", "seldom looked at"])
+def test_what_is_no_sign_of_an_owner_that_ended(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Two(tmp_path / "r.sqlite", monkeypatch)
+    assert two.claim("early") and not two.claim("late")
+    if case == "claimed again":
+        two.sleep(50.0)
+        two.drivers["early"].release()
+        assert two.claim("early")
+        two.sleep(50.0)
+        assert not two.claim("late")
+        return
+    for _ in range(3):
+        two.sleep(1e5)
+        assert not two.claim("late"), "the owner was given no time to beat"
+    if case == "observer stopped":
+        two.beat("early")
+        two.sleep(59.0)
+        assert not two.claim("late")
+
+
+def test_claims_of_one_machine(tmp_path: Path) -> None:
+    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+        assert one.claim("a") and one.claim("a") and not two.claim("a") and two.claim("b")
+        two.release()
+        assert one.claim("b")
+        ended = one.owner.replace(f" {os.getpid()} ", " 999999999 ")
+        for owner, taken in ((ended, True), (f"other{ended}", False), ("who knows", False), ("", False)):
+            one._open.execute("UPDATE claims SET owner = ?", (owner,))
+            assert two.claim("b") == taken, f"an owner called {owner!r}"
+
+
+def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
+    """As of a driver that was stopped for so long that another did its work."""
+    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+        assert one.claim("a")
+        two.put(row("a"))
+        one.put(row("a", error="its worker died"))
+        assert two.get("a") == row("a") and not two.claim("a", again=True)
+        one.put(row("b", error="once"))
+        one.put(row("b", error="twice"))
+        assert two.get("b") == row("b", error="twice")
+        one.put(row("b"))
+        assert two.get("b") == row("b")
+
+
+# -- reading
+
+
+def test_reading_changes_nothing(file: Path) -> None:
+    before = content(file.parent)
+    with Results(file, read_only=True) as results:
+        assert results.rows() == ROWS
+        with pytest.raises(DeltuneError, match="cannot be written"):
+            results.put(row("new"))
+    assert content(file.parent) == before
+
+
+def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "MIGRATIONS", MIGRATIONS[:1])
+        with Results(tmp_path / "r.sqlite") as results:
+            results.put(row("a"))
+    for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
+        with Results(tmp_path / "r.sqlite", read_only) as results:
+            assert results.rows() == [row("a")]
+            assert results._open.execute("PRAGMA user_version").fetchone() == (schema,)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a log"])
+def test_a_file_beside_which_nothing_can_be_written(
+    left: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read from a copy, with what a killed driver had only in the write-ahead log."""
+    rows = list(ROWS)
+    if left == "a log":
+        with Results(file) as results:
+            results.put(row("new"))
+            shutil.copytree(file.parent, tmp_path / "copy")
+        file, rows = tmp_path / "copy" / file.name, [*rows, row("new")]
+        (file.parent / "r.sqlite-shm").unlink()
+        assert (file.parent / "r.sqlite-wal").stat().st_size > 0
+    before = content(file.parent)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with Results(file, read_only=True) as results:
+        assert results.rows() == rows
+    assert content(file.parent) == before and not list(tmp_path.glob("deltune-*"))
+
+
+@pytest.mark.parametrize("kind", ["mount", "folder"])
+def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
+    """The system's own refusal: a disk that is mounted read-only, a folder of somebody else."""
+    if kind == "mount":
+        mounting = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+        around = ["unshare", "-Urm", "sh", "-c", mounting, str(file.parent)]
+    else:
+        file.parent.chmod(0o555)
+        around = ["env"]
+        if os.getuid() == 0:  # who may write everywhere
+            around = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+            for folder in (tmp_path, *tmp_path.parents[:3]):
+                folder.chmod(folder.stat().st_mode | 0o055)
+    try:
+        subprocess.run([*around, sys.executable, "-c", ""], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"not permitted here: {error}")
+    code = (
+        "import sys; from deltune.engine.results import Results; from deltune.errors import DeltuneError\n"
+        "with Results(sys.argv[1], read_only=True) as results: print(len(results.rows()))\n"
+        "try: Results(sys.argv[1])\n"
+        "except DeltuneError as error: print(str(error))"
+    )
+    done = subprocess.run([*around, sys.executable, "-c", code, str(file)], capture_output=True, text=True)
+    file.parent.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    count, refusal = done.stdout.splitlines()
+    assert count == str(len(ROWS)) and "cannot be written" in refusal
+
+
+# -- damage
+
+
+def sql(*statements: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        connection = sqlite3.connect(path)
+        connection.executescript(";".join(statements))
+        connection.close()
+
+    return change
+
+
+def fresh(*statements: str) -> Callable[[Path], None]:
+    """Another file in its place, of another program."""
+
+    def change(path: Path) -> None:
+        path.unlink()
+        sql(*statements)(path)
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no database": (lambda path: path.write_bytes(b"no database at all" * 100), "no results file or is damaged"),
+    "half": (lambda path: os.truncate(path, path.stat().st_size // 2), "is damaged"),
+    "a page and a half": (lambda path: os.truncate(path, 6000), "is damaged"),
+    "a header": (lambda path: os.truncate(path, 100), "is damaged"),
+    "50 bytes": (lambda path: os.truncate(path, 50), "is damaged"),
+    "newer": (sql("PRAGMA user_version = 99"), "schema 99"),
+    "negative": (sql("PRAGMA user_version = -1"), "schema -1"),
+    "no works": (sql("DROP TABLE works"), "another program or damaged"),
+    "no claims": (sql("DROP TABLE claims"), "another program or damaged"),
+    "a column less": (sql("ALTER TABLE works DROP COLUMN sum"), "another program or damaged"),
+    "no version": (sql("PRAGMA user_version = 0"), "another program"),
+    "a trigger": (
+        sql("CREATE TRIGGER t AFTER INSERT ON works BEGIN DELETE FROM works; END"),
+        "another program or damaged",
+    ),
+    "a view": (sql("DROP TABLE claims", "CREATE VIEW claims AS SELECT 1 name, 2 owner, 3 beat"), "another program"),
+    "foreign": (fresh("CREATE TABLE t (x)"), "another program"),
+    "foreign, its version 1": (fresh("CREATE TABLE claims (x)", "PRAGMA user_version = 1"), "another program"),
+    "foreign, its version 2": (fresh("CREATE TABLE t (x)", "PRAGMA user_version = 2"), "another program"),
+}
+
+
+@pytest.mark.parametrize("read_only", [True, False], ids=["read", "written"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_file_that_is_none_of_ours(name: str, read_only: bool, file: Path) -> None:
+    damage, message = DAMAGE[name]
+    damage(file)
+    before = content(file.parent)
+    with pytest.raises(DeltuneError, match=message):
+        Results(file, read_only)
+    assert content(file.parent) == before, "it stays as it was"
+
+
+@pytest.mark.parametrize("kind", ["a bit", "a byte", "a page", "cut", "a block elsewhere"])
+def test_random_damage(kind: str, file: Path) -> None:
+    """An error, or rows of which each is what was put there or, with a warning, missing; nothing is written."""
+    whole, known = file.read_bytes(), {one.name: one for one in ROWS}
+    for seed in range(60):
+        chance = random.Random(f"{kind} {seed}")
+        damaged, at = bytearray(whole), chance.randrange(len(whole))
+        if kind == "a bit":
+            damaged[at] ^= 1 << chance.randrange(8)
+        elif kind == "a byte":
+            damaged[at] = chance.randrange(256)
+        elif kind == "a page":
+            page = at // 4096 * 4096
+            damaged[page : page + 4096] = bytes(4096)
+        elif kind == "cut":
+            del damaged[at:]
+        else:
+            start = chance.randrange(len(whole) - 64)
+            at = min(at, len(whole) - 64)
+            damaged[at : at + 64] = whole[start : start + 64]
+        file.write_bytes(damaged)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with Results(file, read_only=True) as results:
+                    rows = results.rows()
+            except DeltuneError as error:
+                assert "\n" not in str(error), f"seed {seed}"
+                rows = None
+        assert file.read_bytes() == damaged, f"seed {seed}"
+        if rows is not None and at:
+            lost = len(ROWS) - len(rows)
+            assert lost <= len([w for w in caught if "is corrupt" in str(w.message)]), f"seed {seed}: {lost} rows"
+            for one in rows:
+                assert Row(*[*vars(one).values()][:5], 0.5) == known[one.name], f"seed {seed}"
