@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from deltune.runs.progress import Bar
+from deltune.training.progress import Bar
 
 from . import adapterhub, inference, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
 from .allocator import keep_memory

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deltune.engine.clock import Ratio, interleaved, ratio
+from deltune.studies.engine.timing import Ratio, interleaved, ratio
 
 from .frame import Piece
 from .peers import bare, full, ours

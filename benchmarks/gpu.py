@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import deltune
-from deltune.engine.clock import Turn, interleaved
+from deltune.studies.engine.timing import Turn, interleaved
 
 from .frame import Piece, Report, carry_out, machine
 from .memory import MIB, peak

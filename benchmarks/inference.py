@@ -6,7 +6,7 @@ import gc
 from dataclasses import replace
 from functools import partial
 
-from deltune.engine.clock import interleaved
+from deltune.studies.engine.timing import interleaved
 
 from .frame import Piece
 from .peers import bare, merged, ours

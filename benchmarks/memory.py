@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from deltune.engine.clock import Turn, interleaved
+from deltune.studies.engine.timing import Turn, interleaved
 
 from .frame import Piece
 from .peers import PAIRS, ours, theirs

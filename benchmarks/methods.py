@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from deltune.engine.timing import turns
+from deltune.studies.engine.timing import turns
 
 from .frame import Piece
 from .memory import MIB

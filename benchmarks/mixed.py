@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import deltune
-from deltune.engine.clock import interleaved, ratio
+from deltune.studies.engine.timing import interleaved, ratio
 
 from .frame import Piece
 from .rows import Row, Target, of_ratio

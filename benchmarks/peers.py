@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deltune
-from deltune.engine.clock import Turn
+from deltune.studies.engine.timing import Turn
 
 from .shapes import Shape, batch, build
 

@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache
 
 import deltune
-from deltune.engine.clock import Turn, interleaved
-from deltune.live.attention import How
+from deltune.runtime.attention import How
+from deltune.studies.engine.timing import Turn, interleaved
 
 from .frame import Piece
 from .peers import ours

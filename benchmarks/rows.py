@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deltune.engine.clock import Ratio, ratio
+from deltune.studies.engine.timing import Ratio, ratio
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-from deltune.engine.clock import Turn, interleaved
+from deltune.studies.engine.timing import Turn, interleaved
 
 from .frame import Piece
 from .peers import PAIRS, bare, ours, theirs

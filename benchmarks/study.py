@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.disk import read_objects
-from deltune.engine.drive import Drive
-from deltune.engine.pools import Answer, answer
-from deltune.engine.results import Results
-from deltune.engine.works import Work, of_run
-from deltune.runs.parts import Parts
-from deltune.runs.progress import Bar
-from deltune.runs.specs import RunSpec
-from deltune.tasks import caching
+from deltune.filesystem import read_objects
+from deltune.studies.engine.jobs import Work, of_run
+from deltune.studies.engine.scheduler import Drive
+from deltune.studies.engine.store import Results
+from deltune.studies.engine.workers import Answer, answer
+from deltune.tasks import token_cache
+from deltune.training.config import RunSpec
+from deltune.training.model_cache import Parts
+from deltune.training.progress import Bar
 
 from .frame import Piece
 from .rows import Row, Target
@@ -48,7 +48,7 @@ class Watched:
             if work is not None:
                 self.at[worker] = None
                 found.append((worker, answer(work, self.runs, self.parts[worker])))
-                cache = caching.folder()
+                cache = token_cache.folder()
                 assert cache is not None
                 self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
         return found
@@ -60,14 +60,14 @@ class Watched:
 @contextlib.contextmanager
 def cache(folder: Path) -> Iterator[None]:
     """Tokenised rows are kept there."""
-    before = os.environ.get(caching.VARIABLE)
-    os.environ[caching.VARIABLE] = str(folder)
+    before = os.environ.get(token_cache.VARIABLE)
+    os.environ[token_cache.VARIABLE] = str(folder)
     try:
         yield
     finally:
-        os.environ.pop(caching.VARIABLE)
+        os.environ.pop(token_cache.VARIABLE)
         if before is not None:
-            os.environ[caching.VARIABLE] = before
+            os.environ[token_cache.VARIABLE] = before
 
 
 def task(folder: Path, label: int) -> Path:

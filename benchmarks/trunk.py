@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.runs.folder import Run
-from deltune.runs.specs import RunSpec
-from deltune.runs.train import train
+from deltune.training.config import RunSpec
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 from .frame import Piece
 from .rows import Row, Target, compared

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from deltune.engine.clock import of_median
-from deltune.sources.models import packaged
+from deltune.models import packaged
+from deltune.studies.engine.timing import of_median
 
 from .frame import Piece
 from .life import clocked

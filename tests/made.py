@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from deltune.engine.outcomes import Outcome
-from deltune.reports.views import Bars, Curves, Heat, Scatter, Table, View
+from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.report.figure_spec import Bars, Curves, Heat, Scatter, Table, View
 
 METHODS = {
     "full": 100.0, "scaled_parallel_adapter(at='ffn', rank=16)": 0.33, "prefix(length=16)": 0.33, "lora(rank=16)": 0.33,

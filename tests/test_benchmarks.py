@@ -36,7 +36,7 @@ from benchmarks.__main__ import parts as all_parts
 from benchmarks.frame import Piece, Report, carry_out, chosen
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
 from benchmarks.shapes import batch, build, tiny
-from deltune.engine.clock import interleaved, of_median, ratio
+from deltune.studies.engine.timing import interleaved, of_median, ratio
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

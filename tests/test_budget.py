@@ -6,7 +6,7 @@ import pytest
 from transformers import BertConfig
 
 import deltune
-from deltune.algebra.budget import solve
+from deltune.methods.budget import solve
 
 CONFIG = BertConfig()
 BASE = 109_482_240

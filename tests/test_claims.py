@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deltune.studies.papers.registry.registry import CLAIMS
 
-from deltune.engine.outcomes import Outcome
 from deltune.errors import DeltuneError
-from deltune.findings.cells import EVERY, LARGEST, SMALLEST
-from deltune.findings.claims import Alike, Beats, Best, Both, Claim, Falls, Fewer, Form, Rises, Shrinks, Within
-from deltune.findings.claims_papers import CLAIMS
-from deltune.findings.readings import RANK, RELATIVE, STEPS, opened, score, threshold
-from deltune.findings.stats import bootstrap
-from deltune.findings.verdicts import Finding, findings
+from deltune.studies.claims.claims import Alike, Beats, Best, Both, Claim, Falls, Fewer, Form, Rises, Shrinks, Within
+from deltune.studies.claims.comparisons import EVERY, LARGEST, SMALLEST
+from deltune.studies.claims.measurements import RANK, RELATIVE, STEPS, opened, score, threshold
+from deltune.studies.claims.statistics import bootstrap
+from deltune.studies.claims.verdicts import Finding, findings
+from deltune.studies.engine.outcomes import Outcome
 
 SIZES = {"small": 1e7, "middle": 1e8, "large": 1e9}
 COUNTS = {"a": 100, "b": 200, "c": 400, "full": 10_000}

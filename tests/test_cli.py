@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
-from deltune.cli import commands as cli
-from deltune.runs.folder import OWN, Run
+from deltune.cli import app as cli
+from deltune.training.run_dir import OWN, Run
 
 
 class Told(NamedTuple):
@@ -144,7 +144,7 @@ FILES_ALONE = {"metric_options"}
 def test_every_field_of_a_spec_is_an_option(deltune: Command, root: Path, tmp_path: Path) -> None:
     """By its name, and what is given arrives in the spec."""
     from deltune.cli.train import train
-    from deltune.runs.specs import RunSpec
+    from deltune.training.config import RunSpec
 
     assert set(signature(train).parameters) >= set(RunSpec.model_fields) - FILES_ALONE
     given: dict[str, object] = {

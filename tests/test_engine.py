@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune.disk import refused
-from deltune.engine import results as module
-from deltune.engine.drive import Drive
-from deltune.engine.outcomes import Outcome
-from deltune.engine.pools import Answer, Local, answer
-from deltune.engine.results import Results, Row
-from deltune.engine.sweeps import Sweep
-from deltune.engine.works import DOES, Work
 from deltune.errors import DeltuneError
-from deltune.runs.parts import Parts
-from deltune.runs.progress import Bar
+from deltune.filesystem import refused
+from deltune.studies.engine import store as module
+from deltune.studies.engine.jobs import DOES, Work
+from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.scheduler import Drive
+from deltune.studies.engine.store import Results, Row
+from deltune.studies.engine.sweep import Sweep
+from deltune.studies.engine.workers import Answer, Local, answer
+from deltune.training.model_cache import Parts
+from deltune.training.progress import Bar
 
 
 def row(name: str, value: float = 1.0, error: str | None = None) -> Row:
@@ -402,7 +402,7 @@ def test_a_grid_is_every_combination(root: Path) -> None:
 
 
 def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
-    from deltune.engine.sweeps import read
+    from deltune.studies.engine.sweep import read
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
     (tmp_path / "study.yaml").write_text(made.yaml())

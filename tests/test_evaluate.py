@@ -11,11 +11,11 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs import inputs
-from deltune.runs.evaluate import evaluate, predict, ready, rescore
-from deltune.runs.exporting import merge
-from deltune.runs.folder import Run
-from deltune.runs.train import train
+from deltune.training import prediction_inputs
+from deltune.training.exporting import merge
+from deltune.training.inference import evaluate, predict, ready, rescore
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +170,10 @@ def test_what_cannot_be_merged(pairs: Run, tmp_path: Path) -> None:
 def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.txt").write_text("one\n\nthree\n", encoding="utf-8")
     with pytest.warns(UserWarning, match="1 blank lines are left out"):
-        found = inputs.of_file(tmp_path / "some.txt", run.folder)
+        found = prediction_inputs.of_file(tmp_path / "some.txt", run.folder)
     assert found == [{"id": "1", "input": "one"}, {"id": "3", "input": "three"}]
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nthree\n"))
-    assert [row["input"] for row in inputs.of_file(Path("-"), run.folder)] == ["one", "three"]
+    assert [row["input"] for row in prediction_inputs.of_file(Path("-"), run.folder)] == ["one", "three"]
 
 
 def test_an_unfinished_run_says_so(tmp_path: Path, run: Run) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltune
-from deltune.algebra.catalogue import TABLE, VOCABULARY
-from deltune.algebra.elements import ATTENTIONS, LAYERS, STACKS, Method, explicit
 from deltune.errors import nearest
-from deltune.expressions import ELSEWHERE
-from deltune.mathematics.forms import ACTIVATIONS
+from deltune.methods.forms import ACTIVATIONS
+from deltune.methods.parser import ELSEWHERE
+from deltune.methods.registry import TABLE, VOCABULARY
+from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, Method, explicit
 
 RANKS = st.integers(1, 4096)
 LENGTHS = st.integers(2, 4096)  # one ungated prefix vector is refused

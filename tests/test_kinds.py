@@ -14,18 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs import checkpoints
-from deltune.runs.evaluate import evaluate, predicted, rescore
-from deltune.runs.folder import Run
-from deltune.runs.inputs import of_file
-from deltune.runs.train import train
-from deltune.tasks.choosing import CHOICE
+from deltune.tasks.base import Limits, Use
 from deltune.tasks.encoding import IGNORED, collate
-from deltune.tasks.generating import CAUSAL, LANGUAGE, SEQ2SEQ
-from deltune.tasks.kinds import Limits, Use
-from deltune.tasks.table import TASKS, find
-from deltune.tasks.tagging import TAGGING
-from deltune.tasks.templates import prompts
+from deltune.tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
+from deltune.tasks.multiple_choice import CHOICE
+from deltune.tasks.registry import TASKS, find
+from deltune.tasks.text_inputs import prompts
+from deltune.tasks.token_classification import TAGGING
+from deltune.training import checkpoints
+from deltune.training.inference import evaluate, predicted, rescore
+from deltune.training.prediction_inputs import of_file
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
 LIMITS = Limits(max_length=16, target_length=8)
@@ -178,7 +178,7 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
     """A tokenizer that cuts words: the first piece has the tag, the others and the special tokens none."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    from deltune.sources.models import packaged
+    from deltune.models import packaged
 
     tokenizer = AutoTokenizer.from_pretrained(packaged())
     model = AutoModelForTokenClassification.from_pretrained(packaged(), num_labels=3)

@@ -21,15 +21,15 @@ from transformers import (
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs.assignments import tokenizer_of
-from deltune.runs.evaluate import predict, ready
-from deltune.runs.folder import Run
-from deltune.runs.parts import Parts
-from deltune.runs.train import train
-from deltune.tasks.caching import _identity
-from deltune.tasks.kinds import Limits
+from deltune.tasks.base import Limits
 from deltune.tasks.languages import beginning, code, codes, speak
-from deltune.tasks.table import TASKS
+from deltune.tasks.registry import TASKS
+from deltune.tasks.token_cache import _identity
+from deltune.training.inference import predict, ready
+from deltune.training.model_cache import Parts
+from deltune.training.run_dir import Run
+from deltune.training.task_setup import tokenizer_of
+from deltune.training.train import train
 
 ROWS = [{"source": f"the cat {i}", "targets": [f"pisica {i}"]} for i in range(12)]
 

@@ -10,12 +10,12 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 import tiny
+from deltune.data import loading
+from deltune.data.hub_layouts import Layout, arrange
 from deltune.errors import DeltuneError
-from deltune.runs.evaluate import ready
-from deltune.runs.train import train
-from deltune.sources import data
-from deltune.sources.layouts import Layout, arrange
-from deltune.tasks.table import TASKS, find
+from deltune.tasks.registry import TASKS, find
+from deltune.training.inference import ready
+from deltune.training.train import train
 
 TEXT, NUMBER = Value("string"), Value("int32")
 NLI = ["entailment", "neutral", "contradiction"]
@@ -141,14 +141,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return DatasetDict({split: found[split] for split in files})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(data, "why_not_on_hub", lambda name, kind: "")
+    monkeypatch.setattr(loading, "why_not_on_hub", lambda name, kind: "")
     return asked
 
 
-def read(name: str) -> data.Data:
+def read(name: str) -> loading.Data:
     task, where = find(name, None)
     assert isinstance(where, Layout)
-    return data.load(where.source, kind=task.kind, layout=where)
+    return loading.load(where.source, kind=task.kind, layout=where)
 
 
 def shape(value: Any) -> Any:
@@ -172,7 +172,7 @@ def test_the_hub_gives_the_rows_of_a_folder(name: str, hub: list[Any], shared: P
         assert set(got.labels) == set(task.words)
     folder = shared / "data" / task.folder
     if folder.is_dir() and (folder / "train.jsonl.gz").is_file():
-        want = data.load(str(folder), task.columns, kind=task.kind, max_rows={"train": 500})
+        want = loading.load(str(folder), task.columns, kind=task.kind, max_rows={"train": 500})
         assert set(got.labels) == set(want.labels)
         for split, rows in got.splits.items():
             assert shape(rows[0]) == shape(want.splits[split][0]), split
@@ -234,7 +234,7 @@ def test_rows_without_a_label_are_left_out_and_said(hub: list[Any]) -> None:
 
 def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeltuneError, match=r"has no validation_matchd split; it has: train, validation_matched"):
-        data.load("nyu-mll/glue:mnli", layout=Layout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"}))
+        loading.load("nyu-mll/glue:mnli", layout=Layout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"}))
     monkeypatch.setitem(HUB, "wmt16_en_ro", ({"en": TEXT, "ro": TEXT}, USUAL, {}))
     with pytest.raises(DeltuneError, match=r"train row 1 is not laid out as it was.*Its columns: en, ro. Give data"):
         read("wmt16_en_ro")

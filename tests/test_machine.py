@@ -9,16 +9,16 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs import machine, processes
-from deltune.runs.folder import Run
-from deltune.runs.train import train
+from deltune.training import distributed, hardware
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 ACCELERATED = torch.accelerator.is_available()
 
 
 def test_auto_is_the_accelerator_where_there_is_one() -> None:
-    assert (machine.device().type != "cpu") == ACCELERATED
-    assert machine.device("cpu") == torch.device("cpu")
+    assert (hardware.device().type != "cpu") == ACCELERATED
+    assert hardware.device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("asked", ["cuba", "cuda:77", "gpu", "", "2 cpus"])
@@ -29,12 +29,12 @@ def test_devices_that_there_are_not(asked: str, tmp_path: Path) -> None:
 
 
 def test_bf16_where_the_device_has_it() -> None:
-    here = machine.device()
-    assert machine.precision("fp32", here) == "fp32"
-    assert machine.precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
-    assert machine.precision("auto", torch.device("cpu")) == "fp32"
+    here = hardware.device()
+    assert hardware.precision("fp32", here) == "fp32"
+    assert hardware.precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
+    assert hardware.precision("auto", torch.device("cpu")) == "fp32"
     with pytest.raises(DeltuneError, match="bf16 cannot be had on meta: give fp32, or auto"):
-        machine.precision("bf16", torch.device("meta"))
+        hardware.precision("bf16", torch.device("meta"))
 
 
 @pytest.mark.skipif(not ACCELERATED, reason="needs an accelerator")
@@ -55,10 +55,10 @@ def test_what_was_taken_is_written(tmp_path: Path) -> None:
 
 
 def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes.join(torch.device("cuda:1"))  # alone, whatever it is
+    distributed.join(torch.device("cuda:1"))  # alone, whatever it is
     monkeypatch.setenv("WORLD_SIZE", "99")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
     with pytest.raises(DeltuneError, match="cuda:1 is one device, and here are 99 processes: give cuda"):
-        processes.join(torch.device("cuda:1"))
+        distributed.join(torch.device("cuda:1"))
     with pytest.raises(DeltuneError, match="99 processes need as many devices"):
-        processes.join(torch.device("cuda"))
+        distributed.join(torch.device("cuda"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.metrics.table import METRICS, score
+from deltune.metrics.registry import METRICS, score
 
 CLASSES = [name for name, metric in METRICS.items() if metric.kind == "classes"]
 
@@ -127,7 +127,7 @@ def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.Monke
     monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
     found = METRICS["bleu"].packages
     monkeypatch.setattr(
-        "deltune.metrics.measures.importlib.util.find_spec",
+        "deltune.metrics.base.importlib.util.find_spec",
         lambda name: None if name in found else object(),
         raising=True,
     )

@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
+from deltune import models
 from deltune.errors import DeltuneError
-from deltune.sources import models
 
 MINILM = models.packaged()
 
@@ -270,8 +270,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_module_is_light() -> None:
-    """Importing deltune.sources.models brings in neither torch nor transformers."""
+    """Importing deltune.models brings in neither torch nor transformers."""
     import subprocess
 
-    code = "import sys, deltune.sources.models; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, deltune.models; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

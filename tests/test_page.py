@@ -12,12 +12,11 @@ import pytest
 
 import browser
 import made
-from deltune.engine.outcomes import Outcome
-from deltune.reports.page import Section, page
-from deltune.reports.plots import draw
-from deltune.reports.runlists import spark
-from deltune.reports.tables import grid
-from deltune.reports.views import Bars, Figure, Heat, Table
+from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.report.figure_spec import Bars, Figure, Heat, Table
+from deltune.studies.report.page import Section, page, spark
+from deltune.studies.report.plots import draw
+from deltune.studies.report.table_formats import grid
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"

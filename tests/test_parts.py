@@ -8,9 +8,9 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import tiny
-from deltune.runs.parts import Parts
-from deltune.runs.train import train
-from deltune.sources.models import Kept, load_model
+from deltune.models import Kept, load_model
+from deltune.training.model_cache import Parts
+from deltune.training.train import train
 
 LAYERS = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 

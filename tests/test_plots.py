@@ -17,12 +17,11 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 import made
-from deltune.engine.outcomes import Outcome
-from deltune.reports.inks import COLOURS, ink
-from deltune.reports.lettering import canvas, short
-from deltune.reports.plots import draw, rendered, save
-from deltune.reports.views import Bars, Curves, Heat, Scatter
-from deltune.reports.views import Figure as View
+from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.report.figure_spec import Bars, Curves, Heat, Scatter
+from deltune.studies.report.figure_spec import Figure as View
+from deltune.studies.report.plots import draw, rendered, save
+from deltune.studies.report.style import COLOURS, canvas, ink, short
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
@@ -129,7 +128,7 @@ def test_equal_numbers_give_equal_bytes(view: View, outcomes: list[Outcome]) -> 
 
 def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import made; from deltune.reports.plots import draw, save\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); import made; from deltune.studies.report.plots import draw, save\n"
         "save(draw(made.GAP, made.gap()).figure, sys.argv[2])"
     )
     subprocess.run(
@@ -304,7 +303,7 @@ def test_ticks_in_short(value: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "module"), [("matplotlib", "deltune.reports.plots"), ("jinja2", "deltune.reports.page")]
+    ("package", "module"), [("matplotlib", "deltune.studies.report.plots"), ("jinja2", "deltune.studies.report.page")]
 )
 def test_without_the_extra_it_is_named(package: str, module: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None\ntry: import {module}\nexcept Exception as e: print(repr(e))"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deltune.engine.drive import Drive
-from deltune.engine.results import Results
-from deltune.runs.progress import Bar
+from deltune.studies.engine.scheduler import Drive
+from deltune.studies.engine.store import Results
+from deltune.training.progress import Bar
 from test_engine import Here, drive, scores, study
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     """A worker is killed in the middle, too."""
-    from deltune.engine.pools_ray import Cluster
+    from deltune.studies.engine.ray_workers import Cluster
 
     works = [planned.work for planned in study(tmp_path).cells()]
     with Results(tmp_path / "here.sqlite") as file:

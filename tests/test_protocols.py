@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune.algebra.protocols import PROTOCOLS, over
 from deltune.errors import DeltuneError
-from deltune.live.store import delta_folder
-from deltune.runs.evaluate import evaluate, predict
-from deltune.runs.folder import Run
-from deltune.runs.series import aggregate
-from deltune.runs.specs import UNSEARCHED, RunSpec, read
-from deltune.runs.train import train
-from deltune.tasks.table import TASKS
+from deltune.runtime.serialization import delta_folder
+from deltune.tasks.registry import TASKS
+from deltune.training.config import UNSEARCHED, RunSpec, read_spec
+from deltune.training.inference import evaluate, predict
+from deltune.training.presets import PROTOCOLS, over
+from deltune.training.run_dir import Run
+from deltune.training.search import aggregate
+from deltune.training.train import train
 
 
 def spec(**values: Any) -> RunSpec:
@@ -89,7 +89,7 @@ def test_a_protocol_is_the_values_it_stands_for() -> None:
 def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
     written = spec(protocol="ln_nlu", seeds=(3, 4))
     (tmp_path / "spec.yaml").write_text(written.yaml())
-    again = read(tmp_path / "spec.yaml")
+    again = read_spec(tmp_path / "spec.yaml")
     assert again.name == written.name and [s.name for s in again.tries()] == [s.name for s in written.tries()]
 
 
@@ -180,7 +180,7 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
 def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several = tiny.spec(root, epochs=1, seeds=(0, 1, 2))
     whole = train(several, tmp_path / "whole")
-    import deltune.runs.train as module
+    import deltune.training.train as module
 
     once, done = module._train, []
 

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from deltune.cli import quickstart
-from deltune.runs.folder import Run
+from deltune.training.run_dir import Run
 
 
 def test_its_story_on_a_tiny_model(

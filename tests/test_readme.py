@@ -23,9 +23,9 @@ import pytest
 import typer
 
 import deltune
-from deltune.algebra import catalogue
-from deltune.cli import commands as cli
-from deltune.sources import models
+from deltune import models
+from deltune.cli import app as cli
+from deltune.methods import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -142,12 +142,12 @@ def rows() -> dict[str, tuple[str, str]]:
     return {name: (scalars, count) for name, scalars, count in found}
 
 
-@pytest.mark.parametrize("name", sorted({*catalogue.TABLE, *rows()}))
+@pytest.mark.parametrize("name", sorted({*registry.TABLE, *rows()}))
 def test_the_table_of_methods(name: str) -> None:
     assert name in rows(), f"give {name} a row in README.md"
-    assert name in catalogue.TABLE, f"README.md tells of {name}, which is not there"
+    assert name in registry.TABLE, f"README.md tells of {name}, which is not there"
     scalars, count = rows()[name]
-    assert scalars.replace("`", "") == catalogue.TABLE[name].scalars
+    assert scalars.replace("`", "") == registry.TABLE[name].scalars
     if count != "N":
         assert f"{deltune.count(models.load_config('minilm'), name).method:,}" == count
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from deltune.engine import results as module
-from deltune.engine.results import MIGRATIONS, Results, Row
 from deltune.errors import DeltuneError
+from deltune.studies.engine import store as module
+from deltune.studies.engine.store import MIGRATIONS, Results, Row
 
 
 def row(name: str, error: str | None = None, size: int = 1) -> Row:
@@ -217,7 +217,7 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"not permitted here: {error}")
     code = (
-        "import sys; from deltune.engine.results import Results; from deltune.errors import DeltuneError\n"
+        "import sys; from deltune.studies.engine.store import Results; from deltune.errors import DeltuneError\n"
         "with Results(sys.argv[1], read_only=True) as results: print(len(results.rows()))\n"
         "try: Results(sys.argv[1])\n"
         "except DeltuneError as error: print(str(error))"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.runs import folder as runs
-from deltune.runs.folder import Run, write
-from deltune.runs.specs import RunSpec
+from deltune.training import run_dir as runs
+from deltune.training.config import RunSpec
+from deltune.training.run_dir import Run, write
 
 SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
 METRICS: dict[str, Any] = {

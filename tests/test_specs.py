@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from deltune.errors import DeltuneError
-from deltune.runs.specs import RunSpec, read, read_values
-from deltune.tasks.table import TASKS
+from deltune.tasks.registry import TASKS
+from deltune.training.config import RunSpec, read_spec, read_values
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
 
@@ -89,7 +89,7 @@ def test_a_name_does_not_change_with_the_version() -> None:
 def test_yaml_gives_the_same_spec_back(values: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec(**values).yaml())
-    assert read(path).name == spec(**values).name
+    assert read_spec(path).name == spec(**values).name
     assert set(yaml.safe_load(path.read_text())) == set(RunSpec.model_fields), "defaults are written out"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from deltune.findings.stats import (
+from deltune.studies.claims.statistics import (
     Estimate,
     average_ranks,
     bootstrap,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.live import store
+from deltune.runtime import serialization
 from laws.families import FAMILIES
 from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 
@@ -46,28 +46,28 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 def change_facts(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    found = json.loads((folder / store.FACTS).read_text())
+    found = json.loads((folder / serialization.FACTS).read_text())
     change(found)
-    (folder / store.FACTS).write_text(json.dumps(found))
+    (folder / serialization.FACTS).write_text(json.dumps(found))
 
 
 def change_numbers(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Other tensors, with a checksum that fits them."""
-    numbers = load_file(folder / store.NUMBERS)
+    numbers = load_file(folder / serialization.NUMBERS)
     numbers = {name: value.clone() for name, value in numbers.items()}
     change(numbers)
-    save_file(numbers, folder / store.NUMBERS)
-    digest = hashlib.sha256((folder / store.NUMBERS).read_bytes()).hexdigest()
+    save_file(numbers, folder / serialization.NUMBERS)
+    digest = hashlib.sha256((folder / serialization.NUMBERS).read_bytes()).hexdigest()
     change_facts(folder, lambda f: f.update(sha256=digest))
 
 
 def truncate(folder: Path, share: float) -> None:
-    path = folder / store.NUMBERS
+    path = folder / serialization.NUMBERS
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
 
 def flip(folder: Path) -> None:
-    path = folder / store.NUMBERS
+    path = folder / serialization.NUMBERS
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
@@ -82,19 +82,19 @@ def cut(numbers: dict[str, torch.Tensor]) -> None:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no numbers": (lambda f: (f / store.NUMBERS).unlink(), r"delta\.safetensors is missing"),
-    "no facts": (lambda f: (f / store.FACTS).unlink(), r"holds no delta .*delta\.safetensors"),
+    "no numbers": (lambda f: (f / serialization.NUMBERS).unlink(), r"delta\.safetensors is missing"),
+    "no facts": (lambda f: (f / serialization.FACTS).unlink(), r"holds no delta .*delta\.safetensors"),
     "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "holds no delta .*nothing"),
     "no folder": (shutil.rmtree, "no folder"),
     "truncated in the middle": (lambda f: truncate(f, 0.5), "truncated or no safetensors file"),
     "truncated in its header": (lambda f: truncate(f, 0.01), "truncated or no safetensors file"),
     "empty file": (lambda f: truncate(f, 0), "truncated or no safetensors file"),
     "one bit altered": (flip, "checksum differs"),
-    "not safetensors": (lambda f: torch.save({}, f / store.NUMBERS), "truncated or no safetensors file"),
-    "facts no JSON": (lambda f: (f / store.FACTS).write_text("{"), r"delta\.json cannot be read"),
-    "facts no text": (lambda f: (f / store.FACTS).write_bytes(b"\xff\xfe\x00"), r"delta\.json cannot be read"),
-    "facts of a stranger": (lambda f: (f / store.FACTS).write_text('{"peft_type": "LORA"}'), "not written by deltune"),
-    "facts a list": (lambda f: (f / store.FACTS).write_text("[]"), "not written by deltune"),
+    "not safetensors": (lambda f: torch.save({}, f / serialization.NUMBERS), "truncated or no safetensors file"),
+    "facts no JSON": (lambda f: (f / serialization.FACTS).write_text("{"), r"delta\.json cannot be read"),
+    "facts no text": (lambda f: (f / serialization.FACTS).write_bytes(b"\xff\xfe\x00"), r"delta\.json cannot be read"),
+    "facts of a stranger": (lambda f: (f / serialization.FACTS).write_text('{"peft_type": "LORA"}'), "not written by deltune"),
+    "facts a list": (lambda f: (f / serialization.FACTS).write_text("[]"), "not written by deltune"),
     "newer format": (lambda f: change_facts(f, lambda x: x.update(format=2)), "format 2.*reads 1.*update deltune"),
     "unknown method": (lambda f: change_facts(f, lambda x: x.update(explicit="lora9")), "unknown name 'lora9'"),
     "a tensor missing": (lambda f: change_numbers(f, lambda n: n.pop(next(iter(n)))), "missing tensor"),
@@ -209,7 +209,10 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
     "other files": lambda target: (target.mkdir(), (target / "notes.txt").write_text("mine")),
     "a RUN": lambda target: ((target / "delta").mkdir(parents=True), (target / "metrics.json").write_text("{}")),
     "a file": lambda target: target.write_text("mine"),
-    "a delta and more": lambda target: (target.mkdir(), *((target / n).write_text("") for n in (store.FACTS, "x"))),
+    "a delta and more": lambda target: (
+        target.mkdir(),
+        *((target / n).write_text("") for n in (serialization.FACTS, "x")),
+    ),
     "under a file": lambda target: target.parent.joinpath("file").write_text("mine"),
 }
 
@@ -237,7 +240,7 @@ def test_saving_again_replaces(saved: Path, folder: Path) -> None:
     outputs = run(model, batch(model))
     assert tuned.save(folder) == folder
     tuned.detach()
-    assert sorted(p.name for p in folder.iterdir()) == [store.FACTS, store.NUMBERS]
+    assert sorted(p.name for p in folder.iterdir()) == [serialization.FACTS, serialization.NUMBERS]
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]  # nothing is left over
     loaded = deltune.load(model, folder)
     assert equal(run(model, batch(model)), outputs) and repr(loaded.method) == "adapter(rank=2)"
@@ -310,8 +313,8 @@ def test_no_permission(tmp_path: Path) -> None:
 
 
 def test_files_hold_no_code(saved: Path) -> None:
-    assert sorted(p.name for p in saved.iterdir()) == [store.FACTS, store.NUMBERS]
-    told = json.loads((saved / store.FACTS).read_text())
+    assert sorted(p.name for p in saved.iterdir()) == [serialization.FACTS, serialization.NUMBERS]
+    told = json.loads((saved / serialization.FACTS).read_text())
     assert told["method"] == METHOD and deltune.parse(told["explicit"]).parts == deltune.parse(METHOD).parts
-    numbers = load_file(saved / store.NUMBERS)
+    numbers = load_file(saved / serialization.NUMBERS)
     assert {name: list(t.shape) for name, t in numbers.items()} == told["tensors"]

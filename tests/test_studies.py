@@ -12,25 +12,24 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
+from deltune.studies.papers.registry.apet import PAPER, SMALLER
+from deltune.studies.papers.registry.registry import CLAIMS, STUDIES, study
 
 import tiny
-from deltune.engine.drive import Drive
-from deltune.engine.outcomes import Outcome
-from deltune.engine.results import Results, Row
-from deltune.engine.works import Work, of_run
 from deltune.errors import DeltuneError
-from deltune.findings.claims_papers import CLAIMS
-from deltune.findings.verdicts import findings
-from deltune.reports import grids, plots
-from deltune.reports.views import Figure, Table, names
-from deltune.runs.progress import Bar
-from deltune.runs.specs import RunSpec
-from deltune.studies.families import PAPER, SMALLER
-from deltune.studies.papers import STUDIES, study
+from deltune.studies.claims.verdicts import findings
+from deltune.studies.engine.jobs import Work, of_run
+from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.scheduler import Drive
+from deltune.studies.engine.store import Results, Row
+from deltune.studies.report import plots, tables
+from deltune.studies.report.figure_spec import Figure, Table, names
 from deltune.studies.scales import RATES, Place, choices, crossed, joined, rate
 from deltune.studies.study import Study, Want, told
 from deltune.studies.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
-from deltune.tasks.table import TASKS
+from deltune.tasks.registry import TASKS
+from deltune.training.config import RunSpec
+from deltune.training.progress import Bar
 from test_engine import Here
 
 BOTH = [(name, scale) for name in STUDIES for scale in ("small", "paper")]
@@ -140,7 +139,7 @@ def test_a_study_is_whole(name: str, scale: str, place: Place) -> None:
         assert finding.effect is not None, f"{finding.claim.text}: {finding.note}"
     for view in made.views:
         if isinstance(view, Table):
-            grid = grids.grid(view, outcomes)
+            grid = tables.grid(view, outcomes)
             assert grid.rows and not grid.left, grid.left
             assert scale == "small" or not view.paper or grid.compared
             entries = {key for key in view.paper if not any(part in ("percent", "average", "rank") for part in key)}
@@ -206,7 +205,7 @@ def test_sizes_of_the_groups() -> None:
     """The N of every group is what its method trains."""
     from transformers import BertConfig, T5Config
 
-    from deltune.algebra.counting import count
+    from deltune.methods.counting import count
 
     bert = {"minilm-d128": (128, 2), "minilm-d192": (192, 3), "minilm-d256": (256, 4), "bert-small": (512, 4),
             "bert-base": (768, 12)}  # fmt: skip

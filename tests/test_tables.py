@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import made
-from deltune.engine.outcomes import Outcome
 from deltune.errors import DeltuneError
-from deltune.reports.facts import Unit, gather
-from deltune.reports.grids import Entry, Grid, flagged, grid, share
-from deltune.reports.tables import csv, escaped, latex, mark, markdown
-from deltune.reports.views import Table
+from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.report.aggregate import Unit, gather
+from deltune.studies.report.figure_spec import Table
+from deltune.studies.report.table_formats import csv, escaped, latex, mark, markdown
+from deltune.studies.report.tables import Entry, Grid, flagged, grid, share
 
 FORMATS = {"markdown": markdown, "latex": latex, "csv": csv}
 

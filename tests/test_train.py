@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs import checkpoints
-from deltune.runs import folder as runs
-from deltune.runs.evaluate import evaluate
-from deltune.runs.folder import Run
-from deltune.runs.train import train
-from deltune.runs.trainer import DeltaTrainer
+from deltune.training import checkpoints
+from deltune.training import run_dir as runs
+from deltune.training.inference import evaluate
+from deltune.training.run_dir import Run
+from deltune.training.train import train
+from deltune.training.trainer import DeltaTrainer
 
 TIMES = ("seconds",)
 

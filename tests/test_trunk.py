@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.live.attaching import attach
-from deltune.live.trunk import Trunk
-from deltune.runs import checkpoints
-from deltune.runs.folder import Run
-from deltune.runs.keeping import Shortened, shortened
-from deltune.runs.specs import RunSpec
-from deltune.runs.train import train
-from deltune.sources.models import fit_padding, load_model, load_tokenizer
-from deltune.tasks import caching
-from deltune.tasks.classifying import CLASSIFICATION
+from deltune.models import fit_padding, load_model, load_tokenizer
+from deltune.runtime.attaching import attach
+from deltune.runtime.frozen_layers import Trunk
+from deltune.tasks import token_cache
+from deltune.tasks.base import Limits, Use
+from deltune.tasks.classification import CLASSIFICATION
 from deltune.tasks.encoding import collate
-from deltune.tasks.kinds import Limits, Use
+from deltune.training import checkpoints
+from deltune.training.activation_cache import Shortened, shortened
+from deltune.training.config import RunSpec
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 UPPER = "layernorm(layers='upper half')"
 COLUMNS = {
@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own; where the states go."""
-    monkeypatch.setenv(caching.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "trunk"
 
 
@@ -218,7 +218,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(caching.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "file"))
     trunk, use, encoded = parts(root, "bert", "three_vectors")
     with caplog.at_level("INFO"):
         assert shortened(trunk, use, {"train": encoded}, 1) == {"train": encoded}
@@ -252,11 +252,11 @@ def test_what_cannot_be_kept_is_told(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is kept where nobody wants it, nor where a pass from states would give something else."""
-    monkeypatch.setenv(caching.VARIABLE, "off")
+    monkeypatch.setenv(token_cache.VARIABLE, "off")
     trunk, use, encoded = parts(root, "bert", UPPER)
     with caplog.at_level(logging.INFO, "deltune"):
         assert shortened(trunk, use, {"train": encoded}, 1)["train"] is encoded
-        monkeypatch.setenv(caching.VARIABLE, str(root / "cache"))
+        monkeypatch.setenv(token_cache.VARIABLE, str(root / "cache"))
         assert shortened(trunk, use, {"train": encoded}, 0)["train"] is encoded
         upper = use.model.get_submodule("bert.encoder.layer.1")
         lower = use.model.get_submodule("bert.encoder.layer.0.attention.self.value")

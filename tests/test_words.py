@@ -21,16 +21,16 @@ from transformers import (
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs.evaluate import evaluate, predict, ready
-from deltune.runs.folder import Run
-from deltune.runs.train import train
-from deltune.sources.models import fit_padding
+from deltune.models import fit_padding
+from deltune.tasks.answer_ranking import CHOICES, CLASSES, CLASSES_AFTER, split
+from deltune.tasks.base import Limits, Use
 from deltune.tasks.encoding import IGNORED
-from deltune.tasks.generating import CAUSAL, SEQ2SEQ
-from deltune.tasks.joining import joined
-from deltune.tasks.kinds import Limits, Use
-from deltune.tasks.listing import entities, listed, tags_of, type_of
-from deltune.tasks.ranking import CHOICES, CLASSES, CLASSES_AFTER, split
+from deltune.tasks.entity_listing import entities, listed, tags_of, type_of
+from deltune.tasks.generation import CAUSAL, SEQ2SEQ
+from deltune.tasks.text_inputs import joined
+from deltune.training.inference import evaluate, predict, ready
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 from test_kinds import places
 
 __all__ = ["places"]
@@ -230,7 +230,7 @@ def test_tags_that_are_no_entities(places: Path) -> None:
         AutoTokenizer.from_pretrained(places / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(places / "t5"),
     )
-    from deltune.tasks.listing import LISTS
+    from deltune.tasks.entity_listing import LISTS
 
     with pytest.raises(DeltuneError, match="here are NOUN, VERB"):
         LISTS.encode(tokenizer, model, {"tokens": [["a"]]}, Limits(words={"NOUN": "", "VERB": "", "O": ""}), False)
@@ -302,7 +302,7 @@ def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
 
 
 def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from deltune.cli.commands import app
+    from deltune.cli.app import app
 
     def said(*arguments: str) -> str:
         app([*arguments], standalone_mode=False)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import tiny
-from deltune.engine.timing import turns
-from deltune.engine.works import do, of_run, of_terms, of_time, of_transfer
+from deltune.data import loading as reading
 from deltune.errors import DeltuneError
-from deltune.runs.evaluate import evaluate
-from deltune.runs.parts import Parts
-from deltune.sources import data as reading
-from deltune.sources.models import load_model
+from deltune.models import load_model
+from deltune.studies.engine.jobs import do, of_run, of_terms, of_time, of_transfer
+from deltune.studies.engine.timing import turns
+from deltune.training.inference import evaluate
+from deltune.training.model_cache import Parts
 
 
 @pytest.fixture(scope="module")

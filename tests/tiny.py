@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deltune.disk import read_objects
-from deltune.runs.specs import RunSpec
+from deltune.filesystem import read_objects
+from deltune.training.config import RunSpec
 
 WORDS = {
     "fruit": ("apple", "pear", "plum", "fig", "melon", "peach"),

@@ -6,14 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .algebra.budget import fit
-    from .algebra.catalogue import methods, parse
-    from .algebra.counting import Count, count
-    from .algebra.elements import Modification, Selection
-    from .algebra.recipes import (
+    from .anatomy.inspection import inspect
+    from .errors import DeltuneError
+    from .methods.attention_forms import MultiHead, OwnMultiHead, Prefix
+    from .methods.budget import fit
+    from .methods.compositions import Add, Gate, Scale, SigmoidGate
+    from .methods.counting import Count, count
+    from .methods.forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
+    from .methods.library import (
         adapter,
         apet,
+        bitfit,
+        diff_pruning,
+        full,
+        head,
         ia3,
+        layernorm,
         lora,
         mam,
         multi_head_parallel_adapter,
@@ -26,16 +34,11 @@ if TYPE_CHECKING:
         three_vectors,
         unipelt,
     )
-    from .algebra.selections import bitfit, diff_pruning, full, head, layernorm
-    from .anatomy.observe import inspect
-    from .errors import DeltuneError
-    from .live.attaching import attach, export, load, tuned
-    from .live.attention import prefix_attention, prefix_report
-    from .live.handle import Tuned
-    from .mathematics.compositions import Add, Gate, Scale, SigmoidGate
-    from .mathematics.forms import Bottleneck, LowRank, Rescale, Vector
-    from .mathematics.heads import MultiHead, OwnMultiHead, Prefix
-    from .mathematics.stacks import Mixture, Prompt
+    from .methods.registry import methods, parse
+    from .methods.spec import Modification, Selection
+    from .runtime.attaching import attach, export, load, tuned
+    from .runtime.attention import prefix_attention, prefix_report
+    from .runtime.handle import Tuned
 
 __version__ = "0.1.0"
 
@@ -50,21 +53,21 @@ _HEADS = ("MultiHead", "OwnMultiHead", "Prefix")
 _STACKS = ("Mixture", "Prompt")
 
 _HOME = {
-    **dict.fromkeys(("Modification", "Selection"), "algebra.elements"),
-    **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "mathematics.compositions"),
-    **dict.fromkeys(_FORMS, "mathematics.forms"),
-    **dict.fromkeys(_HEADS, "mathematics.heads"),
-    **dict.fromkeys(_STACKS, "mathematics.stacks"),
-    **dict.fromkeys(_RECIPES, "algebra.recipes"),
-    **dict.fromkeys(_SELECTIONS, "algebra.selections"),
-    **dict.fromkeys(("attach", "export", "load", "tuned"), "live.attaching"),
-    **dict.fromkeys(("prefix_attention", "prefix_report"), "live.attention"),
-    "Tuned": "live.handle",
-    **dict.fromkeys(("count", "Count"), "algebra.counting"),
-    **dict.fromkeys(("methods", "parse"), "algebra.catalogue"),
+    **dict.fromkeys(("Modification", "Selection"), "methods.spec"),
+    **dict.fromkeys(("Add", "Scale", "Gate", "SigmoidGate"), "methods.compositions"),
+    **dict.fromkeys(_FORMS, "methods.forms"),
+    **dict.fromkeys(_HEADS, "methods.attention_forms"),
+    **dict.fromkeys(_STACKS, "methods.forms"),
+    **dict.fromkeys(_RECIPES, "methods.library"),
+    **dict.fromkeys(_SELECTIONS, "methods.library"),
+    **dict.fromkeys(("attach", "export", "load", "tuned"), "runtime.attaching"),
+    **dict.fromkeys(("prefix_attention", "prefix_report"), "runtime.attention"),
+    "Tuned": "runtime.handle",
+    **dict.fromkeys(("count", "Count"), "methods.counting"),
+    **dict.fromkeys(("methods", "parse"), "methods.registry"),
     "DeltuneError": "errors",
-    "fit": "algebra.budget",
-    "inspect": "anatomy.observe",
+    "fit": "methods.budget",
+    "inspect": "anatomy.inspection",
 }
 
 __all__ = [

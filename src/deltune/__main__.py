@@ -1,5 +1,5 @@
 """python -m deltune: the command line."""
 
-from .cli.commands import main
+from .cli.app import main
 
 main()

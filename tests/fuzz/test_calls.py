@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import deltune
-from deltune.algebra.catalogue import FORMS, TABLE
+from deltune.methods.registry import FORMS, TABLE
 from laws.specimens import differences, facts, specimen
 
 MODELS = ("bert", "llama", "gpt2", "t5")

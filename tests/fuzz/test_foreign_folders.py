@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import deltune
-from deltune.live.interchange import kind_of
+from deltune.runtime.conversion import kind_of
 from laws.families import FAMILIES
 from laws.specimens import build
 

@@ -16,13 +16,13 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.runs import checkpoints, inputs
-from deltune.runs.evaluate import evaluate, predicted, rescore
-from deltune.runs.exporting import export, merge
-from deltune.runs.folder import Run
-from deltune.runs.inputs import of_file, roles
-from deltune.runs.specs import RunSpec
-from deltune.runs.train import train
+from deltune.training import checkpoints, prediction_inputs
+from deltune.training.config import RunSpec
+from deltune.training.exporting import export, merge
+from deltune.training.inference import evaluate, predicted, rescore
+from deltune.training.prediction_inputs import of_file, roles
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 from .damage import contents, mutated_file, outcome
 
@@ -343,11 +343,11 @@ def test_outputs_that_the_file_system_refuses(path: str, folders: Folders, tmp_p
         lambda: evaluate(folders.finished, output=path),
         lambda: merge(folders.finished, path),
         lambda: export(folders.finished, path),
-        lambda: inputs.write(Path(path), [{"id": "1"}]),
+        lambda: prediction_inputs.write(Path(path), [{"id": "1"}]),
         lambda: train(folders.spec, path),
     ):
         with pytest.raises(DeltuneError):
             call()
     with pytest.raises(DeltuneError):
-        inputs.write(Path("."), [{"id": "1"}])
+        prediction_inputs.write(Path("."), [{"id": "1"}])
     assert contents(folders.finished) == before

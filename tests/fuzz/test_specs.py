@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from deltune import models
+from deltune.data import loading
 from deltune.errors import DeltuneError
-from deltune.runs.folder import Run
-from deltune.runs.inputs import of_file
-from deltune.runs.specs import RunSpec, read
-from deltune.sources import data, models
-from deltune.tasks.table import find
+from deltune.tasks.registry import find
+from deltune.training.config import RunSpec, read_spec
+from deltune.training.prediction_inputs import of_file
+from deltune.training.run_dir import Run
 
 from .damage import mutated_bytes, mutated_json, outcome
 
@@ -57,7 +58,7 @@ def of_text(seed: int, folder: Path) -> None:
     path = folder / "spec.yaml"
     text = yaml.safe_dump(chance.choice(SEEDS), sort_keys=False).encode()
     path.write_bytes(mutated_bytes(text, chance))
-    outcome(lambda: used(read(path)), folder)
+    outcome(lambda: used(read_spec(path)), folder)
 
 
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 12_000), marks=pytest.mark.slow)])
@@ -121,7 +122,7 @@ def test_what_was_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     began = time.process_time()
     with pytest.raises(DeltuneError, match=expected) as caught:
-        read(tmp_path / "spec.yaml")
+        read_spec(tmp_path / "spec.yaml")
     assert len(str(caught.value)) < 3000, "a message shows the beginning and the end of a value"
     assert time.process_time() - began < 20, "a hundredth of what it took"
 
@@ -140,8 +141,8 @@ PATHS = ("~nosuch/x", "x" * 300, "/".join(["d" * 200] * 30), "a\0b", "\ud800")
 def test_paths_that_the_file_system_refuses(path: str, tmp_path: Path) -> None:
     for call in (
         lambda: Run(path),
-        lambda: read(path),
-        lambda: data.load(path),
+        lambda: read_spec(path),
+        lambda: loading.load(path),
         lambda: models.locate(path),
         lambda: find("sick", path),
         lambda: of_file(Path(f"{path}.txt"), tmp_path),

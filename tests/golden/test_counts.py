@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import deltune
-from deltune.anatomy.trace import skeleton
+from deltune.anatomy.tracing import skeleton
 
 
 def _t5(width: int, inner: int, layers: int, heads: int) -> T5Config:

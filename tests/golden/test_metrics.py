@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltune.metrics.table import score
+from deltune.metrics.registry import score
 
 HERE = Path(__file__).parent / "metrics"
 OURS = json.loads((HERE / "outputs.json").read_text())

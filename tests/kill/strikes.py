@@ -24,15 +24,15 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from deltune.runs import checkpoints
-from deltune.runs.folder import Run
+from deltune.training import checkpoints
+from deltune.training.run_dir import Run
 
 HANG = 300.0
 """Seconds after which a process of a few is said to hang."""
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["deltune.cli.commands", "deltune.cli.train", "deltune.runs.train", "transformers.models.bert.modeling_bert"]
+    ["deltune.cli.app", "deltune.cli.train", "deltune.training.train", "transformers.models.bert.modeling_bert"]
 )
 
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "tempfile.mkstemp")

@@ -14,7 +14,7 @@ import pytest
 from strikes import HANG, chance, content
 
 import tiny
-from deltune.engine.results import Results
+from deltune.studies.engine.store import Results
 from test_engine import drive, driver, finished, scores, study
 
 STRIKES_OF_WORKERS = 2

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 import deltune
-from deltune.anatomy.values import FFN, Anatomy, Attention, Columns, Layer, Linear
+from deltune.anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear
 
 from .families import FAMILIES, Family, Stack
 from .specimens import HEADS, config, differences, facts, roles, specimen

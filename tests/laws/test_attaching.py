@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.algebra.catalogue import TABLE
-from deltune.anatomy.trace import skeleton
+from deltune.anatomy.tracing import skeleton
+from deltune.methods.registry import TABLE
 
 from .families import FAMILIES, Family
 from .methods import ROWS, Row, refused

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import deltune
-from deltune.live.expected import check, expected
-from deltune.tensorfiles import facts_of
+from deltune.runtime.delta_schema import check, expected
+from deltune.tensor_files import facts_of
 
 from .families import Family
 from .methods import Row, cells

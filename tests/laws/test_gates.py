@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.autograd import gradcheck
 
 import deltune
-from deltune.anatomy.values import Tensor
-from deltune.live.gates import BETA, GAMMA, ZETA, Gates, _Penalised
+from deltune.anatomy.types import Tensor
+from deltune.runtime.hard_concrete import BETA, GAMMA, ZETA, Gates, _Penalised
 
 from .families import FAMILIES
 from .specimens import batch, build, distance, equal, forward, loss, run, stir

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import deltune
-from deltune.algebra.elements import Masked
-from deltune.mathematics.forms import Widths
-from deltune.mathematics.sparse import Side, Unit, draw, split
+from deltune.methods.forms import Widths
+from deltune.methods.masks import Side, Unit, draw, split
+from deltune.methods.spec import Masked
 
 from .families import FAMILIES
 from .specimens import batch, build, differences, equal, facts, forward, loss, specimen, stir

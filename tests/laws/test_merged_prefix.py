@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.live.attention import LONG, How
-from deltune.live.merged_attention import Block, hidden, kernel_for, merged
+from deltune.runtime.attention import LONG, How
+from deltune.runtime.block_attention import Block, hidden, kernel_for, merged
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, forward, loss, main_role, stir

@@ -17,7 +17,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deltune
-from deltune.live.attention import How
+from deltune.runtime.attention import How
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, configurations, run, stir

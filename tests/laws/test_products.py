@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.algebra.elements import Modification
-from deltune.live.edits import Edit
-from deltune.mathematics.compositions import Composition
-from deltune.mathematics.forms import Form, LowRank, Rescale
+from deltune.methods.compositions import Composition
+from deltune.methods.forms import Form, LowRank, Rescale
+from deltune.methods.spec import Modification
+from deltune.runtime.modules import Edit
 
 from .families import FAMILIES
 from .specimens import batch, build, distance, equal, forward, loss, specimen, stir

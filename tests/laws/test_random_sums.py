@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 import deltune
-from deltune.algebra.budget import solve
+from deltune.methods.budget import solve
 
 from .specimens import batch, equal, forward, specimen, stir
 

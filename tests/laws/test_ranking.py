@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deltune
-from deltune.tasks.kinds import Limits, Use
-from deltune.tasks.listing import entities, listed, tags_of, type_of
-from deltune.tasks.ranking import encode, ended, likelihoods, paths
+from deltune.tasks.answer_ranking import encode, ended, likelihoods, paths
+from deltune.tasks.base import Limits, Use
+from deltune.tasks.entity_listing import entities, listed, tags_of, type_of
 
 from .families import FAMILIES, Family
 from .specimens import main_role, specimen, stir

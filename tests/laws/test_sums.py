@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltune
-from deltune.algebra import recipes, selections
-from deltune.algebra.elements import Modification
+from deltune.methods import library
+from deltune.methods.spec import Modification
 
 from .families import FAMILIES
 from .specimens import batch, build, distance, equal, forward, stir
@@ -119,10 +119,10 @@ def test_gates_of_two_terms_are_two() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: recipes.lora(rank=2.5),
-        lambda: recipes.adapter(style="pfeifer"),
-        lambda: selections.layernorm(terms="gains"),
-        lambda: recipes.apet("foo", 5),
+        lambda: library.lora(rank=2.5),
+        lambda: library.adapter(style="pfeifer"),
+        lambda: library.layernorm(terms="gains"),
+        lambda: library.apet("foo", 5),
         lambda: deltune.Bottleneck(2, init="xavier"),
         lambda: deltune.Vector(where="foo"),
         lambda: deltune.Modification("ffn", 4),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.live.trunk import Trunk
+from deltune.runtime.frozen_layers import Trunk
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, differences, facts, main_role, roles, stir

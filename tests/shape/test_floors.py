@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltune.algebra.catalogue import TABLE
+from deltune.methods.registry import TABLE
 
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 

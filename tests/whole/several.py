@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from deltune.cli.launching import follow
-from deltune.runs.specs import RunSpec
-from deltune.runs.train import train
+from deltune.training.config import RunSpec
+from deltune.training.train import train
 
 if __name__ == "__main__":
     follow()

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.cli.launching import launch
-from deltune.runs import checkpoints
-from deltune.runs import folder as runs
-from deltune.runs.folder import Run
-from deltune.runs.train import train
+from deltune.training import checkpoints
+from deltune.training import run_dir as runs
+from deltune.training.run_dir import Run
+from deltune.training.train import train
 
 DRIVER = Path(__file__).with_name("several.py")
 SHARDED = ("none", "fsdp")

@@ -1,1 +1,1 @@
-"""What the model is: its layers, attentions, FFNs and norms, observed in one recorded pass."""
+"""What a transformer is made of, observed in one traced forward pass."""

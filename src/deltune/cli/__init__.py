@@ -1,3 +1,3 @@
 """The command line."""
 
-from .commands import main as main
+from .app import main as main

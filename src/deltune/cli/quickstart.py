@@ -8,12 +8,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..algebra.counting import count
-from ..runs.evaluate import predict
-from ..runs.folder import Run
-from ..runs.specs import RunSpec
-from ..runs.train import train
-from ..sources.models import load_config
+from ..methods.counting import count
+from ..models import load_config
+from ..training.config import RunSpec
+from ..training.inference import predict
+from ..training.run_dir import Run
+from ..training.train import train
 
 MODEL = "minilm"
 TICKETS = Path(__file__).parents[1] / "demo" / "tickets"

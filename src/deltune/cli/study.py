@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..disk import local_path
 from ..errors import DeltuneError, all_problems, first_line, unknown
-from .notes import notes
-from .terminal import Json, Quiet, out
+from ..filesystem import local_path
+from .output import Json, Quiet, notes, out
 
 if TYPE_CHECKING:
-    from ..engine.results import Row
+    from ..studies.engine.store import Row
     from ..studies.study import Study
 
 app = typer.Typer(help="Run the studies of the papers, or one's own, and report.", no_args_is_help=True)
@@ -31,7 +30,7 @@ def studies(
     asked: list[str], scale: str, data_root: Path | None, model_root: Path | None, only: list[str] | None = None
 ) -> list[Study]:
     """The studies of names or files. Errors: all that is wrong with any of them."""
-    from ..studies.papers import STUDIES
+    from ..studies.papers.registry import STUDIES
     from ..studies.scales import Place
     from ..studies.study import narrowed, of_file
 
@@ -49,7 +48,7 @@ def studies(
 
 def _rows(store: Path) -> dict[str, Row]:
     """What was done, by name. Error: no such file (asking for results makes none)."""
-    from ..engine.results import Results
+    from ..studies.engine.store import Results
 
     if not local_path(store, "--store").exists():
         raise DeltuneError(f"there are no results {str(store)!r}; `deltune study run … --store {store}` makes them")
@@ -60,7 +59,7 @@ def _rows(store: Path) -> dict[str, Row]:
 @app.command("list")
 def listed(as_json: Json = False) -> None:
     """The papers' studies: what each asks."""
-    from ..studies.papers import STUDIES
+    from ..studies.papers.registry import STUDIES
     from ..studies.scales import Place
 
     facts = {name: make(Place("paper")).asks for name, make in STUDIES.items()}
@@ -85,9 +84,9 @@ def run(
 
     Exit code 1 where something failed.
     """
-    from ..engine import drive as engines
-    from ..engine.results import Results
-    from ..runs.progress import Bar
+    from ..studies.engine import scheduler as engines
+    from ..studies.engine.store import Results
+    from ..training.progress import Bar
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown("engine", engine, ("local", "ray")))
@@ -112,17 +111,17 @@ def run(
 
 def _pool(engine: str, workers: int, runs: Path) -> Any:
     if engine == "ray":
-        from ..engine.pools_ray import Cluster
+        from ..studies.engine.ray_workers import Cluster
 
         return Cluster(workers, runs)
-    from ..engine.pools import Local
+    from ..studies.engine.workers import Local
 
     return Local(workers, runs)
 
 
 def _outlook(several: list[Study], rows: dict[str, Row], workers: int) -> str:
     """What would run, and how long by what is known of works of its kind, model and task."""
-    from ..engine.works import in_order
+    from ..studies.engine.jobs import in_order
 
     lines = []
     for study in several:
@@ -155,8 +154,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """How far studies are: done, failed with its reason, left."""
-    from ..engine.works import in_order
-    from ..reports.facts import describe
+    from ..studies.engine.jobs import in_order
+    from ..studies.report.aggregate import describe
 
     asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
@@ -193,10 +192,9 @@ def report(
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Tables, figures and findings of studies: printed, as files, or as one page."""
-    from ..disk import room, write
-    from ..findings.claims_papers import CLAIMS
-    from ..reports import page
-    from ..studies import sections
+    from ..filesystem import room, write
+    from ..studies.papers.registry import CLAIMS
+    from ..studies.report import page, sections
 
     to = None if to is None else local_path(to, "--to")
     asked = studies(names, scale, data_root, model_root)

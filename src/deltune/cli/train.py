@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..disk import local_path
 from ..errors import DeltuneError
+from ..filesystem import local_path
 from . import launching
-from .notes import notes
-from .terminal import Json, Quiet, importing, out
+from .output import Json, Quiet, importing, notes, out
 
 
 def train(
@@ -119,27 +118,26 @@ def train(
         "trunk_dropout": trunk_dropout, "trunk_cache": trunk_cache,
     }  # fmt: skip
     with importing():
-        from ..algebra import protocols
-        from ..runs import specs
-        from . import show
+        from ..training import config, presets
+        from . import formatting
 
     if devices.isdigit():
         devices, launch = "auto", launch or int(devices)
     if (code := launching.launched(launch)) is not None:
         raise typer.Exit(code)
-    values = {} if file is None else specs.read_values(file)
+    values = {} if file is None else config.read_values(file)
     there = values.pop("output", None)
     folder = output if there is None or output is not None else local_path(there, "output")
-    spec = specs.RunSpec(**protocols.over(values, {name: v for name, v in given.items() if v is not None}))
+    spec = config.RunSpec(**presets.over(values, {name: v for name, v in given.items() if v is not None}))
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
     quiet = quiet or not launching.speaks()
     with notes(quiet):
         with importing():
-            from ..runs import stopping
-            from ..runs import train as training
+            from ..training import interrupts
+            from ..training import train as training
 
-        stopping.follow()
+        interrupts.follow()
 
         try:
             outcome = training.train(
@@ -150,7 +148,7 @@ def train(
                 print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
     if launching.speaks():
-        out.print_json(data=outcome) if as_json else out.print(show.run_table(spec, outcome, str(folder)))
+        out.print_json(data=outcome) if as_json else out.print(formatting.run_table(spec, outcome, str(folder)))
 
 
 def _searched(given: list[str] | None) -> dict[str, list[Any]] | None:

@@ -1,1 +1,1 @@
-"""Metrics, each with statistics of every example and a signature."""
+"""Metrics with per-example statistics and signatures."""

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..errors import DeltuneError
-from .measures import Measured, Metric, Options, mean_of
+from .base import Measured, Metric, Options, mean_of
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]

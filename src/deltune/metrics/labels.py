@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeltuneError
-from .measures import Measured, Metric, Options, mean_of, ratio_of
+from .base import Measured, Metric, Options, mean_of, ratio_of
 
 # classes: integers, those from options["labels"] on are no labels --------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""The papers' studies as values, at both scales."""
+"""The papers' experiments: an extra that only `deltune study` imports."""

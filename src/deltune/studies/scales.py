@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..algebra.catalogue import parse
-from ..algebra.elements import Masked, Method, Named
-from ..engine.outcomes import Cell
-from ..engine.sweeps import Sweep
 from ..errors import DeltuneError, all_problems, unknown
-from ..tasks.table import TASKS
+from ..methods.registry import parse
+from ..methods.spec import Masked, Method, Named
+from ..tasks.registry import TASKS
+from .engine.outcomes import Cell
+from .engine.sweep import Sweep
 from .study import Rows, Want, of_sweep
 
 Values = Mapping[str, Any]

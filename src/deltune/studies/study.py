@@ -8,12 +8,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ..engine.outcomes import Cell, Outcome
-from ..engine.results import Row
-from ..engine.sweeps import Planned, Sweep, read
-from ..engine.works import Work, of_run
 from ..errors import all_problems, unknown
-from ..reports.views import Bars, Numbers, Table, View
+from .engine.jobs import Work, of_run
+from .engine.outcomes import Cell, Outcome
+from .engine.store import Row
+from .engine.sweep import Planned, Sweep, read
+from .report.figure_spec import Bars, Numbers, Table, View
 
 Rows = Mapping[str, Row]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.outcomes import Cell, Outcome
-from ..engine.results import Row
-from ..engine.works import Work
-from ..findings.stats import wilson
+from .claims.statistics import wilson
+from .engine.jobs import Work
+from .engine.outcomes import Cell, Outcome
+from .engine.store import Row
 from .scales import Wanted
 from .study import Rows, Want, told
 

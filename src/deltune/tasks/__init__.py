@@ -1,1 +1,1 @@
-"""Tasks as values, and the kinds of tasks: rows to batches, outputs to predictions."""
+"""Tasks and task kinds: rows to batches, model outputs to predictions."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from ..anatomy.observe import inspect
+from ..anatomy.inspection import inspect
 from ..errors import DeltuneError
-from ..live.attaching import existing
+from ..runtime.attaching import existing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

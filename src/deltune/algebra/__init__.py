@@ -1,1 +1,0 @@
-"""Methods as values: expressions, named methods, their places on an anatomy, their counts."""

@@ -1,0 +1,386 @@
+"""Reads the anatomy of a model off one traced forward pass: `inspect(model or configuration) -> Anatomy`.
+
+How each fact is found:
+  sub-layer    a residual addition one of whose operands comes from a single linear; that linear is its output
+  attention    such a linear reads an attention (the interface's call, or a softmax in families without it)
+  FFN          such a linear reads, through an activation, linears that read the hidden states
+  projections  linears above the attention's query, key and value; of a fused one, the columns that each view covers
+  layer        one self-attention and what follows it up to the next; its path is the innermost module around them
+  norm         by what it reads and who reads it (a residual sum, a sub-layer's output, a sub-layer's input)
+No family's name appears here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from ..errors import DeltuneError, first_line
+from .quantization import refuse_quantised
+from .residuals import SubLayer, place_of, sub_layers
+from .skeleton import base_parameters
+from .tracing import Node, Trace, back, base_model, skeleton, trace
+from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Place, Stack, StackName, Tensor
+
+
+def read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
+    """Names of the parameters of modules without children that some other step of the pass read."""
+    direct = set()
+    for node in trace.nodes:
+        for tensor in node.inputs:
+            name = trace.parameters.get(id(tensor))
+            if name is not None:
+                owner = model.get_submodule(name.rpartition(".")[0])
+                if not owner._modules and node.module is not owner:
+                    direct.add(name)
+    return direct
+
+
+def computed(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names, in AutoModel, of the parameters that a fresh model of this configuration does not train (sinusoids).
+
+    A model read from a checkpoint does not say so, and one that a user froze says it of everything.
+    """
+    fresh = model
+    if not all(p.is_meta for p in model.parameters()):
+        try:
+            fresh = skeleton(model.config)
+        except DeltuneError:
+            return ()  # no class of AutoModel's
+    return tuple(name for name, p in fresh.named_parameters() if not p.requires_grad)
+
+
+_known: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
+
+
+def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
+    """The anatomy of a live model, or of the base model that a configuration describes (no weights, meta device).
+
+    A live model's values are not read; its hooks, modes and attention implementation are as before afterwards.
+    Errors: DeltuneError when the forward pass cannot run on shapes alone or no transformer layer shows in it.
+    """
+    if isinstance(model, PreTrainedConfig):
+        return inspect(skeleton(model))
+    if not isinstance(model, PreTrainedModel):
+        raise DeltuneError(f"a model of transformers or its configuration is inspected, not a {type(model).__name__}")
+    refuse_quantised(model)
+    shape = tuple((name, tuple(p.shape)) for name, p in base_parameters(model))
+    if model in _known and _known[model][0] == shape:
+        return _known[model][1]
+    try:
+        anatomy = _Reader(model).anatomy()
+    except DeltuneError:
+        raise
+    except Exception as error:  # the reading meets what it has no word for
+        raise DeltuneError(
+            f"{type(model).__name__} is built in a way that deltune cannot read ({type(error).__name__}: "
+            f"{first_line(error)}); models of the families in the documentation can be tuned"
+        ) from error
+    _known[model] = (shape, anatomy)
+    return anatomy
+
+
+class _Reader:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.base = base_model(model)
+        self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
+        self.trace: Trace = trace(model)
+        self.direct = read_directly(model, self.trace)
+        self.computed: tuple[str, ...] = ()
+        self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
+        self.hidden: list[str] = []
+
+    # -- parts
+
+    def linear(self, node: Node, columns: Columns | None = None) -> Linear:
+        bias = node.module._parameters.get("bias") is not None
+        width = node.outputs[0].shape[-1]
+        if columns is not None:
+            width = columns.groups * (columns.stop - columns.start)
+        read = next(t for t in node.inputs if t.is_floating_point())
+        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns)
+
+    def attention_of(self, sub: SubLayer, norms: dict[str, str]) -> Attention:
+        node, output = sub.attention, self.linear(sub.output)
+        assert node is not None
+        if node.kind == "mix":
+            path = self.trace.around([n.path for n in sub.inputs] + [sub.output.path])
+            self.hidden.append(f"query, key, value and heads of {path} (not on the attention interface)")
+            return Attention(path, "self", sub.inputs[0].path, output, **norms)  # type: ignore[arg-type]
+        query, key, value = (t.shape for t in node.inputs[:3])
+        parts = {role: self.linear(*sub.projections[role]) for role in ("query", "key", "value")}
+        return Attention(
+            self.paths[node.module], sub.kind, sub.reads.path, output, parts["query"], parts["key"], parts["value"],
+            heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
+            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), **norms,
+        )  # fmt: skip
+
+    def ffn_of(self, sub: SubLayer, norms: dict[str, str]) -> FFN:
+        output = self.linear(sub.output)
+        inputs = tuple(self.linear(n) for n in sub.inputs)
+        fused = len(inputs) == 1 and inputs[0].out_width == 2 * output.in_width
+        path = self.trace.around([n.path for n in [*sub.inputs, sub.output]])
+        return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
+
+    # -- layers
+
+    def stack_of(self, subs: Sequence[SubLayer]) -> dict[int, StackName]:
+        """Encoder: what some cross-attention's keys depend on; alone: decoder when causal."""
+        everything = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
+        crosses = [s for s in subs if s.kind == "cross"]
+        if crosses:
+            above: set[int] = set()
+            queue = [crosses[0].projections["key"][0]]
+            while queue:
+                node = queue.pop()
+                if id(node) not in above and node.kind in everything:
+                    above.add(id(node))
+                    queue.extend(node.parents)
+            return {id(s): "encoder" if id(s.output) in above else "decoder" for s in subs}
+        causal = self._causal(subs)
+        return {id(s): "decoder" if causal else "encoder" for s in subs}
+
+    def _causal(self, subs: Sequence[SubLayer]) -> bool:
+        nodes = [s.attention for s in subs if s.attention is not None]
+        if any(n.kind == "attention" for n in nodes):
+            return any(bool(getattr(n.module, "is_causal", False)) for n in nodes)
+        family = self.model.config.model_type  # no interface to ask: the library's own tables say what it is for
+        return family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
+            family not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        )
+
+    def layers(self) -> list[Layer]:
+        subs = sub_layers(self.trace)
+        if not any(s.attention for s in subs):
+            raise DeltuneError(f"{type(self.model).__name__}: no attention shows in its forward pass")
+        stacks = self.stack_of(subs)
+        groups: list[list[SubLayer]] = []
+        for sub in subs:
+            opens = sub.attention is not None and sub.kind == "self"
+            if opens and groups and not any(s.attention for s in groups[-1]):
+                groups[-1].append(sub)  # an FFN before the attention
+            elif opens or not groups or stacks[id(sub)] != stacks[id(groups[-1][0])]:
+                groups.append([sub])
+            else:
+                groups[-1].append(sub)
+        layers: dict[str, Layer] = {}
+        counts = {"encoder": 0, "decoder": 0}
+        for group in groups:
+            path = self.trace.around([p for s in group for p in self._paths_of(s)])
+            name = stacks[id(group[0])]
+            if path in layers:
+                old = layers[path]
+                layers[path] = Layer(**{**vars(old), "passes": old.passes + 1})
+                continue
+            layers[path] = self._layer(path, name, counts[name], group)
+            counts[name] += 1
+        paths = list(layers)
+        for path in paths:
+            if any(other != path and other.startswith(path + ".") for other in paths):
+                raise DeltuneError(f"{type(self.model).__name__}: its layers cannot be told apart at {path!r}")
+        return list(layers.values())
+
+    @staticmethod
+    def _paths_of(sub: SubLayer) -> list[str]:
+        inner = [node.path for node, _ in sub.projections.values()] or [n.path for n in sub.inputs]
+        return [*inner, sub.output.path]
+
+    def _layer(self, path: str, stack: StackName, index: int, group: list[SubLayer]) -> Layer:
+        placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
+        for node in self.trace.of_kind("norm"):
+            if node.path.startswith(path + ".") and node.path not in placed:
+                place, of = place_of(node, group)
+                roles = tuple(sorted({"attention" if s.attention else "ffn" for s in of}))
+                placed[node.path] = (self._norm(node, place, roles), of)
+        attentions, ffns = [], []
+        for sub in group:
+            norms: dict[str, str] = {}
+            for norm, of in placed.values():
+                if sub in of and norm.place in ("pre", "post"):
+                    norms[norm.place] = norm.path
+            if sub.attention is not None:
+                attentions.append(self.attention_of(sub, norms))
+            else:
+                ffns.append(self.ffn_of(sub, norms))
+        norms_here = tuple(norm for norm, _ in placed.values())
+        return Layer(stack, index, path, tuple(attentions), tuple(ffns), norms_here)
+
+    def _norm(self, node: Node, place: Place, of: tuple[str, ...]) -> Norm:
+        has = node.module._parameters
+        width = node.module.weight.shape[0]
+        return Norm(node.path, width, has.get("weight") is not None, has.get("bias") is not None, place, of)
+
+    # -- the whole
+
+    def anatomy(self) -> Anatomy:
+        layers = self.layers()
+        first: dict[StackName, Layer] = {}
+        for layer in layers:
+            first.setdefault(layer.stack, layer)
+        inside = tuple(layer.path + "." for layer in layers)
+        embedding = self._embedding(first, inside)
+        outside = [n for n in self.trace.nodes if n.path and not n.path.startswith(inside)]
+        norms: list[Norm] = []
+        for node in outside:
+            if node.kind == "norm" and node.path not in {n.path for n in norms}:
+                norms.append(self._norm(node, "embedding" if node.path in embedding else "final", ()))
+        stacks = tuple(self._stack(name, [la for la in layers if la.stack == name], embedding) for name in first)
+        if any(stack.positions for stack in stacks):
+            self.computed = tuple(f".{name}" for name in computed(self.model))
+        pooler = self._pooler(outside, embedding)
+        head = self._head()
+        return Anatomy(
+            self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
+            tuple(norms), pooler, head, self._tensors(layers, embedding, pooler, head), tuple(self.hidden),
+            self._answers(head),
+        )  # fmt: skip
+
+    def _embedding(self, first: dict[StackName, Layer], inside: tuple[str, ...]) -> set[str]:
+        """Paths of the modules outside the layers that the first layer of some stack depends on."""
+        entries = {a.reads for layer in first.values() for a in layer.attentions if a.kind == "self"}
+        queue = [n for n in self.trace.nodes if n.path in entries and n.kind == "linear"]
+        start = {path: next(n for n in queue if n.path == path) for path in entries}
+        seen: set[int] = set()
+        found: set[str] = set()
+        queue = list(start.values())
+        while queue:
+            node = queue.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if node.path and not node.path.startswith(inside):
+                found.add(node.path)
+            queue.extend(node.parents)
+        return found
+
+    def _stack(self, name: StackName, layers: list[Layer], embedding: set[str]) -> Stack:
+        paths = [layer.path for layer in layers]
+        container = self.trace.around(paths, proper=True)
+        entry = container
+        while "inputs_embeds" not in _parameters(self.trace.entered[entry][0]) or not (
+            self.trace.entered[entry][1] & {"input_ids", "inputs_embeds"}
+        ):
+            if entry == self.base_path:
+                break
+            entry = self.trace.around([entry], proper=True)
+        prefix = f"{entry}." if entry else ""
+        own = [
+            n for n in self.trace.of_kind("embedding")
+            if n.path in embedding and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
+        ]  # fmt: skip
+        words = next((n.path for n in own if self._reads_ids(n)), None)
+        positions = next((n.path for n in own if n.path != words and self._is_positional(n)), None)
+        first = next(n for n in self.trace.nodes if n.path == layers[0].attentions[0].output.path)
+        causal = any(a.causal for layer in layers for a in layer.attentions) or (
+            name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
+        )
+        depth = sum(layer.passes for layer in layers)
+        width, numbered = first.outputs[0].shape[-1], "position_ids" in _parameters(self.trace.entered[entry][0])
+        return Stack(name, entry, container, depth, width, causal, words, positions, numbered)
+
+    def _reads_ids(self, node: Node) -> bool:
+        """An embedding fed by the dummy token ids themselves (through views)."""
+        sources = back(node.parents, {"view"}, {"input", "op"})
+        return any(s.argument.endswith("input_ids") for s in sources)
+
+    def _is_positional(self, node: Node) -> bool:
+        """Indexed by something counted (an arange), with more rows than there are token types."""
+        types = getattr(self.model.config, "type_vocab_size", None)
+        return node.module.weight.shape[0] != types
+
+    def _pooler(self, outside: list[Node], embedding: set[str]) -> str | None:
+        """The child of the base model whose linear reads one position after the last layer."""
+        for node in outside:
+            if node.kind == "linear" and node.path not in embedding and node.outputs[0].dim() == 2:
+                inner = node.path[len(self.base_path) + 1 :] if self.base_path else node.path
+                return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
+        return None
+
+    def _of_batch(self) -> set[str]:
+        """Paths of the modules that read something which depends on the inputs."""
+        queue = self.trace.of_kind("input")
+        seen = {id(node) for node in queue}
+        found: set[str] = set()
+        while queue:
+            for child in queue.pop().children:
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    found.add(child.path)
+                    queue.append(child)
+        return found
+
+    def _answers(self, head: tuple[str, ...]) -> str:
+        if self.model.get_output_embeddings() is not None:
+            return "words"
+        choosers = modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
+        return "choices" if type(self.model).__name__ in choosers else "labels" if head else "states"
+
+    def _head(self) -> tuple[str, ...]:
+        """Modules outside the base model that map to labels; a vocabulary projection is no head."""
+        if self.model.get_output_embeddings() is not None:
+            return ()
+        own = {self.base_path.split(".")[0], "deltune"}
+        plain: Any = AutoModel._model_mapping[type(self.model.config)]
+        if self.base is self.model and type(self.model) is not plain:
+            own |= {
+                name for name, _ in skeleton(self.model.config).named_children()
+            }  # T5's class for answering has none
+        elif self.base is self.model:
+            return ()
+        return tuple(n for n, m in self.model.named_children() if n not in own and list(m.parameters()))
+
+    def _tensors(
+        self, layers: list[Layer], embedding: set[str], pooler: str | None, head: tuple[str, ...]
+    ) -> tuple[Tensor, ...]:
+        kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
+        names: dict[int, list[str]] = {}
+        held: dict[int, torch.Tensor] = {}
+        for name, parameter in base_parameters(self.model):
+            names.setdefault(id(parameter), []).append(name)
+            held[id(parameter)] = parameter
+        final = {n.path for n in self.trace.nodes if n.path} - embedding
+        of_batch = self._of_batch()
+        where = [(layer.path + ".", i) for i, layer in enumerate(layers)]
+        inside_base = f"{self.base_path}." if self.base_path else ""
+        tensors = []
+        for key, aliases in names.items():
+            owners = [a.rpartition(".")[0] for a in aliases]
+            layer = next((i for prefix, i in where if aliases[0].startswith(prefix)), None)
+            executed = next((o for o in owners if o in kinds), owners[0])
+            if layer is not None:
+                area = "layers"
+            elif head and aliases[0].startswith(tuple(h + "." for h in head)):
+                area = "head"
+            elif any(o in embedding for o in owners):
+                area = "embedding"
+            elif pooler and aliases[0].startswith(pooler):
+                area = "pooler"
+            elif not aliases[0].startswith(inside_base):
+                area = "vocabulary"
+            else:
+                area = "final" if executed in final else "other"
+            role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
+            common = executed in kinds and executed not in of_batch
+            direct = not self.direct.isdisjoint(aliases)
+            shape = tuple(held[key].shape)
+            fixed = f".{aliases[0]}".endswith(self.computed)
+            tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, fixed))
+        return tuple(tensors)
+
+
+def _role(kind: str, leaf: str) -> str:
+    term = "bias" if leaf == "bias" else "gain" if kind == "norm" else "weight"
+    if kind == "embedding":
+        return "embedding"
+    return f"{kind}.{term}" if kind in ("norm", "linear") else term
+
+
+def _parameters(module: torch.nn.Module) -> set[str]:
+    return set(signature(module.forward).parameters)

@@ -1,0 +1,51 @@
+"""Weights that are stored as something else than the numbers they stand for: neither read nor tuned."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DeltuneError
+from .skeleton import base_modules
+
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What a trained tensor may be made of."""
+
+
+def refuse_quantised(model: nn.Module) -> None:
+    """Check that a model's weights are plain numbers, by types alone: no method of a tensor is called.
+
+    Raises:
+        DeltuneError: They are quantised, by transformers, bitsandbytes, torchao or torch itself.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        _refuse(model, "it was loaded with a quantization_config")
+    for path, module in base_modules(model):
+        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+            _refuse(model, f"{path or 'the model'} is a {type(module).__module__}.{type(module).__name__}")
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            name = f"{path}.{leaf}".lstrip(".")
+            if not plain_numbers(parameter):
+                _refuse(model, f"{name} is a {type(parameter).__name__}")
+            if parameter.dtype not in NUMBERS:
+                _refuse(model, f"{name} is {parameter.dtype}")
+
+
+def plain_numbers(parameter: Any) -> bool:
+    """Whether a parameter is stored as the numbers it stands for, or as one process's part of them (FSDP2)."""
+    if type(parameter) in (nn.Parameter, torch.Tensor):
+        return True
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(parameter, tensors.DTensor)
+
+
+def _refuse(model: nn.Module, because: str) -> None:
+    raise DeltuneError(
+        f"the weights of this {type(model).__name__} are quantised ({because}), and deltune tunes weights of float32, "
+        "bfloat16, float16 or float64: load the model without quantisation, and quantise a merged model afterwards"
+    )

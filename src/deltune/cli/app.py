@@ -1,0 +1,259 @@
+"""The command line. Facts go to standard output (with --json nothing else does), everything else to standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DeltuneError, unknown
+from . import launching
+from .output import Json, ModelArgument, Quiet, RunArgument, importing, notes, out
+from .study import app as study
+from .train import train
+
+app = typer.Typer(
+    help="Tune a pretrained transformer by small deltas.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def inspect(model: ModelArgument, as_json: Json = False) -> None:
+    """Show what a model is made of, layer by layer, from its configuration alone."""
+    from .. import models
+    from ..anatomy import inspection
+
+    anatomy = inspection.inspect(models.load_config(model))
+    out.print_json(data=anatomy.as_dict()) if as_json else out.print(str(anatomy))
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List every method, or explain one: its formula, arguments, default learning rate, paper and an example."""
+    from . import formatting
+
+    facts = formatting.method_facts()
+    if name is not None and name not in facts:
+        raise DeltuneError(unknown("method", name, facts))
+    if as_json:
+        out.print_json(data=facts if name is None else facts[name])
+    else:
+        out.print(formatting.method_table(facts) if name is None else formatting.method_page(facts[name]))
+
+
+@app.command()
+def tasks(as_json: Json = False) -> None:
+    """List every task that is known by name: its kind, its folder below a data root, its hub id and its metrics."""
+    from . import formatting
+
+    facts = formatting.task_facts()
+    out.print_json(data=facts) if as_json else out.print(formatting.task_table(facts))
+
+
+@app.command()
+def count(
+    model: ModelArgument,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help='Such as "prefix(length=16) + layernorm".')],
+    denominator: Annotated[
+        str, typer.Option(help="model, no_pooler, no_embeddings, layers, untied or a number.")
+    ] = "model",
+    as_json: Json = False,
+) -> None:
+    """Count exactly what a method trains and keeps, from the model's configuration alone."""
+    from .. import models
+    from ..methods import counting
+    from ..methods.registry import parse
+
+    found = counting.count(models.load_config(model), parse(method), denominator)
+    out.print_json(data=found.as_dict()) if as_json else out.print(str(found))
+
+
+@app.command()
+def fit(
+    model: ModelArgument,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help='With ? for sizes: "prefix(length=?) + layernorm".')],
+    budget: Annotated[str | None, typer.Option(help="A number of scalars, or a share such as 0.5%.")] = None,
+    align: Annotated[str | None, typer.Option(help="Match the count of this method instead.")] = None,
+    denominator: Annotated[str, typer.Option(help="What a share is a share of.")] = "model",
+    weights: Annotated[str | None, typer.Option(help="Shares of the ? in order: 3,1 [equal].")] = None,
+    as_json: Json = False,
+) -> None:
+    """Solve the sizes written as ? for a budget: never over it, with what is left."""
+    from .. import models
+    from ..methods import budget as budgets
+    from ..methods.registry import parse
+
+    if (budget is None) == (align is None):
+        raise DeltuneError("give --budget or --align, one of them")
+    wanted = parse(align) if align is not None else str(budget)
+    try:
+        shares = None if weights is None else [float(share) for share in weights.split(",")]
+    except ValueError:
+        raise DeltuneError(f"--weights {weights}: give numbers, such as 3,1") from None
+    found = budgets.solve(models.load_config(model), method, wanted, denominator, shares)
+    facts = {"method": repr(found.method), "count": found.count, "budget": found.budget, "left": found.left}
+    told = f"{found.method!r}\n{found.count:,} scalars of {found.budget:,}, {found.left:,} left"
+    out.print_json(data=facts) if as_json else out.print(told)
+
+
+app.command()(train)
+app.add_typer(study, name="study")
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
+    rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
+    metrics: Annotated[str | None, typer.Option(help="With --rescore: a,b,c [those of the run].")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Score a run's delta again, on its own data or on other data; or its prediction files."""
+    from . import formatting
+
+    if rescore and (data or split or output):
+        raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
+    if metrics and not rescore:
+        raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
+    with notes(quiet):
+        with importing():
+            from ..training import inference as scoring
+
+        if rescore:
+            found = scoring.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
+        else:
+            found = scoring.evaluate(run, data, split, output, progress=not quiet)
+    out.print_json(data=found) if as_json else out.print(formatting.score_table(found))
+
+
+@app.command()
+def predict(
+    run: RunArgument,
+    text: Annotated[list[str] | None, typer.Option(help="A text; repeatable.")] = None,
+    pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Predict texts: labels, tags, choices, answers or log-likelihoods, as the run was trained for."""
+    from . import formatting
+
+    if bool(text) == bool(file) or (pair and not text):
+        raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
+    if pair and len(pair) != len(text or ()):
+        raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
+    with notes(quiet):
+        with importing():
+            from ..training import prediction_inputs
+            from ..training.inference import predicted
+
+        rows = (
+            prediction_inputs.of_options(text or [], pair or [])
+            if file is None
+            else prediction_inputs.of_file(file, run)
+        )
+        found = predicted(run, rows)
+    if output is not None:
+        prediction_inputs.write(output, found)
+        print(f"{len(found)} predictions in {output}", file=sys.stderr)
+    elif as_json:
+        out.print_json(data=found)
+    else:
+        out.print(formatting.prediction_table(found))
+
+
+@app.command()
+def merge(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="A new folder for the plain transformers checkpoint.")],
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
+    with notes(quiet):
+        from ..training import exporting
+
+        target = exporting.merge(run, to)
+    out.print_json(data={"to": str(target)}) if as_json else out.print(f"merged into {target}")
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="A new folder.")],
+    format: Annotated[str, typer.Option(help="peft.")] = "peft",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Write a run's delta as another library's files, where that library can express it."""
+    with notes(quiet):
+        from ..training import exporting
+
+        target = exporting.export(run, to, format)
+    out.print_json(data={"to": str(target)}) if as_json else out.print(f"written for {format} into {target}")
+
+
+@app.command("import")
+def take_in(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
+    model: Annotated[str, typer.Option(help="Its base model: hub id, folder or minilm.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    kind: Annotated[
+        str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what the folder says].")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
+    with notes(quiet):
+        from ..training import exporting
+
+        handle = exporting.take_in(folder, model, output, kind)
+    facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
+    out.print_json(data=facts) if as_json else out.print(f"{handle.method!r}\n{facts['count']:,} scalars in {output}")
+
+
+@app.command()
+def quickstart(
+    text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
+) -> None:
+    """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
+    with notes(False):
+        with importing():
+            from .quickstart import SENTENCE, quickstart
+
+        quickstart(text or SENTENCE, output)
+
+
+def main() -> None:
+    """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
+    launching.follow()
+    try:
+        app(prog_name="deltune")
+    except DeltuneError as error:
+        if launching.speaks():
+            print(f"deltune: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,141 @@
+"""Facts as tables and pages for a terminal."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from ..methods.parser import usage
+from ..methods.registry import TABLE
+from ..tasks.registry import TASKS
+from ..training.config import RunSpec
+
+LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
+
+PAPERS = "LN: LN-tuning · UV: Towards a Unified View of Parameter-Efficient Transfer Learning · AP: APET"
+
+
+def method_facts() -> dict[str, dict[str, Any]]:
+    """Every method of the table: name, formula, text, usage, rate, scalars a layer, paper, example and point of the
+    design space."""
+    return {
+        name: {
+            "name": name,
+            "formula": entry.formula,
+            "text": inspect.getdoc(entry.make) or "",
+            "usage": f"{name}{usage(entry.make)}",
+            "rate": entry.rate,
+            "scalars": entry.scalars,
+            "paper": entry.paper,
+            "example": entry.example,
+            "point": [repr(part) for part in entry.plain.parts],
+        }
+        for name, entry in TABLE.items()
+    }
+
+
+def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """One line a method."""
+    table = _table("method", "formula", "scalars a layer", "paper")
+    table.columns[0].min_width = max(map(len, facts))
+    for fact in facts.values():
+        table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
+    return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME")
+
+
+def task_facts() -> dict[str, dict[str, Any]]:
+    """Every task of the table: name, kind, folder, hub id, columns by role, metrics and version."""
+    return {
+        name: {
+            "name": name,
+            "kind": task.kind,
+            "folder": task.folder,
+            "hub": task.hub.source if task.hub else None,
+            "columns": dict(task.columns),
+            "metrics": list(task.metrics),
+            "version": task.version,
+        }
+        for name, task in TASKS.items()
+    }
+
+
+def task_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """One line a task."""
+    table = _table("task", "kind", "folder", "metrics")
+    table.columns[0].min_width = max(map(len, facts))
+    for fact in facts.values():
+        table.add_row(fact["name"], fact["kind"], fact["folder"], ", ".join(fact["metrics"]))
+    return Group(table, "With --data-root ROOT a task is read from ROOT/folder, without it from the hub.")
+
+
+def method_page(fact: Mapping[str, Any]) -> str:
+    """One method in full."""
+    page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
+    page += f"\nscalars a layer: {fact['scalars']}   [{LETTERS}]"
+    point = "\n  ".join(fact["point"]) or "no modification and no selection: the head alone"
+    return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nin the design space:\n  {point}'
+
+
+def score_table(
+    scores: Mapping[str, Mapping[str, float]], std: Mapping[str, Mapping[str, float]] | None = None
+) -> RenderableType:
+    """One line a split, one column a metric; with its standard deviation where there is one."""
+    names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
+    table = _table("split", *names, right=len(names))
+    for split, metrics in scores.items():
+        spread = {name: f" ± {value:.4f}" for name, value in (std or {}).get(split, {}).items()}
+        table.add_row(split, *(f"{metrics[name]:.4f}{spread.get(name, '')}" for name in names))
+    return table
+
+
+def run_table(spec: RunSpec, metrics: Mapping[str, Any], folder: str) -> RenderableType:
+    """The outcome of a run."""
+    count, best = metrics["count"], metrics["best"]
+    told = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
+    kept = f"epoch {best['epoch']} of {spec.epochs} kept" if spec.steps is None else f"step {best['step']} kept"
+    scores = {split: metrics[split] for split in ("validation", "test") if split in metrics}
+    if spec.several:
+        found = "".join(f", {field} {best[field]}" for field in spec.search)
+        told_of = sum(run["chosen"] for run in metrics["runs"])
+        kept = f"{metrics['aggregate']} of {told_of} seeds" if "aggregate" in metrics else "one seed"
+        kept += f"{found}: the best of {len(metrics['runs']) - told_of + 1} tried" if spec.search else ""
+    at = "" if "lr" in spec.search else f" at {spec.rate:g}"
+    lines = f"{spec.method}{at}: {told}, {metrics['seconds']:.0f} s, {kept}\nin {folder}"
+    return Group(lines, score_table(scores, metrics.get("std", {}))) if scores else lines
+
+
+def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """One line an input: what is predicted, its score where it has one, the input."""
+    table = _table("prediction", "score", "input")
+    for row in rows:
+        table.add_row(_plain(row["prediction"]), _score(row["prediction"], row["scores"]), _plain(row["input"]))
+    return table
+
+
+def _plain(value: Any) -> str:
+    """Parts of an input or an answer in one line."""
+    if isinstance(value, Mapping):
+        return " | ".join(map(_plain, value.values()))
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value) if isinstance(value, str | int) else " | ".join(map(str, value))
+
+
+def _score(prediction: Any, scores: Any) -> str:
+    """That of the prediction, by its name or its number; or the one there is."""
+    if isinstance(scores, Mapping) or (isinstance(scores, Sequence) and isinstance(prediction, int)):
+        scores = scores[prediction]
+    return f"{scores:.3f}" if isinstance(scores, float) else ""
+
+
+def _table(*columns: str, right: int = 0) -> Table:
+    """A plain table whose last `right` columns are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i >= len(columns) - right else "left")
+    return table

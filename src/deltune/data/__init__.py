@@ -1,0 +1,1 @@
+"""Reading data sets from files and from the hub, checked before training."""

@@ -1,1 +1,0 @@
-"""Other libraries' files in terms of the algebra."""

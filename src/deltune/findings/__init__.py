@@ -1,1 +1,0 @@
-"""What several runs say together: the papers' claims decided."""

@@ -1,0 +1,1 @@
+"""Reading and writing the adapter files of other libraries."""

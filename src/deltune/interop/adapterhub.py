@@ -1,0 +1,401 @@
+"""AdapterHub's saved adapters read: bottlenecks, prefixes, LoRA and unions of them.
+
+A prefix stands before the keys and values after the cache was read, so positions do not move.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..anatomy.types import Anatomy, Layer
+from ..errors import DeltuneError, all_problems
+from ..methods.attention_forms import Prefix
+from ..methods.compositions import Add, Composition, Gate, Scale
+from ..methods.forms import Bottleneck, LowRank
+from ..methods.library import adapter, lora, parallel_adapter, prefix, scaled_parallel_adapter
+from ..methods.sites import places
+from ..methods.spec import PROJECTIONS, Method, Modification, Sum
+from .base import Folder, Left, Piece, Translation, express, numbered, sites_of
+
+ACTIVATIONS = {
+    "relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu", "tanh": "tanh", "sigmoid": "sigmoid",
+    "linear": "identity",
+}  # fmt: skip
+IN_TRAINING = {"architecture", "dropout", "init_weights", "init_weights_seed", "stochastic_depth", "leave_out",
+               "dtype"}  # fmt: skip
+"""Options that change nothing once an adapter is trained, and those that its tensors show."""
+
+_OF_PHM = {"phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule", "factorized_phm_rule", "phm_c_init",
+           "phm_init_range", "learn_phm", "hypercomplex_nonlinearity", "phm_rank", "phm_bias"}  # fmt: skip
+OPTIONS = {*IN_TRAINING, *_OF_PHM, "mh_adapter", "output_adapter", "cross_adapter", "reduction_factor", "non_linearity",
+           "original_ln_before", "original_ln_after", "ln_before", "is_parallel", "scaling", "residual_before_ln",
+           "adapter_residual_before_ln", "inv_adapter_reduction_factor"}  # fmt: skip
+"""The options that are read."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one configuration comes down to: its pieces, and named methods that may be it."""
+
+    pieces: list[Piece]
+    known: list[Callable[[], Method]]
+
+
+def residual_problems(config: Mapping[str, Any]) -> list[str]:
+    """Combinations of the options on norms and residuals that are no point of our design space."""
+    if config.get("scaling", 1.0) == "channel":
+        return ["option scaling='channel' has no translation"]
+    before, after = config.get("original_ln_before"), config.get("original_ln_after", True)
+    residual = config.get("residual_before_ln", True)
+    if config.get("is_parallel"):
+        return [] if after else ["option original_ln_after=False on a parallel adapter leaves the residual out"]
+    if before and after and residual is not True:
+        return [f"option residual_before_ln={residual!r} adds the normed sum twice"]
+    if not after and not (before and residual is False):
+        return ["option original_ln_after=False without original_ln_before leaves the residual out"]
+    return []
+
+
+def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left) -> Found:
+    parallel, before = bool(config.get("is_parallel")), bool(config.get("original_ln_before"))
+    after = bool(config.get("original_ln_after", True))
+    pieces: list[Piece] = []
+    missing: list[str] = []
+    for layer, kind, owner, postnorm in _owners(anatomy, config, name, left):
+        if parallel:
+            site, insertion, x = ("ffn" if kind == "ffn" else "attention"), "parallel", "residual"
+        elif before and not (postnorm and after):
+            site, insertion, x = "block", "sequential", "input"
+            if kind != "ffn":
+                raise DeltuneError(
+                    "option original_ln_before=True at an attention: its residual sum is no site of this model"
+                )
+        else:
+            site, insertion = ("ffn" if kind == "ffn" else "attention"), "sequential"
+            x = "normed" if before else "input"
+            if x == "normed" and kind != "ffn":
+                raise DeltuneError(
+                    "option original_ln_before=True at an attention: a normed sum is a site of FFNs alone"
+                )
+        found = _tensors(owner, config, left, missing)
+        if not found:
+            continue
+        if parallel and postnorm:
+            x = "input"  # the same there
+        form = Bottleneck(
+            found["down"].shape[0],
+            ACTIVATIONS[str(config["non_linearity"]).lower()],
+            True,
+            bool(config.get("ln_before")),
+        )
+        if config.get("init_weights") == "mam_adapter":
+            form = replace(form, init="lora")
+        modification = Modification(site, form, insertion, _compose(config.get("scaling", 1.0)), x=x)  # type: ignore[arg-type]
+        stem = f"{layer.stack}.{layer.index}"
+        wanted = {"block": f"{stem}.block", "ffn": f"{stem}.ffn"}.get(site, f"{stem}.{kind}.attention")
+        place = next((p for p in sites_of(anatomy, modification) if p.name == wanted), None)
+        if place is None:
+            raise DeltuneError(f"this model has no place {wanted}")
+        pieces.append(Piece(modification, place, found))
+    if missing or not pieces:
+        raise all_problems("bottleneck", missing or ["no adapter in a place that this model has"])
+    return Found(pieces, _named_bottlenecks(pieces[0].modification))
+
+
+def _owners(
+    anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
+) -> Iterator[tuple[Layer, str, str, bool]]:
+    """For every sub-layer that the options name: its layer, its kind (self, cross, ffn), the module with its adapter,
+    and whether a norm follows its residual sum.
+
+    AdapterHub keeps the adapter in the module around the sub-layer's last linear, or under a name of its own in a
+    module around the whole sub-layer.
+    """
+    asked = {"self": "mh_adapter", "cross": "cross_adapter", "ffn": "output_adapter"}
+    if anatomy.shared and config.get("mh_adapter"):
+        raise DeltuneError("option mh_adapter=True: where layers share modules, it swaps output and residual there")
+    left_out = set(config.get("leave_out") or ())
+    for number, layer in enumerate(anatomy.layers):
+        parts: list[tuple[str, Any]] = [(a.kind, a) for a in layer.attentions] + [("ffn", f) for f in layer.ffns[:1]]
+        if any(f.pre is not None and f.pre == a.pre for f in layer.ffns for a in layer.attentions):
+            raise DeltuneError(
+                "attention and FFN stand side by side in this model; AdapterHub's residual differs there"
+            )
+        for kind, sublayer in parts:
+            if not config.get(asked[kind]) or number in left_out:
+                continue
+            owner = _owner(sublayer.output.path, layer, kind, name, left)
+            yield layer, kind, owner, sublayer.post is not None
+
+
+def _owner(output: str, layer: Layer, kind: str, name: str, left: Left) -> str:
+    words = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
+    around = output.rpartition(".")[0]
+    candidates = []
+    while around.startswith(layer.path):
+        own = ("", *(f".{word}" for word in words.get(kind, ("output_adapters",))))
+        candidates += [f"{around}{word}.adapters.{name}" for word in own]
+        around = around.rpartition(".")[0]
+    return next((c for c in candidates if f"{c}.adapter_up.weight" in left.tensors), candidates[0])
+
+
+def _tensors(owner: str, config: Mapping[str, Any], left: Left, missing: list[str]) -> dict[str, torch.Tensor]:
+    names = {"down": "adapter_down.0.weight", "down_bias": "adapter_down.0.bias", "up": "adapter_up.weight",
+             "up_bias": "adapter_up.bias"}  # fmt: skip
+    if config.get("ln_before"):  # a norm stands first, under two names
+        names |= {"down": "adapter_down.1.weight", "down_bias": "adapter_down.1.bias",
+                  "norm_gain": "adapter_down.0.weight", "norm_bias": "adapter_down.0.bias"}  # fmt: skip
+        left.take_all(f"{owner}.adapter_norm_before.{leaf}" for leaf in ("weight", "bias"))
+    if config.get("scaling") == "learned":
+        names["scale"] = "scaling"
+    axes = {"down": 2, "up": 2}
+    found = {ours: left.take(f"{owner}.{theirs}", axes.get(ours)) for ours, theirs in names.items()}
+    missing += [f"missing tensor {owner}.{names[ours]}" for ours, tensor in found.items() if tensor is None]
+    given = {ours: tensor for ours, tensor in found.items() if tensor is not None}
+    if "scale" in given:
+        if given["scale"].numel() != 1:
+            raise DeltuneError(f"{owner}.scaling has shape {tuple(given['scale'].shape)}, it should be one number")
+        given["scale"] = given["scale"].reshape(())
+    return given if len(given) == len(names) else {}
+
+
+def _compose(scaling: Any) -> Composition:
+    if scaling == "learned":
+        return Scale(1.0, learned=True)
+    return Add() if scaling == 1 else Scale(float(scaling))
+
+
+def _named_bottlenecks(m: Modification) -> list[Callable[[], Method]]:
+    form = m.form
+    assert isinstance(form, Bottleneck)
+    own = {"rank": form.rank, "bias": True, "activation": form.activation, "layer_norm": form.layer_norm,
+           "init": form.init}  # fmt: skip
+    if m.insertion == "sequential":
+        return [
+            lambda: adapter("pfeiffer", **own),
+            lambda: adapter("houlsby", **own),
+            lambda: adapter("houlsby", **own, attention="self"),
+        ]
+    scale: Any = "learned" if isinstance(m.compose, Scale) and m.compose.learned else m.compose.factor({})
+    make = scaled_parallel_adapter if form.init == "lora" else parallel_adapter
+    return [lambda: make("ffn", scale=scale, x=m.x, **own), lambda: make("attention", scale=scale, x=m.x, **own)]
+
+
+WEIGHTS = ("adapter.safetensors", "pytorch_adapter.bin")
+HEAD_CONFIG = "head_config.json"
+HEAD_WEIGHTS = ("model_head.safetensors", "pytorch_model_head.bin")
+INTERFACE = "adapter_interface.json"
+
+READ = {
+    "bottleneck": OPTIONS,
+    "prefix_tuning": {*IN_TRAINING, "encoder_prefix", "cross_prefix", "flat", "prefix_length", "bottleneck_size",
+                      "non_linearity", "shared_gating"},
+    "lora": {*IN_TRAINING, "selfattn_lora", "intermediate_lora", "output_lora", "r", "alpha", "attn_matrices"},
+}  # fmt: skip
+"""The options that are read, by architecture; any other must be unset."""
+
+MOST_MADE = 16
+"""Numbers of a prefix for each number of the MLP that makes it. A sound MLP makes fewer than it has."""
+
+_NEUTRAL = {"composition_mode": ("add",)}
+
+
+def read(anatomy: Anatomy, folder: Folder, relative: bool = False) -> Translation:
+    """What an AdapterHub folder says on this model. Errors: an architecture or options without a translation, all of
+    them; tensors that are missing or extra; a flexible head. relative: the model adds a bias by relative position."""
+    options = folder.options
+    if options.get("model_type") != anatomy.family:
+        family = options.get("model_type")
+        raise DeltuneError(f"{folder.where} was trained on a {family} model; this is a {anatomy.family} model")
+    whole = options.get("config")
+    if not isinstance(whole, dict):
+        raise DeltuneError(f"{folder.where}: its options lie on AdapterHub's site ({whole!r}); save the adapter anew")
+    configs = whole["configs"] if whole.get("architecture") == "union" else [whole]
+    wrong = [problem for config in configs for problem in _problems(config)]
+    if relative and any(_architecture(config) == "prefix_tuning" for config in configs):
+        wrong.append("its prefix takes part in the relative positions of this model, ours has bias 0")
+    if "version" not in options:
+        wrong.append("it was written before names of activations had their present meaning; save it anew")
+    if (folder.where / INTERFACE).is_file():
+        wrong.append("it was trained through AdapterHub's plug-in interface, whose places are not known here")
+    if folder.head and folder.head_options.get("config"):
+        wrong.append(f"its flexible head has no translation; without {HEAD_CONFIG} the adapter alone is read")
+    if wrong:
+        raise all_problems(str(folder.where), wrong)
+    name = str(options.get("name"))
+    left = Left(anatomy, {n: t for n, t in folder.tensors.items() if ".prefix_tuning.pool." not in n})
+    try:
+        found = [_READERS[_architecture(config)](anatomy, config, name, left) for config in configs]
+        method = _method(anatomy, found)
+    except DeltuneError as error:
+        left.check(folder.where, error)
+        raise
+    left.check(folder.where)
+    numbers = numbered(anatomy, method, [piece for one in found for piece in one.pieces])
+    return Translation(method, numbers, _head(anatomy, folder), _labels(folder))
+
+
+def _method(anatomy: Anatomy, found: list[Found]) -> Method:
+    """The union of all; the table's name for it, where it has one."""
+    methods = [express(anatomy, one.pieces, one.known) for one in found]
+    if len(methods) == 1:
+        return methods[0]
+    return Sum(tuple(term for method in methods for term in method.terms))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    return str(config.get("architecture") or "bottleneck")
+
+
+def _problems(config: Mapping[str, Any]) -> list[str]:
+    """Every option of one configuration that has no translation."""
+    kind = _architecture(config)
+    if kind not in READ:
+        return [f"architecture {kind!r} has no translation; known: {', '.join(READ)} and unions of them"]
+    wrong = [
+        f"option {name}={value!r} has no translation"
+        for name, value in config.items()
+        if name not in READ[kind] and value and value not in _NEUTRAL.get(name, ())
+    ]
+    active = kind == "bottleneck" or (kind == "prefix_tuning" and not config.get("flat"))
+    if active and str(config.get("non_linearity")).lower() not in ACTIVATIONS:
+        wrong.append(f"option non_linearity={config.get('non_linearity')!r} has no translation")
+    if kind == "prefix_tuning" and active and config.get("non_linearity") != "tanh":
+        wrong.append(f"option non_linearity={config.get('non_linearity')!r}: a prefix's is tanh")
+    return wrong + (residual_problems(config) if kind == "bottleneck" else [])
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------------
+
+
+def _prefixes(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left) -> Found:
+    left_out = set(config.get("leave_out") or ())
+    pools: dict[str, list[Any]] = {}
+    modification = Modification("heads", Prefix(int(config["prefix_length"])), compose=Gate())
+    at = {place.name: place for place in places(anatomy, modification)}
+    for number, layer in enumerate(anatomy.layers):
+        for a in layer.attentions:
+            inside = len(anatomy.stacks) > 1 and layer.stack == "encoder"
+            word = "cross" if a.kind == "cross" else "encoder" if inside else "self"
+            if number not in left_out and config.get(f"{word}_prefix", True):
+                pools.setdefault(word, []).append(at[f"{layer.stack}.{layer.index}.{a.kind}.heads"])
+    pieces = []
+    for word, chosen in pools.items():
+        found = _pool(left, name, word)
+        if found is None:
+            raise DeltuneError(f"missing tensors of {word}_prefix")
+        widths, length = chosen[0].widths, modification.form.length  # type: ignore[attr-defined]
+        sizes = (length, 2 * len(chosen), widths.kv_heads, widths.head_width)
+        if found.numel() != torch.Size(sizes).numel():
+            raise DeltuneError(
+                f"{word}_prefix has {found.numel()} numbers, this model's {len(chosen)} layers take {sizes}"
+            )
+        pairs = found.reshape(sizes)
+        for index, place in enumerate(chosen):
+            keys, values = pairs[:, 2 * index].contiguous(), pairs[:, 2 * index + 1].contiguous()
+            pieces.append(Piece(modification, place, {"keys": keys, "values": values}))
+    if not pieces:
+        raise DeltuneError("a prefix in no layer")
+    return Found(pieces, [lambda: prefix(int(config["prefix_length"]))])
+
+
+def _pool(left: Left, name: str, word: str) -> torch.Tensor | None:
+    """All keys and values of one kind of attention: as they are, or what the MLP makes of its embedding."""
+    stem = re.compile(rf"(?:.*\.)?prefix_tuning\.prefix_tunings\.{re.escape(name)}\.(?:\w*_)?{word}(?:_prefix)?\.(.*)")
+    mine = {found[1]: n for n in list(left.tensors) if (found := stem.fullmatch(n))}
+    t = {leaf: left.take(n) for leaf, n in mine.items()}
+    if "control_trans" in t:
+        return t["control_trans"]
+    wanted = ("wte.weight", "control_trans.0.weight", "control_trans.0.bias", "control_trans.2.weight",
+              "control_trans.2.bias")  # fmt: skip
+    rows, down, down_bias, up, up_bias = (t.get(leaf) for leaf in wanted)
+    if rows is None or down is None or up is None:
+        return None
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (rows, down, down_bias, up, up_bias)]
+    if not (rows.dim() == down.dim() == up.dim() == 2) or shapes != [
+        (len(rows), down.shape[1]), (len(down), rows.shape[1]), down_bias if down_bias is None else (len(down),),
+        (len(up), len(down)), up_bias if up_bias is None else (len(up),),
+    ]:  # fmt: skip
+        raise DeltuneError(f"the MLP of {word}_prefix has tensors that do not fit each other: {shapes}")
+    if len(rows) * len(up) > MOST_MADE * sum(tensor.numel() for tensor in (rows, down, up)):
+        raise DeltuneError(f"the MLP of {word}_prefix would make {len(rows):,} × {len(up):,} numbers of a few")
+    double = {leaf: tensor.double() for leaf, tensor in t.items() if tensor is not None}
+    inner = torch.tanh(F.linear(double[wanted[0]], double[wanted[1]], double.get(wanted[2])))
+    return F.linear(inner, double[wanted[3]], double.get(wanted[4]))
+
+
+# -- low rank ---------------------------------------------------------------------------------------------------------
+
+
+def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left) -> Found:
+    rank, dropout = int(config["r"]), float(config.get("dropout") or 0)
+    scale = config["alpha"] / rank
+    compose: Composition = Add() if scale == 1 else Scale(scale)
+    by_path: dict[str, list[Piece]] = {}
+    for site in PROJECTIONS:
+        modification = Modification(site, LowRank(rank, dropout), compose=compose)
+        for place in sites_of(anatomy, modification):
+            by_path.setdefault(place.target.path, []).append(Piece(modification, place, {}))
+    words = config.get("attn_matrices") or ()
+    chosen = {site for site in ("query", "key", "value", "output") if site[0] in words}
+    pieces: list[Piece] = []
+    for path, own in by_path.items():
+        down, up = (left.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
+        if down is None or up is None:
+            continue
+        if own[0].place.target.columns is not None:  # one pair of factors a chosen part, one after the other
+            own = [piece for piece in own if piece.modification.site in chosen]
+        if not own or len(down) != rank * len(own) or len(up) % len(own):
+            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+            raise DeltuneError(f"LoRA at {path} has factors of shapes {shapes} for {len(own)} parts of rank {rank}")
+        downs, ups = down.chunk(len(own)), up.chunk(len(own))
+        pieces += [
+            Piece(piece.modification, piece.place, {"down": d.contiguous(), "up": u.contiguous()})
+            for piece, d, u in zip(own, downs, ups, strict=True)
+        ]
+    _check_layers(anatomy, config, pieces)
+    sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
+    at = ("query", "value") if set(sites) == {"query", "value"} else sites
+    return Found(pieces, [lambda: lora(rank, scale, at, dropout=dropout)])
+
+
+def _check_layers(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[Piece]) -> None:
+    """Every layer that is not left out must have what the others of its stack have."""
+    left_out = set(config.get("leave_out") or ())
+    kept = [layer for number, layer in enumerate(anatomy.layers) if number not in left_out]
+    names = {piece.place.name for piece in pieces}
+    rest = {(name.split(".")[0], name.split(".", 2)[2]) for name in names}
+    wanted = {f"{layer.stack}.{layer.index}.{tail}" for layer in kept for stack, tail in rest if stack == layer.stack}
+    if not pieces or wanted - names:
+        raise all_problems(
+            "LoRA", [f"missing tensors at {place}" for place in sorted(wanted - names)] or ["no tensors"]
+        )
+
+
+_READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, Left], Found]] = {
+    "bottleneck": bottleneck, "prefix_tuning": _prefixes, "lora": _low_rank,
+}  # fmt: skip
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+def _head(anatomy: Anatomy, folder: Folder) -> dict[str, torch.Tensor]:
+    """A head that was saved with a class of transformers, by its names; a vocabulary projection is no head."""
+    if not folder.head:
+        return {}
+    left = Left(anatomy, folder.head)
+    found = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
+    left.check(folder.where)
+    return found
+
+
+def _labels(folder: Folder) -> tuple[str, ...]:
+    named = folder.head_options.get("label2id") or {}
+    return tuple(sorted(named, key=lambda label: int(named[label]))) if folder.head else ()

@@ -1,0 +1,257 @@
+"""Files of other libraries in our terms: reading a folder, and a method with its numbers from places and tensors.
+
+A dialect (peft_files, adapterhub_files) says which tensor belongs to which place of the anatomy and what its options
+mean there; everything else, from finding the shortest expression to listing what nobody asked for, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..anatomy.types import Anatomy, Columns
+from ..errors import DeltuneError, all_problems
+from ..filesystem import file_in, read_object
+from ..methods.resolve import PlannedEdit, plan, tensors
+from ..methods.sites import Place, places
+from ..methods.spec import ATTENTIONS, Method, Modification, Selection, Sum
+from ..tensor_files import load_numbers
+
+CONFIG = "adapter_config.json"
+"""The file that both PEFT and AdapterHub keep their options in."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder of another library holds: options, tensors by their names there, and a head kept apart."""
+
+    where: Path
+    options: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    head_options: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A method, its numbers by the names of our files (without the head's), and the head's by their names here."""
+
+    method: Method
+    numbers: dict[str, torch.Tensor]
+    head: dict[str, torch.Tensor] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One modification (everywhere) at one place, with the form's and the composition's tensors."""
+
+    modification: Modification
+    place: Place
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Content:
+    """A delta for a dialect to write: edits with their dense tensors by key, tensors tuned in place, the head's.
+
+    original: the base's value of a tensor; windowed: some attention of the model sees a window only.
+    """
+
+    anatomy: Anatomy
+    edits: tuple[PlannedEdit, ...]
+    dense: Mapping[str, Tensors]
+    own: Tensors
+    head: Tensors
+    original: Callable[[str], torch.Tensor]
+    windowed: bool = False
+
+
+class Left:
+    """Tensors that were not taken yet, by their names in this model. What is left at the end is an error."""
+
+    def __init__(self, anatomy: Anatomy, found: Tensors, stem: str = "") -> None:
+        """stem: what every name in the file begins with, beside the model's own."""
+        self.anatomy = anatomy
+        here = _local(anatomy, [name.removeprefix(stem) for name in found])
+        self.names = {here(name.removeprefix(stem)): name for name in found}
+        self.tensors = {here(name.removeprefix(stem)): tensor for name, tensor in found.items()}
+
+    def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
+        """The tensor of a name, once, or None. Raises DeltuneError where it has another number of axes."""
+        file_name = self.names.pop(name, name)
+        tensor = self.tensors.pop(name, None)
+        if tensor is not None and axes is not None and tensor.dim() != axes:
+            raise DeltuneError(f"tensor {file_name} has shape {tuple(tensor.shape)}, it should have {axes} axes")
+        return tensor
+
+    def take_all(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of the wanted names that there are."""
+        return {name: found for name in wanted if (found := self.take(name)) is not None}
+
+    def check(self, where: Path, before: DeltuneError | None = None) -> None:
+        """Error: tensors that nothing here asked for, after what went wrong before."""
+        shown = sorted(self.names.values())
+        problems = [] if before is None else [str(before)]
+        problems += [f"extra tensor {name}" for name in shown[:10]]
+        problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
+        if shown and self.anatomy.hidden:
+            problems.append(f"not visible in this model: {'; '.join(self.anatomy.hidden[:3])}")
+        if shown and not self.anatomy.head:
+            problems.append("this model has no head; load it with the head that the file was trained with")
+        if problems:
+            raise all_problems(f"{where} does not fit this model", problems)
+
+
+def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
+    """A foreign name as one of this model: the base model may stand under another name there, or under none."""
+    base = f"{anatomy.base}." if anatomy.base else ""
+    inner = f"{anatomy.layers[0].path.removeprefix(base)}."
+    prefix = next((n.partition(inner)[0] for n in names if inner in f".{n}"), base)
+    known = tuple(f"{path}." for path in anatomy.head)
+    if prefix == base:
+        return lambda name: name
+    if prefix:
+        return lambda name: base + name.removeprefix(prefix) if name.startswith(prefix) else name
+    return lambda name: name if name.startswith(known) else base + name
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def has_file(folder: str | Path, name: str) -> bool:
+    """Whether a folder holds a file of a name, be it a link that is not followed."""
+    try:
+        return (Path(folder) / name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_foreign(folder: str | Path) -> bool:
+    """Whether a folder holds the options of PEFT or AdapterHub."""
+    return has_file(folder, CONFIG)
+
+
+def read_options(where: Path, name: str = CONFIG) -> dict[str, Any]:
+    """The options in a JSON file of a folder. Raises DeltuneError where it is missing, no object, or a link outside."""
+    path = file_in(where, name)
+    if path is None:
+        raise DeltuneError(f"{where / name} is missing; the folder is incomplete")
+    return read_object(path)
+
+
+def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors of the first of the files that is there: safetensors, or torch's format, of which tensors alone are
+    read.
+
+    Raises:
+        DeltuneError: None is there, or it is a link that leads out of the folder; it is truncated, or holds anything
+            but floating-point tensors.
+    """
+    path = next((path for name in names if (path := file_in(where, name)) is not None), None)
+    if path is None:
+        raise DeltuneError(f"{where} has its options, but none of {', '.join(names)}; the folder is incomplete")
+    return load_numbers(path)
+
+
+# -- a method from its places -----------------------------------------------------------------------------------------
+
+
+def sites_of(anatomy: Anatomy, modification: Modification) -> list[Place]:
+    """The places of a modification, none where this model cannot have it."""
+    try:
+        return places(anatomy, modification)
+    except DeltuneError:
+        return []
+
+
+def everywhere(modification: Modification) -> Modification:
+    return replace(modification, layers="all", stack="all", attention="all", optional=False)
+
+
+def express(anatomy: Anatomy, pieces: Sequence[Piece], known: Iterable[Callable[[], Method]] = ()) -> Method:
+    """The method with these pieces and no other: one of the known ones, else the fewest modifications.
+
+    Error: a set of places that no modification chooses, such as one of a gated FFN's two input linears.
+    """
+    wanted = {(piece.modification, piece.place.name) for piece in pieces}
+    for make in known:
+        try:
+            method = make()
+            if _places(anatomy, method) == wanted:
+                return method
+        except DeltuneError:
+            continue
+    found: list[Method] = []
+    for modification in dict.fromkeys(piece.modification for piece in pieces):
+        left = {name for other, name in wanted if other == modification}
+        for candidate in _candidates(anatomy, modification, left):
+            names = {place.name for place in sites_of(anatomy, candidate)}
+            if names and names <= left:
+                found.append(candidate)
+                left -= names
+        if left:
+            alone = ", ".join(sorted(left)[:4])
+            raise DeltuneError(
+                f"the file changes {alone} alone; site {modification.site!r} takes what is beside it too"
+            )
+    return found[0] if len(found) == 1 else Sum(tuple(found))
+
+
+def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -> Iterable[Modification]:
+    """The modification on more and more special choices of places."""
+    stacks = [stack.name for stack in anatomy.stacks]
+    kinds = ATTENTIONS if modification.site in ("heads", "attention", "query", "key", "value", "output") else ("all",)
+    for stack in ("all", *stacks):
+        for kind in kinds:
+            inside = [n.split(".") for n in names if stack in ("all", n.split(".")[0])]
+            yield replace(modification, stack=stack, attention=kind)
+            layers = sorted({int(parts[1]) for parts in inside if len(parts) > 1 and parts[1].isdigit()})
+            if layers and not anatomy.shared:
+                yield replace(modification, stack=stack, attention=kind, layers=tuple(layers))
+    if not anatomy.shared:
+        for stack in stacks:
+            for index in sorted({int(n.split(".")[1]) for n in names if n.split(".")[1].isdigit()}):
+                for kind in kinds:
+                    yield replace(modification, stack=stack, attention=kind, layers=(index,))
+
+
+def _places(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
+    return {(everywhere(e.modification), e.place.name) for e in plan(anatomy, method, lambda: 0).edits}
+
+
+def numbered(anatomy: Anatomy, method: Method, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """The tensors of the pieces under their names in our file."""
+    by_place = {(piece.modification, piece.place.name): piece for piece in pieces}
+    found: dict[str, torch.Tensor] = {}
+    for edit in plan(anatomy, method, lambda: 0).edits:
+        piece = by_place[everywhere(edit.modification), edit.place.name]
+        found |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
+    return found
+
+
+def selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
+    """The first method that trains exactly these tensors in place. Error: none does."""
+    for make in candidates:
+        try:
+            method = make()
+            chosen = {t.name for part in method.parts if isinstance(part, Selection) for t in tensors(anatomy, part)}
+        except DeltuneError:
+            continue
+        if chosen == names:
+            return method
+    raise DeltuneError(f"no selection of norms takes exactly {', '.join(sorted(names)[:4])} (of {len(names)})")
+
+
+def part(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:
+    """The rows of a fused projection's tensor (out, …) that `columns` names, in order."""
+    if columns is None:
+        return tensor
+    rows = tensor.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
+    return rows.flatten(0, 1).contiguous()

@@ -1,0 +1,218 @@
+"""PEFT's files read: adapter_config.json and the tensors beside it.
+
+PEFT names a tensor base_model.model.MODULE.lora_A.weight; a module is a whole linear, fused or not. What it computes:
+LoRA y + (α/r) B A x; IA3 l ⊙ y, or W (l ⊙ x) in `feedforward_modules`; a norm's copy in place of the norm; rows before
+the embeddings; a prefix as a cache's content, so that positions move on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+
+from ..anatomy.types import Anatomy
+from ..errors import DeltuneError, all_problems, unknown
+from ..methods.compositions import Add, Scale
+from ..methods.forms import LowRank, Rescale
+from ..methods.library import ia3, layernorm, lora, prefix, prompt
+from ..methods.resolve import plan
+from ..methods.spec import PROJECTIONS, Method, Modification
+from .base import Folder, Left, Piece, Translation, express, numbered, part, selecting, sites_of
+from .schemas import Patterns
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+ROWS = "prompt_embeddings"
+
+_ALWAYS = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
+           "auto_mapping", "modules_to_save"}  # fmt: skip
+_TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+_COUNTED = {"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"}
+READ: dict[str, set[str]] = {
+    "LORA": {*_TARGETS, "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
+             "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config", "runtime_config"},
+    "IA3": {*_TARGETS, "feedforward_modules", "init_ia3_weights"},
+    "LN_TUNING": _TARGETS,
+    "PROMPT_TUNING": {*_COUNTED, "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
+                      "tokenizer_kwargs"},
+    "PREFIX_TUNING": {*_COUNTED, "encoder_hidden_size", "prefix_projection", "init_weights"},
+}  # fmt: skip
+"""The kinds that translate, each with the options that are read or change nothing once it is trained."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
+    "num_transformer_submodules": (1,),
+}
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(anatomy: Anatomy, folder: Folder, windowed: bool = False) -> Translation:
+    """What a PEFT folder says on this model. Errors: a kind or options without a translation, all of them; tensors
+    that are missing or extra."""
+    options, kind = folder.options, str(folder.options.get("peft_type"))
+    if kind not in READ:
+        raise DeltuneError(f"{folder.where}: {unknown('peft_type', kind, READ)} These translate.")
+    wrong = [
+        f"option {name}={value!r} has no translation"
+        for name, value in options.items()
+        if name not in _ALWAYS | READ[kind] and value and value not in _NEUTRAL.get(name, ())
+    ]
+    if kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        wrong += _of_decoders(anatomy, kind, windowed)
+    if wrong:
+        raise all_problems(str(folder.where), wrong)
+    left = Left(anatomy, folder.tensors, PREFIX)
+    head = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
+    try:
+        method, numbers = _READERS[kind](anatomy, options, left)
+    except DeltuneError as error:
+        left.check(folder.where, error)
+        raise
+    left.check(folder.where)
+    return Translation(method, numbers, head)
+
+
+Read = tuple[Method, dict[str, torch.Tensor]]
+
+
+def _of_decoders(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
+    problems = []
+    if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
+        problems.append(f"{kind} translates for language models of one decoder stack; this is {anatomy.model}")
+    if kind == "PREFIX_TUNING" and windowed:
+        problems.append("PEFT's prefix slides out of a sliding window, ours is always visible")
+    return problems
+
+
+def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+    pieces: list[Piece] = []
+    missing: list[str] = []
+    patterns = Patterns(options.get("alpha_pattern"))
+    for path, linears in _linears(anatomy, "parallel", LowRank(1)):
+        down, up = left.take(f"{path}.lora_A.weight", axes=2), left.take(f"{path}.lora_B.weight", axes=2)
+        if down is None and up is None:
+            continue
+        if down is None or up is None:
+            missing.append(f"missing tensor {path}.lora_{'A' if down is None else 'B'}.weight")
+            continue
+        rank = down.shape[0]
+        alpha = patterns.value(path, options.get("lora_alpha", 8))
+        scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
+        form = LowRank(rank, float(options.get("lora_dropout") or 0))
+        if sum(place.widths.out_width for _, place in linears) != up.shape[0]:
+            missing.append(f"{path} gives {up.shape[0]} values, of which this model's sites take another number")
+            continue
+        for site, place in linears:
+            modification = Modification(site, form, compose=Add() if scale == 1 else Scale(scale))
+            columns = place.linear.columns if place.linear else None
+            pieces.append(Piece(modification, place, {"down": down, "up": part(up, columns)}))
+    if missing or not pieces:
+        raise all_problems("LoRA", missing or ["no tensor lora_A of a module that this model has"])
+    sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
+    first = pieces[0].modification
+    own, factor = first.form, first.compose.factor({})
+    assert isinstance(own, LowRank) and isinstance(factor, float | int)
+    at = ("query", "value") if set(sites) == {"query", "value"} else sites
+    method = express(anatomy, pieces, [lambda: lora(own.rank, factor, at, dropout=own.dropout)])
+    return method, numbered(anatomy, method, pieces)
+
+
+def _linears(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Modules that are projections, each with the sites and places that it is; a fused one is several."""
+    by_path: dict[str, list[tuple[str, Any]]] = {}
+    for site in PROJECTIONS:
+        for place in sites_of(anatomy, Modification(site, form, insertion)):
+            by_path.setdefault(place.target.path, []).append((site, place))
+    yield from by_path.items()
+
+
+def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+    pieces: list[Piece] = []
+    inputs = {
+        place.target.path: (site, place)
+        for site in ("heads", "ffn_inner")
+        for place in sites_of(anatomy, Modification(site, Rescale(), "sequential"))
+    }
+    seen: dict[str, torch.Tensor] = {}
+    for path, linears in _linears(anatomy, "sequential", Rescale()):
+        gain = left.take(f"{path}.ia3_l", axes=2)
+        if gain is not None and gain.shape[0] != 1:
+            if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
+                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which is no rescaling of {path}")
+            rescale = [(Modification(site, Rescale(), "sequential"), place) for site, place in linears]
+            pieces += [Piece(m, p, {"gain": part(gain, p.target.columns)[:, 0].contiguous()}) for m, p in rescale]
+        elif gain is not None:
+            seen[path] = gain[0]
+    for path, gain in seen.items():
+        if path not in inputs:
+            raise DeltuneError(
+                f"IA3 on the input of {path}: rescaled inputs translate for W_o and the FFN's last linear"
+            )
+        site, place = inputs[path]
+        pieces.append(Piece(Modification(site, Rescale(), "sequential"), place, {"gain": gain}))
+    if not pieces:
+        raise DeltuneError("no tensor ia3_l of a module that this model has")
+    method = express(anatomy, pieces, [ia3])
+    return method, numbered(anatomy, method, pieces)
+
+
+def _norms(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+    found: dict[str, torch.Tensor] = {}
+    for tensor in anatomy.tensors:
+        owner, _, leaf = tensor.name.rpartition(".")
+        value = left.take(f"{owner}.ln_tuning_layers.{leaf}") if tensor.role.startswith("norm.") else None
+        if value is not None:
+            found[tensor.name] = value
+    inside = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in found and t.layer is not None]
+    layers = tuple(sorted({layer.index for layer in inside}))
+    choices = product(("both", "attention", "ffn"), ("all", layers), (None, False, True), (None, False, True))
+
+    def candidate(of: Any, where: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
+        return lambda: layernorm("both", of, where, embedding, final)
+
+    method = selecting(anatomy, set(found), [candidate(*choice) for choice in choices])
+    return method, {f"base.{name}": value for name, value in found.items()}
+
+
+def _rows(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+    rows = _flat(left)
+    method = prompt(rows.shape[0])
+    (edit,) = plan(anatomy, method, lambda: 0).edits
+    return method, {f"edit.{edit.key}.rows": rows}
+
+
+def _flat(left: Left) -> torch.Tensor:
+    rows = left.take(next((n for n in left.tensors if n.endswith(ROWS)), ROWS))
+    if rows is None or rows.dim() != 2:
+        raise DeltuneError(f"missing tensor {ROWS}, a matrix with a row for each virtual token")
+    return rows
+
+
+def _prefix(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+    rows = _flat(left)
+    method = prefix(rows.shape[0], shift_positions=True)
+    edits = plan(anatomy, method, lambda: 0).edits
+    widths = edits[0].place.widths
+    wanted = 2 * len(edits) * widths.kv_heads * widths.head_width
+    if rows.shape[1] != wanted or widths.head_width != widths.value_width:
+        raise DeltuneError(
+            f"{ROWS} has rows of {rows.shape[1]}; keys and values of this model's {len(edits)} layers take {wanted}"
+        )
+    pairs = rows.reshape(rows.shape[0], 2 * len(edits), widths.kv_heads, widths.head_width)
+    numbers: dict[str, torch.Tensor] = {}
+    for index, edit in enumerate(edits):
+        numbers[f"edit.{edit.key}.keys"] = pairs[:, 2 * index].contiguous()
+        numbers[f"edit.{edit.key}.values"] = pairs[:, 2 * index + 1].contiguous()
+    return method, numbers
+
+
+_READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], Left], Read]] = {
+    "LORA": _low_rank, "IA3": _rescale, "LN_TUNING": _norms, "PROMPT_TUNING": _rows, "PREFIX_TUNING": _prefix,
+}  # fmt: skip

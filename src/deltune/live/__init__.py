@@ -1,1 +1,0 @@
-"""A live model: deltas attached, used, merged, saved and loaded."""

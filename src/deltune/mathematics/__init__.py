@@ -1,1 +1,0 @@
-"""What Δh is: its forms, how it joins h, and which of its scalars are trained."""

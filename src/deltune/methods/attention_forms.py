@@ -1,0 +1,174 @@
+"""Forms that act on the heads of an attention: prefixes and multi-head bottlenecks (UV §3.1, §3.3).
+
+q (B, N_h, n, d_h) is the model's own query, scaled as the model scales it; Δh (B, n, N_h, d_v).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from ..errors import DeltuneError
+from .forms import Form, Product, Shapes, Tensors, Widths, positive, start_pair
+from .masks import Side
+
+
+@dataclass(frozen=True, repr=False)
+class Prefix(Form):
+    """Δh = softmax(q P_kᵀ) P_v per head, q the model's own scaled query (UV eq. 5, 7, 9; Li & Liang 2021).
+
+    length l >= 1: P_k (l, N_kv, d_h) and P_v (l, N_kv, d_v), N(0, 0.02) at the start, unrotated and with bias 0.
+    reparameterise=W: while training P = tanh(E W_down + b_down) W_up + b_up, E (l, d), E W_down (l, W) shared by all
+    layers of one attention kind (UV §A.3); folded into P_k, P_v when saved. shift_positions: the tokens' positions
+    start at l, as where a prefix is a cache's content (PEFT).
+    """
+
+    needs: ClassVar[str] = "attention"
+    length: int
+    reparameterise: int | None = None
+    shift_positions: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(length=self.length)
+        if self.reparameterise is not None:
+            positive(reparameterise=self.reparameterise)
+
+    @property
+    def silent(self) -> bool:
+        return False
+
+    @property
+    def shift(self) -> int:
+        return self.length if self.shift_positions else 0
+
+    def shapes(self, widths: Widths) -> Shapes:
+        heads = (self.length, widths.kv_heads)
+        return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
+
+    def trained(self, widths: Widths) -> Shapes:
+        if self.reparameterise is None:
+            return self.shapes(widths)
+        outputs = widths.kv_heads * (widths.head_width + widths.value_width)
+        return {"up": (outputs, self.reparameterise), "up_bias": (outputs,)}
+
+    def shared(self, widths: Widths) -> Shapes:
+        if self.reparameterise is None:
+            return {}
+        inner = self.reparameterise
+        return {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
+
+    def start(self, tensors: Tensors) -> None:
+        if self.reparameterise is None:
+            for tensor in tensors.values():
+                torch.nn.init.normal_(tensor, std=0.02)
+            return
+        if "rows" in tensors:
+            torch.nn.init.normal_(tensors["rows"])
+        for name in ("up", "down"):  # as a fresh torch.nn.Linear
+            if name in tensors:
+                torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5))
+                bound = 1 / math.sqrt(tensors[name].shape[1])
+                torch.nn.init.uniform_(tensors[f"{name}_bias"], -bound, bound)
+
+    def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
+        if self.reparameterise is None:
+            return trained
+        inner = torch.tanh(F.linear(shared["rows"], shared["down"], shared["down_bias"]))
+        rows = F.linear(inner, trained["up"], trained["up_bias"])
+        keys, values = rows.split([widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1)
+        shapes = self.shapes(widths)
+        return {"keys": keys.reshape(shapes["keys"]), "values": values.reshape(shapes["values"])}
+
+    def product(self, widths: Widths) -> Product:
+        if self.reparameterise is not None:
+            raise DeltuneError("a mask lies on P_k and P_v themselves: give reparameterise=None")
+        return _rows(self.length, widths)
+
+    def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        keys, values = _for_query(tensors, query)
+        return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
+
+
+def _for_query(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """P_k and P_v (l, N_kv, d) as (B, N_h, l, d), each key-value head repeated for the query heads it serves."""
+    keys, values = (tensors[name].to(query.dtype).transpose(0, 1)[None] for name in ("keys", "values"))
+    repeat = query.shape[1] // keys.shape[1]
+    keys, values = (t.repeat_interleave(repeat, dim=1).expand(query.shape[0], -1, -1, -1) for t in (keys, values))
+    return keys, values
+
+
+@dataclass(frozen=True, repr=False)
+class MultiHead(Form):
+    """Δh = relu(q P_kᵀ) P_v per head, q the model's own scaled query: the frozen W_q is part of the down projection
+    (UV §3.3, table 4; the released code).
+
+    length l >= 1: P_k (l, N_kv, d_h), N(0, 0.02), and P_v (l, N_kv, d_v), 0 at the start.
+    """
+
+    needs: ClassVar[str] = "attention"
+    length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(length=self.length)
+
+    def shapes(self, widths: Widths) -> Shapes:
+        heads = (self.length, widths.kv_heads)
+        return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
+
+    def start(self, tensors: Tensors) -> None:
+        start_pair(tensors["keys"], tensors["values"], "bert", zero_up=True)
+
+    def product(self, widths: Widths) -> Product:
+        return _rows(self.length, widths)
+
+    def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        keys, values = _for_query(tensors, query)
+        return (torch.relu(query @ keys.transpose(-1, -2) * scaling) @ values).transpose(1, 2)
+
+
+@dataclass(frozen=True, repr=False)
+class OwnMultiHead(Form):
+    """Δh = relu(u W_down) P_v per head, each head with a W_down of its own (UV §3.3).
+
+    length l >= 1: down (N_h l, d_in), N(0, 0.02), and values (l, N_h, d_v), 0 at the start; at the heads only.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(length=self.length)
+
+    def fits(self, widths: Widths) -> str | None:
+        return None if widths.heads else "OwnMultiHead acts at site 'heads' of an attention whose heads can be seen"
+
+    def shapes(self, widths: Widths) -> Shapes:
+        return {
+            "down": (widths.heads * self.length, widths.in_width),
+            "values": (self.length, widths.heads, widths.value_width),
+        }
+
+    def start(self, tensors: Tensors) -> None:
+        start_pair(tensors["down"], tensors["values"], "bert", zero_up=True)
+
+    def product(self, widths: Widths) -> Product:
+        heads, length, width = widths.heads, self.length, widths.value_width
+        down = Side("down", widths.in_width, widths.in_width, 1)
+        values = Side("values", width, heads * width, 1, block=length, outer=width)  # head after head, l ranks each
+        return heads * length, (down,), (values,)
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        inner = torch.relu(F.linear(u, tensors["down"].to(u.dtype))).unflatten(-1, (-1, self.length))
+        return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
+
+
+def _rows(length: int, widths: Widths) -> Product:
+    """keys (l, N_kv, d_h) and values (l, N_kv, d_v): a rank for each row of each head, since heads do not mix."""
+    keys, values = widths.head_width, widths.value_width
+    return length * widths.kv_heads, (Side("keys", keys, keys, 1),), (Side("values", values, values, 1),)

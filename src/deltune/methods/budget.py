@@ -1,0 +1,170 @@
+"""Solving the sizes written as ? for a budget, or for another method's count (how the papers compare methods)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..anatomy.inspection import inspect
+from ..errors import DeltuneError, excerpt
+from .arguments import LARGEST, accepts, percentage
+from .counting import base_size, count_plan
+from .registry import parse
+from .resolve import plan
+from .spec import Method
+
+PATIENCE = 1_000
+"""Steps by which sizes are lowered to a budget; a count in proportion to its sizes takes a few."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A method with its sizes solved: its count, the budget, and what is left of it."""
+
+    method: Method
+    count: int
+    budget: int
+
+    @property
+    def left(self) -> int:
+        return self.budget - self.count
+
+
+def fit(
+    model: PreTrainedModel | PreTrainedConfig,
+    method: str,
+    budget: int | str,
+    denominator: str | int = "model",
+    weights: Sequence[float] | None = None,
+) -> Method:
+    """The method with every ? solved, for example fit(model, "prefix(length=?) + layernorm", "0.5%").
+
+    What the terms without ? cost comes first; the rest is shared equally between the ?, or by `weights`, each rounded
+    down to whole sizes of at least 1; what is left then raises sizes by one, the cheapest that still fits first.
+    budget: a number of scalars, or a share of the denominator such as "0.5%". Never over budget.
+    Errors: no ?, a budget too small for sizes of 1 (with what they need), a budget that cannot be read.
+    """
+    return solve(model, method, budget, denominator, weights).method
+
+
+def solve(
+    model: PreTrainedModel | PreTrainedConfig,
+    method: str,
+    budget: int | str | Method,
+    denominator: str | int = "model",
+    weights: Sequence[float] | None = None,
+) -> Fit:
+    """The same with its count and what is left; a Method as budget is matched in count."""
+    anatomy = inspect(model)
+
+    def cost(wanted: Method) -> int:
+        return count_plan(anatomy, plan(anatomy, wanted, lambda: base_size(model)[1]), "number", 1).method
+
+    wanted = cost(budget) if isinstance(budget, Method) else _scalars(model, budget, denominator)
+    pieces = _pieces(method)
+    slots = len(pieces) - 1
+    if weights is not None and not _fit_weights(weights, slots):
+        raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
+
+    def made(sizes: Sequence[int]) -> Method:
+        text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
+        return parse(text)
+
+    def cost_at(*sizes: int) -> int:
+        return cost(made(sizes))
+
+    def takes(slot: int, size: int) -> bool:
+        try:
+            return cost_at(*(size if i == slot else small for i in range(slots))) > 0
+        except DeltuneError:
+            return False
+
+    def largest(slot: int, size: int) -> int:
+        """The largest size up to `size` that the method takes there (a mask keeps no more than there is)."""
+        if takes(slot, size):
+            return size
+        fits, beyond = small, min(size, LARGEST + 1)  # what parse takes; sizes may be longer than any range
+        while beyond - fits > 1:
+            middle = (fits + beyond) // 2
+            fits, beyond = (middle, beyond) if takes(slot, middle) else (fits, middle)
+        return fits
+
+    small, least = _smallest(cost_at, slots)
+    if least > wanted:
+        raise DeltuneError(
+            f"a budget of {wanted:,} is too small: with every ? at {small}, {method} has {least:,} scalars"
+        )
+    units = [cost_at(*(small + (i == j) for j in range(slots))) - least for i in range(slots)]
+    if idle := [str(i) for i, unit in enumerate(units, 1) if not unit]:
+        raise DeltuneError(f"? number {' and '.join(idle)} of {method} changes no count, so give it a value")
+    shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
+    free = wanted - (least - small * sum(units))
+    sizes = [max(small, free * s / sum(shares) // u) for s, u in zip(shares, units, strict=True)]
+    sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
+    for _ in range(PATIENCE):  # the smallest size where a share was less
+        if cost_at(*sizes) <= wanted or max(sizes) == small:
+            break
+        over = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
+        sizes[over] -= 1
+    left = wanted - cost_at(*sizes)
+    for i in sorted(range(slots), key=lambda i: units[i]):
+        if left >= units[i]:
+            more = largest(i, sizes[i] + left // units[i]) - sizes[i]
+            sizes[i], left = sizes[i] + more, left - more * units[i]
+    solved = made(sizes)
+    if (count := cost(solved)) > wanted:
+        raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
+    return Fit(solved, count, wanted)
+
+
+def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
+    """The smallest sizes and their count: 1, or 2 where one alone is refused (a mask on a product needs two)."""
+    try:
+        return 1, cost_at(*[1] * slots)
+    except DeltuneError as refused:
+        try:
+            return 2, cost_at(*[2] * slots)
+        except DeltuneError:
+            raise refused from None
+
+
+def _fit_weights(weights: object, slots: int) -> bool:
+    """Whether there is a positive number for each ?."""
+    if not isinstance(weights, list | tuple) or len(weights) != slots:
+        return False
+    return all(accepts(float, weight) and weight > 0 for weight in weights)
+
+
+def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+    number = budget if isinstance(budget, int) and budget is not True else None
+    text = budget.replace(",", "").strip() if isinstance(budget, str) else ""
+    if (share := percentage(text)) is not None:
+        number = int(base_size(model, denominator)[1] * share)
+    elif re.fullmatch(r"[-+]?[0-9]{1,30}", text):
+        number = int(text)
+    if number is None or abs(number) > 10**30:
+        raise DeltuneError(f"budget={excerpt(budget)}: give a number of scalars or a share such as '0.5%'")
+    if number < 1:
+        raise DeltuneError(f"budget={budget!r} is {number} scalars; give at least 1")
+    return number
+
+
+def _pieces(method: str) -> list[str]:
+    """The expression cut at its question marks, those inside quotes left alone."""
+    if not isinstance(method, str):
+        raise DeltuneError("fit wants an expression with ? for the sizes to solve, as a text")
+    pieces, quote = [""], ""
+    for character in method:
+        if character in "'\"":
+            quote = "" if quote == character else quote or character
+        if character == "?" and not quote:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    if len(pieces) == 1:
+        raise DeltuneError(f"{method!r} leaves no size open; write ? for the sizes to solve, as in prefix(length=?)")
+    return pieces

@@ -1,0 +1,165 @@
+"""Exact counts from shapes alone (METHODS §3): what a method keeps, trains besides, and shares of the base model."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..anatomy.inspection import inspect
+from ..anatomy.tracing import skeleton
+from ..anatomy.types import Anatomy
+from ..errors import DeltuneError, excerpt, unknown
+from .arguments import LARGEST
+from .forms import Shapes
+from .registry import parse
+from .resolve import Plan, plan
+from .sites import Place
+from .spec import Method, Modification
+
+DENOMINATORS = {
+    "model": "all of AutoModel of the configuration",
+    "no_pooler": "without the pooler",
+    "no_embeddings": "without the whole embedding module",
+    "layers": "without embeddings and pooler",
+    "untied": "as if input and output embeddings were not tied",
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """Unique scalars. method: kept in the file; head: the task head's trained ones; training_only: trained besides and
+    folded away when saved; stored: numbers in the file, head included; percent: 100 · method / denominator_size."""
+
+    method: int
+    head: int
+    training_only: int
+    stored: int
+    denominator: str
+    denominator_size: int
+
+    @property
+    def trained(self) -> int:
+        """Everything the optimiser sees."""
+        return self.method + self.head + self.training_only
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.method / self.denominator_size
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "trained": self.trained, "percent": self.percent}
+
+    def __str__(self) -> str:
+        base = DENOMINATORS.get(self.denominator, "the number given")
+        text = f"{self.method:,} scalars, {self.percent:.4f} % of {self.denominator_size:,}"
+        text += f" ({self.denominator}: {base})"
+        text += f"; head {self.head:,}" if self.head else ""
+        return text + (f"; while training {self.training_only:,} more" if self.training_only else "")
+
+
+def kept_shapes(modification: Modification, place: Place) -> Shapes:
+    """Shapes of an edit's tensors in the file, the composition's included."""
+    return modification.form.shapes(place.widths) | modification.compose.shapes(place.widths)
+
+
+def trained_shapes(modification: Modification, place: Place) -> Shapes:
+    """Shapes of an edit's own trained tensors, the composition's included."""
+    return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
+
+
+def numel(shapes: Shapes) -> int:
+    """Scalars of several tensors."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def count(
+    model: PreTrainedModel | PreTrainedConfig,
+    method: str | Method,
+    denominator: str | int = "model",
+    head: str = "train",
+) -> Count:
+    """The exact count of a method on a live model or on the base model that a configuration describes.
+
+    denominator: one of DENOMINATORS, or a number. head: "train" or "freeze" (then it counts 0 but is stored).
+    Errors: what cannot be attached cannot be counted (DeltuneError); an unknown denominator.
+    """
+    anatomy = inspect(model)
+    if head not in ("train", "freeze"):
+        raise DeltuneError(unknown("head", head, ("train", "freeze")))
+    planned = plan(anatomy, parse(method), lambda: base_size(model)[1])
+    return count_plan(anatomy, planned, *base_size(model, denominator), head=head)
+
+
+def count_plan(
+    anatomy: Anatomy,
+    planned: Plan,
+    denominator: str,
+    size: int,
+    head: str = "train",
+    folded: bool = False,
+    heads: int | None = None,
+) -> Count:
+    """The count of a resolved method. folded: it was loaded, so that nothing is trained besides what is kept; heads:
+    scalars of a head that is not the anatomy's (a loaded one may have other labels)."""
+    kept = trained = drawn = 0
+    shared: dict[tuple[str, str], int] = {}
+    tied: dict[str, int] = {}
+    for edit in planned.edits:
+        m, widths = edit.modification, edit.place.widths
+        if edit.mask is not None:
+            drawn += edit.mask.count
+            continue
+        kept += numel(kept_shapes(m, edit.place))
+        trained += numel(trained_shapes(m, edit.place))
+        shared[edit.term, edit.place.group] = numel(m.form.shared(widths))
+        tied[edit.tied] = numel(m.compose.tied(widths))
+    drawn += sum(mask.count for _, mask in (*planned.partly, *planned.tied))
+    drawn += sum(gates.keep for gates in planned.gated)
+    trained += sum(2 * gates.size - gates.keep for gates in planned.gated)  # a difference and a gate for every scalar
+    method = kept + sum(tied.values()) + sum(t.numel for t in planned.selected) + drawn
+    if heads is None:
+        heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
+    return Count(
+        method=method,
+        head=heads if head == "train" else 0,
+        training_only=0 if folded else trained + sum(shared.values()) - kept,
+        stored=method + drawn + heads,  # a masked scalar is stored with its index
+        denominator=denominator,
+        denominator_size=size,
+    )
+
+
+def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
+    """The name and the number of scalars of a denominator, always of AutoModel of the configuration."""
+    size = denominator if isinstance(denominator, int) and not isinstance(denominator, bool) else None
+    if isinstance(denominator, str) and re.fullmatch(r"[0-9][0-9,]{0,30}", denominator):
+        size = int(denominator.replace(",", ""))
+    if size is not None:
+        if not 1 <= size <= LARGEST:
+            raise DeltuneError(f"denominator={excerpt(denominator)}: must be at least 1 and at most {LARGEST:,}")
+        return "number", size
+    if not isinstance(denominator, str) or denominator not in DENOMINATORS:
+        raise DeltuneError(unknown("denominator", denominator, [*DENOMINATORS, "a number"]))
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    anatomy = inspect(skeleton(config))
+    areas: dict[str, int] = {}
+    for tensor in anatomy.tensors:
+        areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
+    total = sum(areas.values())
+    without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
+    if denominator == "untied":
+        return denominator, total + _output_embeddings(anatomy, config)
+    return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
+
+
+def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
+    """Scalars of the vocabulary projection that would exist beside the input embeddings."""
+    words = anatomy.stacks[-1].words
+    found = [t for t in anatomy.tensors if words and f"{words}.weight" in (t.name, *t.aliases)]
+    if not found:
+        raise DeltuneError(f"{config.model_type}: the word embeddings cannot be seen, so there is no untied size")
+    return found[0].numel

@@ -1,0 +1,164 @@
+"""Whether a method fits: the bytes that attaching it takes, from shapes alone, against the memory that there is."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ..anatomy.types import Anatomy
+from ..errors import DeltuneError
+from .counting import base_size, count_plan, kept_shapes, numel, trained_shapes
+from .resolve import Plan, plan
+from .spec import Method
+
+LIMIT = "DELTUNE_MEMORY_LIMIT"
+"""The environment variable that states a limit in place of the memory that is free: bytes, or as in 8GiB."""
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+
+
+def needed_bytes(anatomy: Anatomy, planned: Plan, width: int) -> int:
+    """Bytes of everything that attaching a plan allocates: parameters, positions of masked ones, and the dense tensors
+    that masked entries are drawn from and computed in.
+
+    width: bytes of a trained scalar, 4, or 8 in a float64 model.
+    """
+    shared: dict[tuple[str, str], int] = {}
+    tied: dict[str, int] = {}
+    dense = masked = 0
+    for edit in planned.edits:
+        modification, place = edit.modification, edit.place
+        tied[edit.tied] = numel(modification.compose.tied(place.widths))
+        if edit.mask is None:
+            dense += numel(trained_shapes(modification, place))
+            shared[edit.term, place.group] = numel(modification.form.shared(place.widths))
+        else:  # kept or not: a pass computes in dense tensors
+            dense += numel(kept_shapes(modification, place))
+            masked += edit.mask.count
+    whole = sum(t.numel for t in planned.selected) + sum(2 * gates.size for gates in planned.gated)
+    whole += sum(t.numel for t in anatomy.tensors if t.area == "head")
+    masked += sum(mask.count for _, mask in planned.partly)
+    scalars = dense + whole + masked + sum(shared.values()) + sum(tied.values())
+    return width * scalars + 8 * masked  # a position is an int64
+
+
+def plan_to_attach(model: PreTrainedModel, anatomy: Anatomy, method: Method) -> Plan:
+    """Resolve a method on a live model that has the memory for it. Errors: those of `plan` and of `check_memory`."""
+    planned = plan(anatomy, method, lambda: base_size(model)[1])
+    check_memory(model, anatomy, planned, method)
+    return planned
+
+
+def check_memory(model: PreTrainedModel, anatomy: Anatomy, planned: Plan, method: Method) -> None:
+    """Refuse a plan that would take more memory than there is, before anything of it is allocated.
+
+    What there is: DELTUNE_MEMORY_LIMIT where it is set, else what is free on the model's devices, and on the CPU for
+    a model without numbers.
+
+    Raises:
+        DeltuneError: a plan that does not fit, with its exact count.
+    """
+    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    needed = needed_bytes(anatomy, planned, 8 if wide else 4)
+    limit, what = _limit(model)
+    if limit is None or needed <= limit:
+        return
+    count = count_plan(anatomy, planned, "number", 1)
+    raise DeltuneError(
+        f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and attaching it takes "
+        f"{_readable(needed)} of memory: {_readable(limit)} {what}. Give smaller sizes (deltune.fit finds them for a "
+        f"budget), or state another limit in the environment variable {LIMIT}"
+    )
+
+
+def _limit(model: PreTrainedModel) -> tuple[int | None, str]:
+    """How many bytes there are, and what says so; None where nothing does."""
+    if stated := os.environ.get(LIMIT, "").strip():
+        return _stated(stated), f"is the limit of {LIMIT}"
+    devices = {p.device for p in model.parameters()} - {torch.device("meta")} or {torch.device("cpu")}
+    free = [_free(device) for device in devices]
+    names = ", ".join(sorted(map(str, devices)))
+    return (None if None in free else sum(f for f in free if f is not None)), f"is free ({names})"
+
+
+def _stated(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]{0,3})", text.upper())
+    if match is None or match[2] not in UNITS:
+        raise DeltuneError(f"{LIMIT}={text!r}: give a number of bytes, or one with a unit such as 8GiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None where nobody says."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    limits = [_physical(), _of_process(), _of_group()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _physical() -> int | None:
+    """Memory that Linux says is available; elsewhere all that the machine has."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _of_process() -> int | None:
+    """What the process's limit on its address space (ulimit -v) leaves."""
+    try:
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft == resource.RLIM_INFINITY:
+            return None
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return max(0, soft - pages * os.sysconf("SC_PAGE_SIZE"))
+    except (ImportError, OSError, ValueError, IndexError):
+        return None
+
+
+def _of_group() -> int | None:
+    """What the limit of a container (cgroup v2 or v1) leaves; its file cache gives way."""
+    for folder, limit, usage, cache in GROUPS:
+        try:
+            most, used = (int((folder / name).read_text()) for name in (limit, usage))
+            cached = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if cache in line]
+            return max(0, most - used + sum(map(int, cached)))
+        except (OSError, ValueError, IndexError):  # no such group, or no limit: "max"
+            continue
+    return None
+
+
+GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "active_file "),  # inactive_file too
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+)
+"""Where a group's limit, its use and its reclaimable cache are."""
+
+
+def _readable(size: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:,.1f} {unit}" if unit != "bytes" else f"{size:,} bytes"
+        size /= 1024
+    return f"{size:,.1f} TiB"

@@ -1,0 +1,261 @@
+"""The safe parser of method expressions: Python's grammar through `ast`, nothing evaluated.
+
+    prefix(length=16) + layernorm
+    Modification(site='ffn', form=Bottleneck(512), insertion='parallel', compose=Scale(4)) + lora(at=('query', 'key'))
+
+Allowed: calls of known names, sums of them, and literals (numbers, strings, True, False, None, tuples, lists). Every
+mistake is collected and reported at once, each with a caret under its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
+from typing import Any
+
+from ..errors import DeltuneError, all_problems, excerpt, nearest, unknown
+from .arguments import accepts, mismatch, too_large
+
+Vocabulary = Mapping[str, Callable[..., Any]]
+
+ELSEWHERE = {
+    "r": "rank",
+    "num_virtual_tokens": "length",
+    "target_modules": "at",
+    "layers_to_transform": "layers",
+    "non_linearity": "activation",
+}
+"""What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
+
+LONGEST = 100_000
+"""Characters of an expression."""
+DEEPEST = 30
+"""Brackets within brackets."""
+MOST_TERMS = 1_000
+"""Terms of one sum."""
+
+
+def no_argument(name: str, key: str, make: Callable[..., Any]) -> str:
+    """Message for an argument that does not exist: the nearest, or what others' word is here, and all there are."""
+    there, parameters = ELSEWHERE.get(key), signature(make).parameters
+    guess = there if there in parameters else nearest(key, parameters)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    return f"{name} has no argument {key!r}.{hint} It takes: {usage(make)}"
+
+
+@dataclass
+class _Problem:
+    node: ast.AST
+    message: str
+
+
+class _Failed(Exception):
+    """Raised inside one term once its problem is noted, so that the other terms are still read."""
+
+
+def parse(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
+    """The value of an expression over `vocabulary`; bare names in `words` (sites) stand for themselves.
+
+    Errors: DeltuneError with every problem of the text, its place marked by a caret.
+    """
+    if not isinstance(text, str):
+        raise DeltuneError(f"a method is an expression (text) or a method object, not {type(text).__name__}")
+    source = " ".join(text.split())
+    if not source:
+        raise DeltuneError("the method expression is empty; for example: prefix(length=16) + layernorm")
+    _check_limits(source)
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        at = (getattr(error, "offset", None) or 1) - 1
+        deep = isinstance(error, RecursionError | MemoryError)
+        reason = "nested too deeply" if deep else getattr(error, "msg", None) or str(error)
+        reason = "a size is left open (?); deltune.fit solves it for a budget" if "?" in source else reason
+        raise DeltuneError(f"the method expression cannot be read: {reason}\n{_caret(source, at)}") from None
+    reader = _Reader(vocabulary, words)
+    try:
+        value = reader.value(tree.body, top=True)
+    except _Failed:
+        value = None
+    except RecursionError:
+        raise DeltuneError("the method expression is nested too deeply") from None
+    if reader.problems:
+        raise all_problems(
+            "the method expression is wrong",
+            [f"{p.message}\n{_caret(source, _column(source, p.node))}" for p in reader.problems],
+        )
+    return value
+
+
+def _check_limits(source: str) -> None:
+    """Error for a text that is longer or nested deeper than any method, before it is parsed."""
+    if len(source) > LONGEST:
+        raise DeltuneError(f"the method expression has {len(source):,} characters; at most {LONGEST:,} are read")
+    depth, quote = 0, ""
+    for column, character in enumerate(source):
+        if character in "'\"":
+            quote = "" if quote == character else quote or character
+        elif not quote and character in "([{":
+            depth += 1
+        elif not quote and character in ")]}":
+            depth -= 1
+        if depth > DEEPEST:
+            raise DeltuneError(
+                f"the method expression is nested too deeply: more than {DEEPEST} brackets are open\n"
+                + _caret(source, column)
+            )
+
+
+def _column(source: str, node: ast.AST) -> int:
+    """ast counts bytes; a caret needs characters."""
+    offset: int = getattr(node, "col_offset", 0)
+    return len(source.encode()[:offset].decode(errors="ignore"))
+
+
+def _caret(source: str, column: int) -> str:
+    start = max(0, column - 60)
+    return f"    {source[start : start + 100]}\n    {' ' * (column - start)}^"
+
+
+class _Reader:
+    def __init__(self, vocabulary: Vocabulary, words: typing.Collection[str]) -> None:
+        self.vocabulary, self.words = vocabulary, words
+        self.problems: list[_Problem] = []
+
+    def fail(self, node: ast.AST, message: str) -> typing.NoReturn:
+        self.problems.append(_Problem(node, message))
+        raise _Failed
+
+    def value(self, node: ast.expr, top: bool = False) -> Any:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self.sum(node)
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        if isinstance(node, ast.Name):
+            if node.id in self.vocabulary:
+                return self.build(node, node, [], {})
+            if not top and node.id in self.words:
+                return node.id
+            quoted = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
+            self.fail(node, unknown("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
+        if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
+            if isinstance(node.value, int | float) and (why := too_large(node.value)):
+                self.fail(node, f"{excerpt(node.value)} is too large: {why}")
+            return node.value
+        if not top and isinstance(node, ast.Tuple | ast.List):
+            return tuple(self.value(item) for item in node.elts)
+        if not top and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            number = self.value(node.operand)
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                return -number
+        self.fail(node, "only names, calls, + and literal arguments are allowed here")
+
+    def sum(self, node: ast.BinOp) -> Any:
+        terms: list[ast.expr] = []
+        rest: ast.expr = node
+        while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.Add):
+            terms.append(rest.right)
+            rest = rest.left
+        if len(terms) >= MOST_TERMS:
+            self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MOST_TERMS:,} are read")
+        values = []
+        for term in [rest, *reversed(terms)]:
+            try:
+                values.append(self.value(term, top=True))
+            except _Failed:
+                continue
+        if self.problems:
+            raise _Failed
+        total = values[0]
+        for term_value in values[1:]:
+            try:
+                total = total + term_value
+            except TypeError:
+                self.fail(node, f"{total!r} and {term_value!r} cannot be added: only methods can")
+        return total
+
+    def call(self, node: ast.Call) -> Any:
+        if not isinstance(node.func, ast.Name):
+            self.fail(node.func, "only a plain name can be called")
+        if node.func.id not in self.vocabulary:
+            self.fail(node.func, unknown("name", node.func.id, self.vocabulary))
+        before = len(self.problems)
+        positional: list[tuple[ast.AST, Any]] = []
+        named: dict[str, tuple[ast.AST, Any]] = {}
+        for argument in node.args:
+            try:
+                positional.append((argument, self.value(argument)))
+            except _Failed:
+                continue
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                self.problems.append(_Problem(keyword.value, "** is not allowed"))
+                continue
+            try:
+                named[keyword.arg] = (keyword, self.value(keyword.value))
+            except _Failed:
+                continue
+        if len(self.problems) > before:
+            raise _Failed
+        return self.build(node, node.func, positional, named)
+
+    def build(
+        self,
+        node: ast.AST,
+        name: ast.Name,
+        positional: list[tuple[ast.AST, Any]],
+        named: dict[str, tuple[ast.AST, Any]],
+    ) -> Any:
+        """Bind the arguments against the signature, check their types, and make the value."""
+        make = self.vocabulary[name.id]
+        parameters = signature(make).parameters
+        hints = typing.get_type_hints(make)
+        before = len(self.problems)
+        bound: dict[str, Any] = {}
+        for (at, argument), key in zip(positional, parameters, strict=False):
+            bound[key] = self.checked(at, name.id, key, argument, hints)
+        for at, _ in positional[len(parameters) :]:
+            self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {usage(make)}"))
+        for key, (at, argument) in named.items():
+            if key not in parameters:
+                self.problems.append(_Problem(at, no_argument(name.id, key, make)))
+            elif key in bound:
+                self.problems.append(_Problem(at, f"{name.id}: {key!r} is given twice"))
+            else:
+                bound[key] = self.checked(at, name.id, key, argument, hints)
+        missing = [k for k, p in parameters.items() if p.default is Parameter.empty and k not in bound]
+        if missing:
+            self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {usage(make)}"))
+        if len(self.problems) > before:
+            raise _Failed
+        try:
+            return make(**bound)
+        except DeltuneError as error:
+            self.fail(node, f"{name.id}: {error}")
+
+    def checked(self, node: ast.AST, name: str, key: str, value: Any, hints: dict[str, Any]) -> Any:
+        hint = hints.get(key, Any)
+        if not accepts(hint, value):
+            self.problems.append(_Problem(node, f"{name}: {mismatch(key, hint, value)}"))
+        return value
+
+
+def usage(make: Callable[..., Any]) -> str:
+    """The signature as it is written in an expression."""
+    excerpt: Signature = signature(make)
+    parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
+    return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
+
+
+def expression(value: Any) -> str:
+    """The text that the parser reads back as `value`; arguments at their defaults are left out."""
+    given = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in dataclasses.fields(value)
+        if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"

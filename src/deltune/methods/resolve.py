@@ -1,0 +1,257 @@
+"""What a method comes down to on one model: its edits with their places, and the tensors it selects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..anatomy.types import Anatomy, Norm, Tensor
+from ..errors import DeltuneError, all_problems
+from .masks import Mask, Unit, split
+from .sites import Place, Port, chosen_layers, places
+from .spec import Masked, Method, Modification, Selection
+
+
+@dataclass(frozen=True)
+class PlannedEdit:
+    """A modification at one place. `key`: its name in modules and files; `origin`: the number of the first part of its
+    term in the sum; `mask`: which of its scalars are trained."""
+
+    key: str
+    modification: Modification
+    place: Place
+    origin: int
+    mask: Mask | None = None
+
+    @property
+    def term(self) -> str:
+        """The part of the method it comes from."""
+        return self.key.partition("_")[0]
+
+    @property
+    def tied(self) -> str:
+        """The name of what the places of its sub-module share, a gate."""
+        return f"{self.origin}_{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
+
+
+@dataclass(frozen=True)
+class PlannedGates:
+    """Tensors of which exactly `keep` scalars change, which ones is learned. `key`: the number of its part."""
+
+    key: str
+    tensors: tuple[Tensor, ...]
+    keep: int
+
+    @property
+    def size(self) -> int:
+        return sum(t.numel for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method comes down to on one model: its edits, the tensors it selects whole, and those it selects in part.
+
+    `tied`: masks on what places share, by name; `gated`: tensors whose mask is learned.
+    """
+
+    edits: tuple[PlannedEdit, ...]
+    selected: tuple[Tensor, ...]
+    partly: tuple[tuple[Tensor, Mask], ...] = ()
+    tied: tuple[tuple[str, Mask], ...] = ()
+    gated: tuple[PlannedGates, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # a value; copies of a tuned model share it
+
+
+def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
+    """Resolve a method on a model; base() is the size of AutoModel, for a mask that is a share of it.
+
+    Errors: DeltuneError with every term that cannot be had and why.
+    """
+    problems: list[str] = []
+    plans: list[Plan] = []
+    index = 0
+    for term in method.terms:
+        found = _term(anatomy, term, index, problems)
+        index += len(term.parts)
+        if isinstance(term, Masked) and not problems:
+            try:
+                found = _masked(found, term, base)
+            except DeltuneError as error:
+                problems.append(f"{term!r}: {error}")
+            inner = term.method.terms
+            problems += _idle([_term(anatomy, one, index, problems) for one in inner] if len(inner) > 1 else [], inner)
+        plans.append(found)
+    problems = problems or list(_conflicts(plans, method.terms))
+    if problems:
+        raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
+    selected = {t.name: t for p in plans for t in p.selected}
+    partly = {t.name: (t, mask) for p in plans for t, mask in p.partly}
+    return Plan(
+        tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
+        tuple(t for p in plans for t in p.tied), tuple(g for p in plans for g in p.gated),
+    )  # fmt: skip
+
+
+def _conflicts(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
+    """What terms would take from one another: every scalar that is counted must be used and trained."""
+    names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
+    whole = {t.name for p in plans for t in p.selected}
+    if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
+        yield (
+            f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
+            "apet(A + B, …), or one of the two"
+        )
+    replaced: dict[Port, PlannedEdit] = {}
+    for edit in (e for p in plans for e in p.edits if e.modification.form.replaces):
+        if edit.place.target in replaced:
+            yield (
+                f"two terms put {edit.modification.form!r} in place of what is at {edit.place.name}: the first of them "
+                "would have no effect; give one"
+            )
+        replaced[edit.place.target] = edit
+    yield from _idle(plans, terms)
+    in_part = [t for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
+    if unreached := sorted({t.name for t in in_part if t.direct}):
+        yield (
+            f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
+            "module, so that what is trained of it would never be used; choose a method without it, or train it whole"
+        )
+    forms = [e.modification.form for p in plans for e in p.edits]
+    if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
+        yield "shift_positions beside a prompt: both would move the positions of the text"
+
+
+def _idle(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
+    """Terms that only select tensors, all of which other terms select too."""
+    selected = [{t.name for t in p.selected} for p in plans]
+    for number, (one, term) in enumerate(zip(plans, terms, strict=False)):
+        rest = {name for other, names in enumerate(selected) if other != number for name in names}
+        if selected[number] and selected[number] <= rest and not (one.edits or one.gated or one.partly):
+            others = [repr(terms[i]) for i, names in enumerate(selected) if i != number and names & selected[number]]
+            beside = " and ".join(dict.fromkeys(others))
+            yield f"{term!r} has no effect beside {beside}, which trains all of it: leave it out"
+            return
+
+
+def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Plan:
+    """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
+    edits: list[PlannedEdit] = []
+    selected: list[Tensor] = []
+    gated: list[PlannedGates] = []
+    for number, part in enumerate(term.parts, index):
+        try:
+            if isinstance(part, Modification):
+                found = places(anatomy, part)
+                edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
+            elif part.sparsity is None:
+                selected += tensors(anatomy, part)
+            elif chosen := tensors(anatomy, part):
+                gated.append(_gated(chosen, part.sparsity, str(number)))
+        except DeltuneError as error:
+            problems.append(f"{part!r}: {error}")
+    return Plan(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
+
+
+def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> PlannedGates:
+    unique = tuple(dict.fromkeys(chosen))
+    size = sum(t.numel for t in unique)
+    keep = int(size * sparsity)
+    if not keep:
+        raise DeltuneError(f"sparsity={sparsity} of {size:,} scalars is none; give at least {1 / size:.2g}")
+    return PlannedGates(key, unique, keep)
+
+
+def _masked(whole: Plan, masked: Masked, base: Callable[[], int]) -> Plan:
+    """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out.
+
+    A learned scale acts through the form of its edit, and a gate through the edits that it is tied to: they get none
+    where those have none.
+    """
+    owners: list[tuple[str, str, Unit]] = []
+    needs: dict[int, list[int]] = {}
+    forms: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
+    for edit in whole.edits:
+        composing = edit.modification.compose.shapes(edit.place.widths)
+        units = _units(edit)
+        numbered = dict(enumerate(units, len(owners)))
+        form = [i for i, unit in numbered.items() if unit.leaf not in composing]
+        needs |= {i: form for i, unit in numbered.items() if unit.leaf in composing}
+        if edit.modification.compose.tied(edit.place.widths):
+            forms.setdefault(edit.tied, []).extend(form)
+        owners += [("edit", edit.key, unit) for unit in units]
+    for key, edit in {e.tied: e for e in whole.edits if e.tied in forms}.items():
+        needs[len(owners)] = forms[key]
+        shape = edit.modification.compose.tied(edit.place.widths)["gate"]
+        owners.append(("tied", key, Unit(f"tied.{key}", shape, "gate")))
+    owners += [("base", t.name, Unit(t.name, t.shape, t.name)) for t in whole.selected]
+    quotas = split([unit for _, _, unit in owners], masked.wanted(base), needs)
+    kept: dict[tuple[str, str], list[tuple[Unit, int]]] = {}
+    for (kind, name, unit), count in zip(owners, quotas, strict=True):
+        if count:
+            kept.setdefault((kind, name), []).append((unit, count))
+    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept.items()}
+    return Plan(
+        tuple(replace(e, mask=masks["edit", e.key]) for e in whole.edits if ("edit", e.key) in masks), (),
+        tuple((t, masks["base", t.name]) for t in whole.selected if ("base", t.name) in masks),
+        tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
+    )  # fmt: skip
+
+
+def _units(edit: PlannedEdit) -> list[Unit]:
+    """What is drawn of an edit: its product, if it has one, and every other tensor alone."""
+    widths, form = edit.place.widths, edit.modification.form
+    shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
+    product = form.product(widths)
+    units = []
+    if product is not None:
+        rank, down, up = product
+        units.append(Unit(edit.key, rank=rank, down=down, up=up))
+        shapes = {leaf: s for leaf, s in shapes.items() if leaf not in {side.leaf for side in (*down, *up)}}
+    return units + [Unit(f"{edit.key}.{leaf}", shape, leaf) for leaf, shape in shapes.items()]
+
+
+def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
+    """Every tensor of a selection, each once; an error where none exists, saying what there is."""
+    layers = {anatomy.layers.index(la) for la in chosen_layers(anatomy, selection.layers, selection.stack)}
+    belongs = {norm.path: norm for _, norm in anatomy.all_norms()}
+    found = []
+    for tensor in anatomy.tensors:
+        if (
+            tensor.computed
+            or tensor.area not in selection.areas
+            or (tensor.layer is not None and tensor.layer not in layers)
+        ):
+            continue
+        if tensor.layer is None and selection.stack not in ("all", *_stacks_of(anatomy, tensor)):
+            continue
+        if not any(_is(tensor, role) for role in selection.roles):
+            continue
+        norm: Norm | None = belongs.get(tensor.name.rpartition(".")[0])
+        if selection.of != "both" and norm is not None and norm.of and selection.of not in norm.of:
+            continue
+        found.append(tensor)
+    missing = [r for r in selection.roles if not any(_is(t, r) for t in anatomy.tensors)]
+    if not selection.optional and (not found or len(missing) == len(selection.roles)):
+        raise DeltuneError(_nothing(anatomy, selection))
+    return found
+
+
+def _stacks_of(anatomy: Anatomy, tensor: Tensor) -> list[str]:
+    """The stacks that a tensor outside the layers stands in; shared embeddings stand in both."""
+    names = (tensor.name, *tensor.aliases)
+    return [s.name for s in anatomy.stacks if any(n.startswith(f"{s.entry}." if s.entry else "") for n in names)]
+
+
+def _is(tensor: Tensor, role: str) -> bool:
+    return role == "all" or tensor.role == role or (role == "bias" and tensor.role.rpartition(".")[2] == "bias")
+
+
+def _nothing(anatomy: Anatomy, selection: Selection) -> str:
+    roles = sorted({t.role for t in anatomy.tensors if t.area in selection.areas})
+    wanted = " or ".join(selection.roles)
+    if selection.roles == ("norm.bias",):
+        return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
+    return f"this model has no {wanted} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"

@@ -1,0 +1,249 @@
+"""Where: the places of one model that a modification means.
+
+Reads the anatomy only (no weights), so that counting, attaching and refusing agree by construction. Each site's rule
+says what it is on one layer, a Spot; insertion and composition then decide what is read there, the same for all sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear
+from ..errors import DeltuneError
+from .forms import Prompt, Vector, Widths
+from .spec import LayersArg, Modification
+
+
+@dataclass(frozen=True)
+class Port:
+    """One side of one module. side: "input" (its first argument), "output", "attention" (inside the attention's call),
+    "tokens" (around a stack), "states" (all hidden states of a stack). columns: the part of a fused projection."""
+
+    path: str
+    side: str
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """One concrete place of a modification: h is written at `target`, x read at `source` (None: nothing but h is read).
+
+    `name` is unique and stable, "encoder.3.self.query"; `sublayer` the sub-module it is in; `group` what shares a
+    reparameterisation; `again`: the target is a norm, applied to h before the form reads it (x="normed"); `linear`: the
+    projection, where it is one; `biased`: whether a bias is there already; `moves`: the stack whose positions move on.
+    """
+
+    name: str
+    target: Port
+    source: Port | None
+    widths: Widths
+    sublayer: str
+    group: str
+    again: bool = False
+    linear: Linear | None = None
+    biased: bool = False
+    moves: str = ""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A site on one layer before insertion and composition: h at `target` (h_width), x at `x` (x_width)."""
+
+    name: str
+    target: Port
+    h_width: int
+    sublayer: str
+    group: str
+    x: Port | None = None
+    x_width: int = 0
+    again: bool = False
+    linear: Linear | None = None
+    biased: bool = False
+    attention: Attention | None = None
+
+
+def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
+    """The layers that `layers` and `stack` name; indices count within each stack."""
+    names = [s.name for s in anatomy.stacks]
+    if stack != "all" and stack not in names:
+        raise DeltuneError(f"stack={stack!r}: this model has {' and '.join(names)} only")
+    if layers != "all" and anatomy.shared:
+        raise DeltuneError(f"layers={layers!r}: this model shares one set of modules between its layers; use 'all'")
+    found: list[Layer] = []
+    for part in anatomy.stacks:
+        if stack in ("all", part.name):
+            own = [layer for layer in anatomy.layers if layer.stack == part.name]
+            half = len(own) // 2
+            if layers == "all":
+                found += own
+            elif layers == "lower half":
+                found += own[:half]
+            elif layers == "upper half":
+                found += own[half:]
+            else:
+                beyond = [i for i in layers if int(i) >= len(own)]
+                if beyond:
+                    raise DeltuneError(f"layers={layers!r}: the {part.name} has layers 0 to {len(own) - 1}")
+                found += [layer for layer in own if layer.index in layers]
+    if not found:
+        raise DeltuneError(f"layers={layers!r} names no layer of this model")
+    return found
+
+
+def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
+    """Every place of a modification, in the order of execution; an error where there is none or it cannot be seen."""
+    if modification.site in ("embedding", "hidden_states"):
+        whole = _embedding if modification.site == "embedding" else _hidden_states
+        return [whole(anatomy, modification)]
+    spots = [
+        spot
+        for layer in chosen_layers(anatomy, modification.layers, modification.stack)
+        for spot in _spots(anatomy, layer, modification)
+    ]
+    if isinstance(modification.form, Vector) and modification.form.where != "all":
+        wanted = modification.form.where == "biased"
+        spots = [spot for spot in spots if spot.biased == wanted]
+        if not spots and not modification.optional:
+            which = "has a bias" if wanted else "lacks a bias"
+            raise DeltuneError(f"no {modification.site} of this model {which}")
+    elif not spots and not modification.optional:
+        kinds = sorted({a.kind for layer in anatomy.layers for a in layer.attentions})
+        if modification.attention not in ("all", *kinds):
+            asked = modification.attention
+            raise DeltuneError(f"attention={asked!r}: this model has {' and '.join(kinds)} attention only")
+        raise DeltuneError(f"this model has no site {modification.site!r} that can be seen")
+    return [_moving(anatomy, _place(spot, modification), spot, modification) for spot in spots]
+
+
+def _place(spot: Spot, modification: Modification) -> Place:
+    """u is x (parallel) or h (sequential); a gate reads x in either case."""
+    parallel = modification.insertion == "parallel"
+    reads = parallel or modification.compose.reads_x
+    if reads and spot.x is None:
+        raise DeltuneError(f"{spot.name} has no input of its own to read")
+    a = spot.attention
+    widths = Widths(
+        spot.x_width if parallel else spot.h_width, spot.h_width, spot.x_width,
+        (a.heads or 0) if a else 0, (a.kv_heads or 0) if a else 0, (a.head_width or 0) if a else 0,
+        (a.value_width or 0) if a else 0,
+    )  # fmt: skip
+    if why := modification.form.fits(widths):
+        raise DeltuneError(why)
+    inside = modification.form.needs == "attention" and not modification.compose.reads_x
+    return Place(
+        spot.name, spot.target, spot.x if reads and not inside else None, widths, spot.sublayer, spot.group, spot.again,
+        spot.linear, spot.biased,
+    )  # fmt: skip
+
+
+def _moving(anatomy: Anatomy, place: Place, spot: Spot, modification: Modification) -> Place:
+    """The place of a form that moves the positions of its stack's tokens on, if it is in their own attention."""
+    if not modification.form.shift or spot.attention is None or spot.attention.kind != "self":
+        return place
+    stack = anatomy.stack(place.name.partition(".")[0])
+    if not stack.position_ids and stack.positions is None:
+        raise DeltuneError(
+            f"shift_positions moves absolute positions, which the {stack.name} of this model does not have"
+        )
+    return replace(place, moves=stack.name)
+
+
+def _spots(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[Spot]:
+    site, stem = modification.site, f"{layer.stack}.{layer.index}"
+    if site == "block":
+        width = anatomy.stack(layer.stack).width
+        target, x = Port(layer.path, "output"), Port(layer.path, "input")
+        yield Spot(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
+    elif site == "norm":
+        for number, norm in enumerate(layer.norms):
+            name = f"{stem}.norm{number}"
+            yield Spot(name, Port(norm.path, "output"), norm.width, name, layer.stack, biased=norm.bias)
+    elif site.startswith("ffn"):
+        for number, ffn in enumerate(layer.ffns):
+            yield from _ffn(f"{stem}.{number}" if number else stem, layer, ffn, modification)
+    else:
+        for attention in layer.attentions:
+            if modification.attention in ("all", attention.kind):
+                yield _attention(f"{stem}.{attention.kind}", layer, attention, modification)
+
+
+def _attention(stem: str, layer: Layer, attention: Attention, modification: Modification) -> Spot:
+    site, output = modification.site, attention.output
+    name, group = f"{stem}.{site}", f"{layer.stack}_{attention.kind}"
+    x = Port(_read(attention, modification), "input")
+    x_width = attention.query.in_width if attention.query else output.out_width
+    if site == "output":
+        return _projection(name, output, stem, group)
+    if site == "attention":
+        return Spot(name, Port(output.path, "output"), output.out_width, stem, group, x, x_width)
+    if site == "heads" and modification.form.needs == "hidden":
+        return Spot(name, Port(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention)
+    if attention.query is None or attention.key is None or attention.value is None:
+        raise DeltuneError(
+            f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not call "
+            "transformers' attention interface"
+        )
+    if site == "heads":
+        target = Port(attention.path, "attention")
+        return Spot(name, target, output.in_width, stem, group, x, x_width, attention=attention)
+    linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
+    return _projection(name, linear, stem, group)
+
+
+def _projection(name: str, linear: Linear, sublayer: str, group: str) -> Spot:
+    target, x = Port(linear.path, "output", linear.columns), Port(linear.path, "input")
+    return Spot(
+        name, target, linear.out_width, sublayer, group, x, linear.in_width, linear=linear, biased=linear.bias
+    )  # fmt: skip
+
+
+def _ffn(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[Spot]:
+    site, sublayer, group = modification.site, f"{stem}.ffn", layer.stack
+    hidden, x_width = ffn.output.out_width, ffn.inputs[0].in_width
+    x = Port(_read(ffn, modification), "input")
+    if site == "ffn_up":
+        for number, linear in enumerate(ffn.inputs):
+            yield _projection(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
+    elif site == "ffn_down":
+        yield _projection(f"{stem}.ffn_down", ffn.output, sublayer, group)
+    elif site == "ffn_inner":
+        target = Port(ffn.output.path, "input")
+        yield Spot(f"{stem}.ffn_inner", target, ffn.output.in_width, sublayer, group, linear=ffn.output)
+    elif modification.x == "normed" and ffn.post is not None:
+        # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
+        yield Spot(f"{stem}.ffn", Port(ffn.post, "input"), hidden, sublayer, group, x, x_width, again=True)
+    else:
+        yield Spot(f"{stem}.ffn", Port(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
+
+
+def _read(part: Attention | FFN, modification: Modification) -> str:
+    """Where x is read: the sub-layer's own input, or the residual stream before its pre-norm (post-norm: the same)."""
+    return part.pre if modification.x == "residual" and part.pre is not None else part.reads
+
+
+def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
+    stack = anatomy.stacks[0]
+    if stack.words is None:
+        raise DeltuneError("the word embeddings of this model cannot be seen")
+    if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
+        raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
+    words = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
+    rows, width = words.shape
+    first = modification.form.init_from if isinstance(modification.form, Prompt) else None
+    if beyond := [i for i in first or () if not 0 <= i < rows]:
+        raise DeltuneError(f"init_from={first!r}: {beyond} are no token ids of this model, which has 0 to {rows - 1}")
+    name = f"{stack.name}.embedding"
+    return Place(name, Port(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
+
+
+def _hidden_states(anatomy: Anatomy, modification: Modification) -> Place:
+    stack = anatomy.stacks[-1]
+    if anatomy.answers in ("words", "choices"):
+        raise DeltuneError(
+            f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.answers}"
+        )
+    width = stack.width
+    widths = replace(Widths(width, width), states=stack.depth + 1)
+    name = f"{stack.name}.hidden_states"
+    return Place(name, Port(stack.container, "states"), None, widths, name, stack.name)

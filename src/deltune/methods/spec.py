@@ -1,0 +1,341 @@
+"""Methods as values: a method is a sum of modifications of hidden states and selections of existing tensors.
+
+Modification: a point of the design space (UV table 1): site, form, insertion, composition, and where it applies.
+Selection: existing tensors, by role. Named: a method of the table with its arguments. Sum: several of them.
+All are frozen, comparable and hashable; their repr is the expression that makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from inspect import signature
+from typing import Any, Literal, get_type_hints
+
+from ..errors import DeltuneError, all_problems, unknown
+from .arguments import accepts, check_fields, mismatch, percentage
+from .attention_forms import Prefix
+from .compositions import Add, Composition, Gate, Scale, SigmoidGate
+from .forms import Form, Vector
+from .parser import expression, no_argument, usage
+
+SITES = {
+    "heads": "per-head attention output, before W_o",
+    "attention": "output of W_o, before dropout, residual and norm",
+    "query": "output of the query projection",
+    "key": "output of the key projection",
+    "value": "output of the value projection",
+    "output": "output of the output projection W_o, as a projection",
+    "ffn": "output of the FFN's last linear, before residual and norm",
+    "ffn_up": "outputs of the FFN's input linears",
+    "ffn_down": "output of the FFN's last linear, as a projection",
+    "ffn_inner": "the FFN's inner activation, before its last linear",
+    "norm": "outputs of the norms in the layers",
+    "embedding": "the input hidden states",
+    "block": "a layer's output",
+    "hidden_states": "all layers' outputs, read together by the head",
+}
+"""Sites of UV's third dimension, with what each one is."""
+
+INSIDE_ATTENTION = ("heads", "attention", "query", "key", "value", "output")
+"""The sites that each attention has, where attention= chooses."""
+
+PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
+LAYERS = ("all", "lower half", "upper half")
+STACKS = ("all", "encoder", "decoder")
+ATTENTIONS = ("all", "self", "cross")
+READS = ("input", "residual", "normed")
+
+LayersArg = str | tuple[int, ...]
+
+
+class Method:
+    """Anything that can be attached. `a + b` is their sum."""
+
+    def __add__(self, other: Method) -> Method:
+        if not isinstance(other, Method):
+            return NotImplemented
+        return Sum((*self.terms, *other.terms))
+
+    def __radd__(self, other: object) -> Method:
+        return self if other == 0 else NotImplemented  # sum() begins with 0
+
+    @property
+    def terms(self) -> tuple[Method, ...]:
+        """What is joined by +."""
+        return (self,)
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        """The modifications and selections it comes down to, in order."""
+        raise NotImplementedError
+
+
+ADD = Add()
+
+SITE_OF = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
+"""Which sites offer what a form needs beyond one representation."""
+
+
+@dataclass(frozen=True, repr=False)
+class Modification(Method):
+    """h <- compose(h, form(u)) at every place of `site`; u = x (parallel) or h (sequential).
+
+    site: one of SITES; layers: "all", "lower half", "upper half" or 0-based indices; stack: all, encoder, decoder;
+    attention: all, self, cross (attention sites only); x: "input" (what the frozen sub-module reads), "residual" (the
+    stream before its norm), "normed" (sequential after the FFN's add & norm, with that norm applied again);
+    optional: a model without such a place is no error.
+    Errors: every value that does not exist, and combinations without a meaning, with the reason.
+    """
+
+    site: str
+    form: Form
+    insertion: Literal["parallel", "sequential"] = "parallel"
+    compose: Composition = ADD
+    layers: LayersArg = "all"
+    stack: str = "all"
+    attention: str = "all"
+    x: str = "input"
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_where(self.layers, self.stack, self.attention)
+        for name, value, known in (
+            ("site", self.site, SITES),
+            ("insertion", self.insertion, ("parallel", "sequential")),
+            ("x", self.x, READS),
+        ):
+            if value not in known:
+                raise DeltuneError(unknown(name, value, known))
+        if self.attention != "all" and self.site not in INSIDE_ATTENTION:
+            raise DeltuneError(f"attention={self.attention!r} chooses attentions; site {self.site!r} is in none")
+        needs, form = self.form.needs, type(self.form).__name__
+        if needs in SITE_OF and self.site not in SITE_OF[needs]:
+            raise DeltuneError(f"{form} acts at site {SITE_OF[needs][0]!r}, not at {self.site!r}")
+        if self.site in ("embedding", "hidden_states") and self.site not in SITE_OF.get(needs, ()):
+            raise DeltuneError(f"{form} cannot act at site {self.site!r}: it needs one representation to change")
+        if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
+            raise DeltuneError(f"site {self.site!r} has no x of its own: insertion is 'sequential'")
+        if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
+            raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
+        if needs in SITE_OF and self.insertion == "sequential":
+            raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
+        if self.x == "residual" and (self.site not in ("attention", "ffn", "heads") or self.insertion != "parallel"):
+            raise DeltuneError("x='residual' is for a parallel insertion at 'attention', 'ffn' or 'heads'")
+        if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
+            raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
+        if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
+            raise DeltuneError(f"a Vector that minds biases acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
+        if self.site in ("embedding", "hidden_states") and (self.layers, self.stack) != ("all", "all"):
+            raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
+        if self.site == "embedding" and self.compose != ADD:
+            raise DeltuneError(f"vectors before the embeddings are joined by Add() alone, not by {self.compose!r}")
+        if isinstance(self.form, Prefix) and self.form.length == 1 and not isinstance(self.compose, Gate):
+            raise DeltuneError(
+                "one prefix vector without the gate of UV eq. 8: its softmax is 1 whatever its key is, so that the key "
+                "would never be trained; give a length of at least 2"
+            )
+        if isinstance(self.compose, Scale) and not self.compose.value and self.form.silent:
+            raise DeltuneError(
+                f"a learned scale that starts at 0 on {self.form!r}, which starts at 0 too: neither would ever have a "
+                "gradient; start the scale at another number"
+            )
+        inputless = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
+        if isinstance(self.compose, SigmoidGate) and inputless:
+            raise DeltuneError(f"SigmoidGate reads a sub-module's input, which site {self.site!r} does not have")
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return (self,)
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Selection(Method):
+    """Existing tensors trained in place, by role and area, never by name.
+
+    roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all"; areas: "layers",
+    "embedding", "final", "pooler", "vocabulary", "other"; of: "both", "attention", "ffn" (norms only); layers, stack as
+    in Modification. sparsity: only that share of their scalars changes in the end, and training finds which (W + z ⊙ δ
+    with gates z under an L0 penalty; Guo et al. 2021); None: all of them.
+    """
+
+    roles: tuple[str, ...]
+    areas: tuple[str, ...] = ("layers",)
+    of: str = "both"
+    layers: LayersArg = "all"
+    stack: str = "all"
+    sparsity: float | None = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_where(self.layers, self.stack)
+        if self.sparsity is not None and not 0 < self.sparsity < 1:
+            raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
+        for role in self.roles:
+            if role not in ROLES:
+                raise DeltuneError(unknown("role", role, ROLES))
+        for area in self.areas:
+            if area not in AREAS:
+                raise DeltuneError(unknown("area", area, AREAS))
+        if self.of not in ("both", "attention", "ffn"):
+            raise DeltuneError(unknown("of", self.of, ("both", "attention", "ffn")))
+        if self.of != "both" and not all(role.startswith("norm.") for role in self.roles):
+            raise DeltuneError(f"of={self.of!r} chooses norms; the roles here are {', '.join(self.roles)}")
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return (self,)
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+
+ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "all")
+AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
+
+
+@dataclass(frozen=True)
+class Named(Method):
+    """A method of the table with all its arguments; `given` holds those that differ from their defaults."""
+
+    name: str
+    given: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, Any], ...]
+    built: tuple[Modification | Selection, ...]
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return self.built
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and (self.name, self.given) == (other.name, other.given)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.given))
+
+    def __repr__(self) -> str:
+        return _call(self.name, self.given)
+
+
+def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., Named]:
+    """A function that returns parts becomes one that returns the named method, with its arguments on record."""
+    shape = signature(make)
+    hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
+
+    @wraps(make)
+    def method(*args: Any, **kwargs: Any) -> Named:
+        if unheard := [no_argument(make.__name__, key, make) for key in kwargs if key not in shape.parameters]:
+            raise DeltuneError("; ".join(unheard))
+        try:
+            bound = shape.bind(*args, **kwargs)
+        except TypeError as error:
+            raise DeltuneError(f"{make.__name__}: {error}; it takes {usage(make)}") from None
+        bound.apply_defaults()
+        arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
+        wrong = [mismatch(k, hints()[k], v) for k, v in arguments.items() if not accepts(hints()[k], v)]
+        if wrong:
+            raise all_problems(make.__name__, wrong)
+        given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
+        return Named(make.__name__, given, tuple(arguments.items()), make(**arguments))
+
+    return method
+
+
+@dataclass(frozen=True, repr=False)
+class Masked(Method):
+    """Exactly `parameters` scalars of a method are trained, W ⊙ m; the rest stay zero, or pretrained (AP §5.1).
+
+    parameters: a number, or a share of the base model such as "0.05%"; pattern: "discrete" or "adjacent"; along: "rows"
+    or "columns"; seed.
+    """
+
+    method: Method
+    parameters: int | str
+    pattern: str = "discrete"
+    along: str = "rows"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, value, known in (
+            ("pattern", self.pattern, ("discrete", "adjacent")),
+            ("along", self.along, ("rows", "columns")),
+        ):
+            if value not in known:
+                raise DeltuneError(unknown(name, value, known))
+        if any(isinstance(term, Masked) for term in self.method.terms):
+            raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
+        if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
+            raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
+        if isinstance(self.parameters, str) and percentage(self.parameters) is None:
+            raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
+
+    def wanted(self, base: Callable[[], int]) -> int:
+        """N for a base model of base() scalars; a share is rounded down."""
+        share = percentage(self.parameters) if isinstance(self.parameters, str) else None
+        return int(self.parameters) if share is None else int(base() * share)
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return self.method.parts
+
+    def written(self, method: str) -> str:
+        """The expression around an inner one."""
+        arguments = [("parameters", self.parameters), ("pattern", self.pattern), ("along", self.along)]
+        return f"apet({method}, {', '.join(f'{k}={v!r}' for k, v in [*arguments, ('seed', self.seed)])})"
+
+    def __repr__(self) -> str:
+        return self.written(repr(self.method))
+
+
+@dataclass(frozen=True, repr=False)
+class Sum(Method):
+    """Several methods at once; + is associative, and the order of the terms is kept."""
+
+    members: tuple[Method, ...]
+
+    @property
+    def terms(self) -> tuple[Method, ...]:
+        return self.members
+
+    @property
+    def parts(self) -> tuple[Modification | Selection, ...]:
+        return tuple(part for member in self.members for part in member.parts)
+
+    def __repr__(self) -> str:
+        return " + ".join(repr(member) for member in self.members)
+
+
+def _call(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
+    inside = ", ".join(f"{key}={value!r}" for key, value in arguments)
+    return f"{name}({inside})" if inside else name
+
+
+def explicit(method: Method) -> str:
+    """The expression with every argument of its named methods written out, for files that must outlive a default."""
+    return " + ".join(_explicit(term) for term in method.terms)
+
+
+def _explicit(term: Method) -> str:
+    if isinstance(term, Masked):
+        return term.written(explicit(term.method))
+    return _call(term.name, term.arguments) if isinstance(term, Named) else repr(term)
+
+
+def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
+    """Errors for a layers, stack or attention argument that means nothing."""
+    if isinstance(layers, str):
+        if layers not in LAYERS:
+            raise DeltuneError(unknown("layers", layers, [*LAYERS, "a list of 0-based indices"]))
+    elif not layers or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in layers):
+        raise DeltuneError(f"layers={layers!r}: give 'all', 'lower half', 'upper half' or a list of 0-based indices")
+    if stack not in STACKS:
+        raise DeltuneError(unknown("stack", stack, STACKS))
+    if attention not in ATTENTIONS:
+        raise DeltuneError(unknown("attention", attention, ATTENTIONS))

@@ -1,1 +1,0 @@
-"""Tables, figures and a page of outcomes."""

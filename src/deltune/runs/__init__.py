@@ -1,1 +1,0 @@
-"""One run: from a spec to a folder with a delta, its metrics and its predictions."""

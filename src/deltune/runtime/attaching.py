@@ -1,0 +1,278 @@
+"""Attaching a method to a live model, attaching what a folder holds, and writing one for others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..anatomy.inspection import inspect
+from ..anatomy.quantization import refuse_quantised
+from ..anatomy.tracing import configurations
+from ..errors import DeltuneError, excerpt, unknown
+from ..filesystem import local_path
+from ..interop.base import has_file, is_foreign
+from ..methods.counting import base_size
+from ..methods.forms import Prompt
+from ..methods.memory import check_memory, plan_to_attach
+from ..methods.registry import parse
+from ..methods.resolve import Plan, plan
+from ..methods.spec import Method
+from ..tensor_files import TensorFacts, facts_of
+from . import serialization
+from .attention import extended_name
+from .conversion import translated, write
+from .delta_schema import check, check_finite, check_positions, check_shapes, expected, method_of
+from .handle import NAME, Tuned
+from .modules import Delta, Labels, slot_key
+from .pass_manager import refuse_offloaded
+
+
+def attach(
+    model: PreTrainedModel, method: str | Method, name: str = "default", head: Literal["train", "freeze"] = "train"
+) -> Tuned:
+    """Attach a method to a model in place, under a name, and put it in use; the rest of the model is frozen.
+
+    method: an expression ("prefix(length=16) + layernorm") or a method object. head: train the task head or freeze it;
+    it is saved with the delta either way. Initial values come from torch's global generator.
+    Errors (DeltuneError, the model unchanged): an unknown method, a site this model does not have, a name in use.
+    """
+    _check_model(model)
+    parsed = parse(method)
+    if head not in ("train", "freeze"):
+        raise DeltuneError(unknown("head", head, ("train", "freeze")))
+    handle = existing(model)
+    check_name(name, handle.names if handle else ())
+    planned = plan_to_attach(model, handle.anatomy if handle else inspect(model), parsed)
+    if any(edit.modification.form.needs == "attention" for edit in planned.edits):
+        for config in configurations(model):
+            extended_name(config._attn_implementation)
+    handle = handle or Tuned(model)
+    _attach(handle, parsed, planned, name, head)
+    return handle
+
+
+def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) -> None:
+    heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    delta = handle.settle(Delta(parsed, planned, heads, head))
+    delta.start()
+    for name_in_model, sparse in delta.masked():
+        sparse.start(handle.original(name_in_model).detach())
+    _start_rows(handle, delta)
+    for owned in delta.owned:
+        delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
+    coarse = [n for n in delta.selected if handle.original(n).dtype in (torch.bfloat16, torch.float16)]
+    if coarse:
+        kind = handle.original(coarse[0]).dtype
+        warnings.warn(
+            f"{parsed!r} trains {len(coarse)} tensors of {kind} in place, in which small steps are lost: load the "
+            "model in float32 and use autocast",
+            stacklevel=4,
+        )
+    handle.add(name, delta, handle.base_labels)
+
+
+@torch.no_grad()
+def _start_rows(handle: Tuned, delta: Delta) -> None:
+    """Prompt rows that start from the embeddings of given token ids, repeated up to the prompt's length."""
+    for edit in delta.all_edits():
+        form = edit.modification.form
+        if isinstance(form, Prompt) and form.init_from:
+            words = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
+            ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
+            edit.begin_at("rows", words(torch.tensor(ids, device=next(words.parameters()).device)))
+
+
+def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allow_nonfinite: bool = False) -> Tuned:
+    """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
+
+    The folder may come from a stranger: nothing in it is executed, every size in it is compared with the model and with
+    the length of its file before anything is allocated, and a symbolic link is only followed inside the folder (and to
+    the blobs of a Hugging Face cache).
+
+    Args:
+        model: The base model that the delta was trained on.
+        folder: A run, its `delta` folder, any folder that `save` wrote, or an adapter folder of PEFT or AdapterHub.
+        name: What the delta is called on this model.
+        allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
+
+    Returns:
+        The handle on the model.
+
+    Raises:
+        DeltuneError: The folder holds no delta; a file is truncated, altered or not what its format says; the delta is
+            of another base model, of other tensors, or of a head that this model class does not have; another
+            library's options have no translation here. The model stays as it was.
+    """
+    _check_model(model)
+    where = local_path(folder, "folder")
+    if is_foreign(where) and not has_file(where, serialization.FACTS):
+        return _load_foreign(model, where, name, allow_nonfinite)
+    saved = serialization.read(where)
+    handle = existing(model)
+    check_name(name, handle.names if handle else ())
+    handle = handle or Tuned(model)
+    delta, labels = _read_delta(handle, saved, allow_nonfinite)
+    handle.add(name, delta, labels or handle.base_labels)
+    return handle
+
+
+def _read_delta(handle: Tuned, saved: serialization.Saved, allow_nonfinite: bool) -> tuple[Delta, Labels | None]:
+    """The delta of a folder for this model, after every check."""
+    facts, where, anatomy = saved.facts, saved.where, handle.anatomy
+    serialization.check_base(saved, serialization.base_facts(handle.model, anatomy, handle.original))
+    head = tuple(facts.head.tensors)
+    own = tuple(t.name for t in anatomy.tensors if t.area == "head")
+    if head and head != own:
+        raise DeltuneError(
+            f"{where} holds a head for {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
+            f"{', '.join(own) or 'none'}: load the base model as {facts.base.model}"
+        )
+    method, explicit = method_of(anatomy, facts, len(saved.tensors), where)
+    planned = plan(anatomy, explicit, lambda: base_size(handle.model)[1])
+    labels = (
+        None if facts.labels is None or (own and not head) else Labels(facts.labels.pairs, facts.labels.problem_type)
+    )
+    _check_file(handle, planned, head, saved.tensors, labels, where)
+    check_memory(handle.model, anatomy, planned, explicit)
+    delta = handle.settle(Delta(method, planned, head, facts.head.mode, folded=True))
+    _fill(handle, delta, saved.numbers(), where, allow_nonfinite)
+    return delta, labels
+
+
+def _check_file(
+    handle: Tuned,
+    planned: Plan,
+    head: tuple[str, ...],
+    facts: dict[str, TensorFacts],
+    labels: Labels | None,
+    where: Path,
+) -> None:
+    """Error where a file's tensors are not those that a plan keeps on this model; before anything is allocated."""
+    owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
+    check(expected(handle.anatomy, planned, owned, head), facts, where)
+    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
+    known = handle.anatomy.answers == "labels"
+    _check_head(
+        len(labels.id2label) if labels else 0, len(handle.base_labels.id2label) if known and labels else None,
+        {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
+    )  # fmt: skip
+
+
+def _fill(
+    handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], where: Path, allow_nonfinite: bool = False
+) -> None:
+    """Give a new delta the numbers of a file, which has the tensors that are expected."""
+    needed = expected(handle.anatomy, delta.planned, delta.owned, delta.head)
+    check_positions(needed, numbers, where)
+    kept = delta.kept()
+    drawn: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in kept.items()}
+    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, facts_of(numbers), where)
+    filled = dict(kept)
+    with torch.no_grad():
+        for name, tensor in kept.items():
+            tensor.copy_(numbers[name])
+        for name in delta.owned:
+            like = handle.original(name)
+            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
+            value = value.clone()  # the file's memory is unaligned: other last bits
+            filled[f"base.{name}"] = delta.held[slot_key(name)] = nn.Parameter(value)
+        if not allow_nonfinite:
+            check_finite(filled, where)
+
+
+def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool) -> Tuned:
+    """Attach what a folder of PEFT or AdapterHub says; a head that is not in it stays the model's own, and frozen."""
+    handle = existing(model)
+    check_name(name, handle.names if handle else ())
+    handle = handle or Tuned(model)
+    found = translated(handle, where)
+    planned = plan(handle.anatomy, found.method, lambda: base_size(model)[1])
+    head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    if found.head and (missing := [n for n in head if n not in found.head]):
+        raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
+    own = {n: found.head.get(n, handle.original(n).detach()) for n in head}
+    labels = handle.base_labels
+    if found.head:
+        width = next(iter(own[head[-1]].shape), 0)  # the last linear's outputs
+        named = found.labels or tuple(label for _, label in labels.id2label)
+        named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
+        labels = Labels(tuple(enumerate(named)), labels.problem_type)
+    numbers = found.numbers | {f"base.{n}": t for n, t in own.items()}
+    untouched = {f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
+    _check_file(handle, planned, head, facts_of(numbers) | untouched, labels, where)
+    check_memory(model, handle.anatomy, planned, found.method)
+    delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
+    _fill(handle, delta, numbers, where, allow_nonfinite)
+    handle.add(name, delta, labels)
+    return handle
+
+
+def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+    """Write the delta in use (or the one named) for another library, into a new folder, all or nothing.
+
+    format: "peft". Errors: a folder that holds anything, everything that the format cannot express, with the reasons.
+    """
+    return write(tuned(model), folder, format, name)
+
+
+def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+    """Error when a head's tensors differ from this model's in more than the number of labels, the first axis of its
+    last linear. labels: how many the file names; known: how many this model has, where its outputs are labels."""
+    last = next(reversed(shapes), "").rpartition(".")[0]
+    widths = {shape[:1] for name, (shape, _) in shapes.items() if name.rpartition(".")[0] == last}
+    for name, (shape, here) in shapes.items():
+        relabelled = name.rpartition(".")[0] == last and len(shape) == len(here) > 0 and shape[1:] == here[1:]
+        if shape != here and not (relabelled and shape[0] == labels):
+            raise DeltuneError(
+                f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
+                f"number of labels may differ, and the file names {labels}"
+            )
+        if shape == here and relabelled and known not in (None, labels) and shape[0] == known:
+            raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
+    if len(widths) > 1:
+        raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
+
+
+def _check_model(model: object) -> None:
+    """Errors for what is no model of transformers, such as one that PEFT has wrapped."""
+    if isinstance(model, PreTrainedModel):
+        refuse_quantised(model)
+        refuse_offloaded(model)
+        return
+    wrapped = (
+        ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+        if hasattr(model, "peft_config")
+        else ", as in attach(model, method)"
+    )
+    raise DeltuneError(f"a method is attached to a model of transformers, not to a {type(model).__name__}{wrapped}")
+
+
+def check_name(name: str, taken: Iterable[str]) -> None:
+    """Errors for a delta name that cannot be a module's name or is in use."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name):
+        raise DeltuneError(f"name {excerpt(name)}: use letters, digits, '-' and '_' (and no name of a dict method)")
+    if name in taken:
+        raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
+
+
+def existing(model: nn.Module) -> Tuned | None:
+    """The tuned object of a model, or None."""
+    found: Any = model._modules.get(NAME)
+    return found if isinstance(found, Tuned) else None
+
+
+def tuned(model: nn.Module) -> Tuned:
+    """The handle of a model with deltas. Error: nothing is attached to it."""
+    if not isinstance(model, nn.Module):
+        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
+    found = existing(model)
+    if found is None:
+        raise DeltuneError(f"nothing is attached to this {type(model).__name__}; deltune.attach(model, method) first")
+    return found

@@ -1,0 +1,151 @@
+"""Deltas from and to the folders of other libraries: the live model's side of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from ..errors import DeltuneError, unknown
+from ..filesystem import local_path, refused, whole_folder
+from ..interop import adapterhub, peft_read, peft_write
+from ..interop.base import CONFIG, Content, Folder, Translation, has_file, read_options, read_tensors
+from ..interop.schemas import HubHead, HubOptions, PeftOptions, check_options
+from .handle import Tuned
+
+FORMATS = ("peft",)
+"""What a delta can be written as."""
+
+TASKS = {
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "SEQ_CLS",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "TOKEN_CLS",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "QUESTION_ANS",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "CAUSAL_LM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "SEQ_2_SEQ_LM",
+}
+"""transformers' tables of classes, with PEFT's word for each."""
+
+KINDS = {
+    "SEQ_CLS": "classification", "TOKEN_CLS": "tagging", "QUESTION_ANS": "question-answering", "CAUSAL_LM": "causal-lm",
+    "SEQ_2_SEQ_LM": "seq2seq-lm",
+}  # fmt: skip
+"""What a model is loaded as for each; "base" otherwise."""
+
+
+def open_folder(folder: str | Path) -> Folder:
+    """Everything in a folder of PEFT or AdapterHub, with its options validated.
+
+    Raises:
+        DeltuneError: The folder is neither's or incomplete, or a file is not what its format says.
+    """
+    where = Path(folder)
+    options = read_options(where)
+    if "peft_type" in options:
+        check_options(PeftOptions, options, where / CONFIG)
+        return Folder(where, options, read_tensors(where, peft_read.WEIGHTS))
+    if "config" not in options or "model_type" not in options:
+        raise DeltuneError(f"{where / CONFIG} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
+    check_options(HubOptions, options, where / CONFIG)
+    tensors = read_tensors(where, adapterhub.WEIGHTS)
+    if not has_file(where, adapterhub.HEAD_CONFIG):
+        return Folder(where, options, tensors)
+    head_options = read_options(where, adapterhub.HEAD_CONFIG)
+    check_options(HubHead, head_options, where / adapterhub.HEAD_CONFIG)
+    return Folder(where, options, tensors, head_options, read_tensors(where, adapterhub.HEAD_WEIGHTS))
+
+
+def translated(handle: Tuned, folder: str | Path) -> Translation:
+    """What a folder of PEFT or AdapterHub says on this model. Errors: whatever has no translation, with the reason."""
+    found = open_folder(folder)
+    if "peft_type" in found.options:
+        return peft_read.read(handle.anatomy, found, _windowed(handle.model))
+    relative = hasattr(handle.model.config, "relative_attention_num_buckets")
+    return adapterhub.read(handle.anatomy, found, relative)
+
+
+def kind_of(folder: str | Path) -> tuple[str, int | None]:
+    """What a folder wants its model loaded as, and how many labels its head has."""
+    found = open_folder(folder)
+    task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
+    kind = KINDS.get(str(task), "base")
+    wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
+    return kind, next(iter(wide[0].shape), 1) if kind in ("classification", "tagging") and wide else None
+
+
+def _of_head(name: str) -> bool:
+    """Whether a tensor is one of a classifier's last linear, by the names of transformers' classes."""
+    stem = name.removeprefix(peft_read.PREFIX).rpartition(".")[0]
+    return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
+        "." not in stem or stem.endswith("out_proj")
+    )
+
+
+def content(handle: Tuned, name: str | None = None) -> Content:
+    """The delta in use (or the one named), for a dialect to write."""
+    delta = handle.delta(name)
+    with torch.no_grad():
+        own = {n: handle.value(delta, n).detach() for n in delta.selected if n not in delta.head}
+        own |= {n: sparse.final(handle.original(n).detach()) for n, sparse in delta.masked()}
+        dense = {key: {leaf: t.detach() for leaf, t in edit.dense().items()} for key, edit in delta.named_edits()}
+    head = {n: handle.value(delta, n).detach() for n in delta.head}
+    return Content(
+        handle.anatomy, delta.planned.edits, dense, own, head, lambda n: handle.original(n).detach(),
+        _windowed(handle.model),
+    )  # fmt: skip
+
+
+def write(handle: Tuned, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+    """Write the delta in use (or the one named) for another library, into a new folder, all or nothing.
+
+    Errors: an unknown format, a folder that holds anything, everything that the format cannot express.
+    """
+    if format not in FORMATS:
+        raise DeltuneError(unknown("format", format, FORMATS))
+    options, tensors = peft_write.write(content(handle, name))
+    model = handle.model
+    options |= {
+        "task_type": _task(type(model).__name__), "base_model_name_or_path": model.config.name_or_path,
+        "inference_mode": True,
+    }  # fmt: skip
+    target = local_path(folder, "folder")
+    with new_folder(target) as fresh:
+        whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+        save_file(whole, fresh / peft_read.WEIGHTS[0], metadata={"format": "pt"})
+        (fresh / CONFIG).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return target
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to fill, put in its place when all is well. Errors: one that holds anything, no space, no permission."""
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
+    try:
+        with whole_folder(target) as fresh:
+            yield fresh
+    except (OSError, safetensors.SafetensorError) as error:
+        raise refused(target, error, "nothing was changed there") from error
+
+
+def _task(name: str) -> str | None:
+    """PEFT's word for what a class of transformers is for."""
+    for table, word in TASKS.items():
+        names: Any = getattr(modeling_auto, table).values()
+        if any(name in ((n,) if isinstance(n, str) else n) for n in names):
+            return word
+    return None
+
+
+def _windowed(model: PreTrainedModel) -> bool:
+    config: Any = model.config
+    kinds = getattr(config, "layer_types", None) or ()
+    return any("sliding" in kind for kind in kinds) if kinds else bool(getattr(config, "sliding_window", None))

@@ -1,0 +1,315 @@
+"""The tensors that a method keeps on one model, by arithmetic alone: nothing is allocated for a file to be compared."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..anatomy.types import Anatomy
+from ..errors import DeltuneError, all_problems, validation_problems
+from ..filesystem import read_json
+from ..methods.counting import kept_shapes
+from ..methods.registry import parse
+from ..methods.resolve import Plan, plan
+from ..methods.spec import Masked, Method
+from ..tensor_files import NUMBERS, POSITIONS, TensorFacts
+
+FORMAT = 1
+
+LONGEST_NUMBER = 40
+"""Digits of the longest number in a method. Beyond Python's own limit, a number cannot even be printed."""
+
+Text = Annotated[str, Field(max_length=4096)]
+Expression = Annotated[str, Field(max_length=1 << 20)]
+Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=8)]
+
+
+class _Part(BaseModel):
+    """A part of delta.json. Fields that are not known here are left alone: a newer release may write more."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class HeadFacts(_Part):
+    """Whether the head trains, and the names of its tensors in the model; without any the model has no head."""
+
+    mode: Literal["train", "freeze"]
+    tensors: list[Text]
+
+    @field_validator("tensors")
+    @classmethod
+    def _once(cls, names: list[str]) -> list[str]:
+        if len(set(names)) < len(names):
+            raise ValueError("a tensor is named twice")
+        return names
+
+
+class LabelFacts(_Part):
+    """What the outputs of the head mean."""
+
+    id2label: dict[str, Any]
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
+
+    @field_validator("id2label")
+    @classmethod
+    def _ids(cls, names: dict[str, Any]) -> dict[str, Any]:
+        if wrong := [key for key in names if not re.fullmatch(r"0|-?[1-9][0-9]{0,8}", key)]:
+            raise ValueError(f"{wrong[0][:50]!r} is no label id; ids are whole numbers")
+        if wrong := [key for key, name in names.items() if isinstance(name, list | dict)]:
+            raise ValueError(f"the name of label {wrong[0]} is no text")
+        return names
+
+    @property
+    def pairs(self) -> tuple[tuple[int, str], ...]:
+        """Ids and names, in the order of the ids."""
+        return tuple(sorted((int(key), str(name)) for key, name in self.id2label.items()))
+
+
+class BaseFacts(_Part):
+    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it."""
+
+    family: Text
+    model: Text
+    name: Text
+    fingerprint: dict[Text, Text]
+
+
+class DeltaFacts(_Part):
+    """Everything in delta.json. `tensors` and `sha256` are the shapes in delta.safetensors and its checksum."""
+
+    format: Literal[1]
+    method: Expression
+    explicit: Expression
+    head: HeadFacts
+    labels: LabelFacts | None
+    base: BaseFacts
+    tensors: dict[str, Shape]
+    sha256: Text
+
+    @field_validator("method", "explicit")
+    @classmethod
+    def _numbers(cls, text: str) -> str:
+        if re.search(rf"[0-9a-fA-F_]{{{LONGEST_NUMBER + 1},}}", text):
+            raise ValueError(f"it has a number of more than {LONGEST_NUMBER} digits")
+        return text
+
+
+def read_facts_file(path: Path) -> DeltaFacts:
+    """Read and validate a delta.json.
+
+    Raises:
+        DeltuneError: The file cannot be read, was written by a newer deltune, or is not what deltune writes; every
+            field that is missing or wrong is listed.
+    """
+    value: Any = read_json(path)
+    written = value.get("format") if isinstance(value, dict) else None
+    if isinstance(written, int) and not isinstance(written, bool) and written != FORMAT and "method" in value:
+        raise DeltuneError(f"{path} has format {str(written)[:20]}, this deltune reads {FORMAT}; update deltune")
+    try:
+        return DeltaFacts.model_validate(value)
+    except ValidationError as error:
+        raise all_problems(f"{path} was not written by deltune", validation_problems(error)) from error
+
+
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""Shapes by the names of tensors; None where any shape may be right."""
+
+SPARE_PARTS = 64
+"""Parts of a method beyond one for each tensor of its file: terms that overlap, or that this model has no place for."""
+
+SMALL = ("F8_E4M3", "F8_E5M2")
+"""Types that a tensor of the model itself may have besides."""
+
+LEAST_SPAN = 1 << 24
+"""Scalars that a masked method may always span; beyond, four times those of the model. A mask is drawn over all of
+them, and they are made in every forward pass, though the file holds a few of them only."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Scalars of several tensors under one mask. The file holds STEM LEAF.values and .index, `count` of them in all."""
+
+    stem: str
+    count: int
+    leaves: Mapping[str, int]
+
+
+@dataclass
+class Expected:
+    """The tensors that a file should hold: those of a known shape, and those of which masks draw some scalars."""
+
+    shapes: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    drawn: list[Drawn] = field(default_factory=list)
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """How many scalars each tensor of positions counts through."""
+        return {f"{d.stem}{leaf}.index": size for d in self.drawn for leaf, size in d.leaves.items()}
+
+
+def expected(anatomy: Anatomy, planned: Plan, owned: tuple[str, ...], head: tuple[str, ...]) -> Expected:
+    """What the file of a plan holds on one model. owned: tensors of the model that the delta has its own values of."""
+    needed = Expected()
+    masks = dict(planned.tied)
+    for edit in planned.edits:
+        kept = kept_shapes(edit.modification, edit.place)
+        if edit.mask is None:
+            needed.shapes |= {f"edit.{edit.key}.{leaf}": shape for leaf, shape in kept.items()}
+        else:
+            sizes = {leaf: math.prod(shape) for leaf, shape in kept.items()}
+            needed.drawn.append(Drawn(f"edit.{edit.key}.", edit.mask.count, sizes))
+        for leaf, shape in edit.modification.compose.tied(edit.place.widths).items():
+            stem, mask = f"tied.{edit.tied}.", masks.get(edit.tied)
+            if edit.mask is None:
+                needed.shapes[f"{stem}{leaf}.dense"] = shape
+            elif not any(drawn.stem == stem for drawn in needed.drawn):
+                needed.drawn.append(Drawn(stem, mask.count if mask else 0, {f"{leaf}.sparse": math.prod(shape)}))
+    for tensor, mask in planned.partly:
+        needed.drawn.append(Drawn("partly.", mask.count, {tensor.name: tensor.numel}))
+    for gates in planned.gated:
+        needed.drawn.append(Drawn("gated.", gates.keep, {gates.key: gates.size}))
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in anatomy.tensors}
+    needed.shapes |= {f"base.{name}": None if name in head else shapes[name] for name in owned}
+    return needed
+
+
+def check(needed: Expected, facts: Mapping[str, TensorFacts], where: Path) -> None:
+    """Compare the tensors of a file with those that are expected.
+
+    Raises:
+        DeltuneError: A tensor is missing, extra, or of another shape or type; up to ten of them are listed.
+    """
+    known = set(needed.shapes)
+    problems = list(_misfits(needed.shapes, facts))
+    for drawn in needed.drawn:
+        count = 0
+        for leaf in drawn.leaves:
+            values, index = (facts.get(f"{drawn.stem}{leaf}.{kind}") for kind in ("values", "index"))
+            known |= {f"{drawn.stem}{leaf}.values", f"{drawn.stem}{leaf}.index"}
+            if values is None and (index is None or not index.numel):
+                continue
+            if values is None or index is None or len(values.shape) != 1 or values.shape != index.shape:
+                problems.append(f"tensors {drawn.stem}{leaf}.values and .index are not as many positions as values")
+                continue
+            count += values.numel
+        if count != drawn.count:
+            leaves = f"{len(drawn.leaves)} tensors" if len(drawn.leaves) > 1 else next(iter(drawn.leaves))
+            stem = drawn.stem.removesuffix(".")
+            problems.append(f"{stem} ({leaves}) holds {count:,} masked values, this method has {drawn.count:,}")
+    problems += [f"extra tensor {name[:200]}" for name in facts if name not in known]
+    for name, tensor in facts.items():
+        positions = name.endswith(".index") and name.partition(".")[0] != "base"
+        allowed = [POSITIONS] if positions else [*NUMBERS, *SMALL] if name.startswith("base.") else [*NUMBERS]
+        if name in known and tensor.dtype not in allowed:
+            problems.append(f"tensor {name} is of type {tensor.dtype}, not {POSITIONS if positions else 'a float'}")
+    if problems:
+        raise misfit(where, problems)
+
+
+def _misfits(shapes: Shapes, facts: Mapping[str, TensorFacts], source: str = "this model needs") -> Iterator[str]:
+    for name, shape in shapes.items():
+        if name not in facts:
+            yield f"missing tensor {name[:200]}"
+        elif shape is not None and facts[name].shape != shape:
+            yield f"tensor {name} has shape {facts[name].shape}, {source} {shape}"
+
+
+def check_described(described: DeltaFacts, facts: Mapping[str, TensorFacts], where: Path) -> None:
+    """Compare the tensors of a file with those that delta.json describes. Raises DeltuneError where they differ."""
+    shapes: Shapes = {name: tuple(shape) for name, shape in described.tensors.items()}
+    check_shapes(shapes, facts, where, "is not the file that delta.json describes", "delta.json says")
+
+
+def check_shapes(
+    shapes: Shapes, facts: Mapping[str, TensorFacts], where: Path, title: str = "", source: str = "this model needs"
+) -> None:
+    """Compare names and shapes alone. Raises DeltuneError where they differ."""
+    problems = [*_misfits(shapes, facts, source)]
+    problems += [f"extra tensor {name[:200]}" for name in facts if name not in shapes]
+    if problems:
+        raise misfit(where, problems, title or "does not fit this model")
+
+
+def misfit(where: Path, problems: list[str], title: str = "does not fit this model") -> DeltuneError:
+    """The error of a file whose tensors are not those that are needed, ten of its problems listed."""
+    more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+    return all_problems(f"{where} {title}", [*problems[:10], *more])
+
+
+def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
+    """Check that positions under masks rise, each once, within the tensor that they are in.
+
+    Raises:
+        DeltuneError: Positions of some tensor do not.
+    """
+    problems = []
+    for name, size in needed.bounds.items():
+        index = numbers.get(name)
+        if index is None or not index.numel():
+            continue
+        if int(index.min()) < 0 or int(index.max()) >= size:
+            problems.append(
+                f"{name} has positions from {int(index.min())} to {int(index.max())} among {size:,} scalars"
+            )
+        elif bool((index[1:] <= index[:-1]).any()):
+            problems.append(f"{name} has positions that are not sorted, or twice")
+    if problems:
+        raise misfit(where, problems)
+
+
+def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
+    """Check that all values are finite in the precision that they are loaded in.
+
+    Raises:
+        DeltuneError: Some are not; their tensors are listed.
+    """
+    wrong = [
+        name for name, value in values.items()
+        if value.is_floating_point() and not torch.isfinite(value.float() if value.itemsize == 1 else value).all()
+    ]  # fmt: skip
+    if wrong:
+        title = "holds NaN or infinity; deltune.load(…, allow_nonfinite=True) loads such values as they are"
+        raise misfit(where, [f"tensor {name} is not finite" for name in wrong], title)
+
+
+def method_of(anatomy: Anatomy, facts: DeltaFacts, tensors: int, where: Path) -> tuple[Method, Method]:
+    """The method of a file as it was written by the user, and with every argument.
+
+    Args:
+        tensors: The number of tensors in the file, which bounds the number of parts that its method can have.
+
+    Raises:
+        DeltuneError: An expression is wrong, the two differ, or they mean more than a file of this size can hold.
+    """
+    most = tensors + SPARE_PARTS
+    if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * most:
+        raise DeltuneError(f"{where}: its method has far more terms than its file has tensors ({tensors})")
+    short, explicit = parse(facts.method), parse(facts.explicit)
+    if len(explicit.parts) > most:
+        raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
+    if short.parts != explicit.parts or _masks(short) != _masks(explicit):
+        raise DeltuneError(f"{where}: the method {facts.method[:200]!r} is not what {facts.explicit[:200]!r} says")
+    _check_spans(anatomy, explicit, where)
+    return short, explicit
+
+
+def _masks(method: Method) -> list[tuple[Any, ...]]:
+    return [(t.parameters, t.pattern, t.along, t.seed) for t in method.terms if isinstance(t, Masked)]
+
+
+def _check_spans(anatomy: Anatomy, method: Method, where: Path) -> None:
+    """Error where a mask lies over many more scalars than the model has."""
+    most = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
+    for term in method.terms:
+        if isinstance(term, Masked):
+            edits = plan(anatomy, term.method, lambda: 0).edits
+            span = sum(math.prod(s) for e in edits for s in kept_shapes(e.modification, e.place).values())
+            if span > most:
+                raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {most:,} do")

@@ -1,0 +1,294 @@
+"""Which taps a model's deltas need, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
+from transformers.pytorch_utils import Conv1D
+
+from ..anatomy.tracing import Trace
+from ..anatomy.types import Anatomy
+from ..compat import (
+    call_class,
+    checkpoint_function,
+    overridden_call,
+    override_call,
+    remove_hooks,
+    remove_override,
+    set_checkpoint_function,
+    transforms_active,
+)
+from .attention import PORT
+from .model_methods import METHODS
+from .modules import Delta, Edit
+from .pass_manager import Passes
+from .positions import PositionTap
+from .prompts import TokenTap
+from .row_assignment import owners, parameter_names
+from .rows import Use
+from .tensor_overrides import OwnForward, runs_class_forward
+
+
+class Checkpoint:
+    """Stands as the checkpoint function of a module, so that what is computed again is in a pass of its own."""
+
+    of_live_model = True
+
+    def __init__(self, passes: Passes, original: Any) -> None:
+        self.passes, self.original = passes, original
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.original(partial(self.passes.again, function), *args, **kwargs)
+
+
+class PassEntry:
+    """Surrounds the call of a module at which a forward pass may begin.
+
+    Args:
+        opens: A pass of its own begins at every call (the model, and the entry of each stack), so that a model that is
+            called inside of its own pass notes nothing for the outer one. Else only where no pass is under way, as
+            when a layer is computed again for its gradients.
+    """
+
+    def __init__(self, passes: Passes, path: str, opens: bool) -> None:
+        self.passes, self.path, self.opens = passes, path, opens
+        self.module = passes.model.get_submodule(path)
+        self.arguments = parameter_names(self.module)
+        self.before: Any = None
+
+    def install(self) -> None:
+        self.before = overridden_call(self.module)
+        override_call(self.module, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = checkpoint_function(self.module)  # it may be enabled at any time
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint) and not torch.compiler.is_compiling():
+            set_checkpoint_function(self.module, Checkpoint(self.passes, checkpoint))
+        return self.passes.run(self, args, kwargs)
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        """The call that this one surrounds."""
+        return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def remove(self) -> None:
+        remove_override(self.module, self, self.before)
+        if isinstance(checkpoint := checkpoint_function(self.module), Checkpoint):
+            set_checkpoint_function(self.module, checkpoint.original)
+
+
+class InputTap:
+    """The edits that read or write what a module is given."""
+
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.path = passes, path
+        self.module = passes.model.get_submodule(path)
+
+    def install(self) -> None:
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
+        assignment = self.passes.assignment()
+        readers, writes = assignment.inputs.get(self.path, ()), assignment.writes.get((self.path, "input"))
+        if not readers and writes is None:
+            return None
+        key = None if args else next(iter(kwargs))
+        h = args[0] if key is None else kwargs[key]
+        notes = self.passes.notes()
+        if writes is not None:
+            h = writes.applied(h, module, notes.inputs)
+        for edit, use in readers:
+            notes.inputs[edit] = use.pick(h)
+        if writes is None:
+            return None
+        return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
+
+    def remove(self) -> None:
+        remove_hooks(self.module, self)
+
+
+class OutputTap:
+    """The edits that write what a module gives."""
+
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.key = passes, (path, "output")
+        self.module = passes.model.get_submodule(path)
+        self.makes_anew = type(self.module) in (nn.Linear, Conv1D)
+
+    def install(self) -> None:
+        self.module.register_forward_hook(self.after, with_kwargs=True)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Change the module's output (its first element, when it is a tuple)."""
+        writes = self.passes.assignment().writes.get(self.key)
+        if writes is None:
+            return None
+        read = args[0] if args else next(iter(kwargs.values()), None)
+        h = output if isinstance(output, torch.Tensor) else output[0]
+        h = writes.applied(h, module, self.passes.notes().inputs, read, in_place=self._is_ours(module))
+        return h if isinstance(output, torch.Tensor) else (h, *output[1:])
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
+        if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
+            return False
+        return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
+
+    def remove(self) -> None:
+        remove_hooks(self.module, self)
+
+
+class AttentionPort:
+    """Leads from an attention module, which the attention function is called with, to the edits inside it."""
+
+    of_live_model = True
+
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
+
+    def install(self) -> None:
+        self.module.__dict__[PORT] = self
+
+    def edits(self) -> list[tuple[Edit, Use]]:
+        return self.passes.assignment().attention.get(self.path, [])
+
+    def inputs(self) -> dict[Edit, torch.Tensor]:
+        return self.passes.notes().inputs
+
+    def report(self, served: str) -> None:
+        """Say how this pass attended to a prefix."""
+        self.passes.notes().report[self.path] = served
+
+    def remove(self) -> None:
+        self.module.__dict__.pop(PORT, None)
+
+
+class StatesTap:
+    """The edits that read all hidden states of a stack and change the last, at the module around its layers."""
+
+    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+        self.passes, self.path = passes, path
+        stack = next(s for s in anatomy.stacks if s.container == path)
+        self.container = passes.model.get_submodule(path)
+        layers = [layer for layer in anatomy.layers if layer.stack == stack.name]
+        self.layers = [passes.model.get_submodule(layer.path) for layer in layers]
+
+    def install(self) -> None:
+        self.container.register_forward_pre_hook(self.open)
+        self.container.register_forward_hook(self.close)
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.collect, with_kwargs=True)
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        if self.passes.assignment().states.get(self.path):
+            self.passes.notes().states[self.path] = []
+
+    def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A layer's input is the state before it; outside the container's own call (recomputation) nothing is kept."""
+        states = self.passes.notes().states.get(self.path)
+        if states is not None:
+            states.append(args[0] if args else next(iter(kwargs.values())))
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The container's first output is the last state."""
+        states = self.passes.notes().states.pop(self.path, None)
+        if not states:
+            return None
+        before = last = output if isinstance(output, torch.Tensor) else output[0]
+        states = [*(h[:, -last.shape[1] :] for h in states), last]
+        for edit, use in self.passes.assignment().states[self.path]:
+            whole = torch.stack([use.pick(h) for h in states])
+            last = use.put(last, edit.change(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training)))
+        return _replaced(output, before, last)
+
+    def remove(self) -> None:
+        for module in (self.container, *self.layers):
+            remove_hooks(module, self)
+
+
+def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+    """The output with one tensor in place of another wherever it stands: alone, in a tuple, among the hidden states."""
+    if output is before:
+        return after
+    if isinstance(output, tuple | list):
+        return type(output)(_replaced(value, before, after) for value in output)
+    if isinstance(output, dict):
+        for name, value in output.items():
+            output[name] = _replaced(value, before, after)
+    return output
+
+
+class AnyTap(Protocol):
+    """What stands in a model while deltas are attached; `remove` is right wherever `install` was interrupted."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+TAPS: dict[str, Any] = {
+    "input": InputTap, "output": OutputTap, "attention": AttentionPort, "states": StatesTap, "tokens": TokenTap,
+}  # fmt: skip
+"""What serves a side of a place."""
+
+
+def taps_of(passes: Passes, anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[tuple[str, str], Callable[[], AnyTap]]:
+    """What must stand where: by path and what it serves there, how it is made."""
+    needed: dict[tuple[str, str], Callable[[], AnyTap]] = {}
+    entries = {path: False for layer in anatomy.layers for path in [layer.path]}
+    entries |= {stack.container: False for stack in anatomy.stacks}
+    for delta in deltas:
+        for edit in delta.all_edits():
+            target = edit.place.target
+            needed[target.path, target.side] = partial(TAPS[target.side], passes, anatomy, target.path)
+            if edit.elsewhere is not None:
+                needed[edit.elsewhere, "input"] = partial(InputTap, passes, anatomy, edit.elsewhere)
+                entries.setdefault(_around(target.path, edit.elsewhere), False)
+            if edit.place.moves:
+                entry = anatomy.stack(edit.place.moves).entry
+                needed[entry, "positions"] = partial(PositionTap, passes, anatomy, entry)
+        for tensor, _ in delta.masked():
+            for path, _ in owners(anatomy, tensor):
+                module = passes.model.get_submodule(path)
+                needed[path, "tensors"] = partial(OwnForward, passes, path, module)
+    entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
+    needed |= {(path, "pass"): partial(PassEntry, passes, path, opens) for path, opens in entries.items()}
+    for name, kind in METHODS.items():
+        if hasattr(type(passes.model), name):
+            needed["", name] = partial(kind, passes, name)
+    return needed
+
+
+def _around(one: str, other: str) -> str:
+    """The innermost module that holds both."""
+    shared = []
+    for name, same in zip(one.split("."), other.split("."), strict=False):
+        if name != same:
+            break
+        shared.append(name)
+    return ".".join(shared)
+
+
+def unreached(trace: Trace, delta: Delta) -> list[str]:
+    """The places of a delta that a pass does not reach, by name."""
+    return [edit.place.name for edit in delta.all_edits() if not _reached(trace, edit)]
+
+
+def _reached(trace: Trace, edit: Edit) -> bool:
+    """Whether the module that an edit is at runs, and after the one that it reads, if that is another."""
+    target = edit.place.target
+    if target.side == "attention":
+        ran = target.path in trace.attended
+    else:
+        ran = target.path in trace.ended or target.side == "tokens"
+    source = edit.elsewhere
+    return ran and (source is None or (source in trace.began and trace.began[source] <= trace.ended[target.path]))

@@ -1,0 +1,109 @@
+"""Folding a delta into the weights where that is exact: affine changes of projections, and tensors tuned in place.
+
+With y = W x + c: Δh = A x + b in parallel gives W + s A and c + s b; Δh = A y + b in sequence (1 + s A) W and
+(1 + s A) c + s b; the same of the projection's input x gives W (1 + s A) and c + W s b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..anatomy.types import Anatomy
+from ..errors import all_problems
+from ..methods.forms import Affine
+from .modules import Delta, Edit
+
+Values = Callable[[str], torch.Tensor]
+
+
+def merged(
+    anatomy: Anatomy, delta: Delta, original: Values, own: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights into which a delta folds, by name; `original` gives the base's values, `own` has the delta's.
+
+    Sums in at least float32. Error: every term that is no weight, named with the reason.
+    """
+    values = {name: tensor.detach() for name, tensor in own.items()}
+    reasons: dict[str, None] = {}
+    with torch.no_grad():
+        for edit in _from_the_weight(delta):
+            names = {leaf: _name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
+            change = _change(edit)
+            if why := change if isinstance(change, str) else _obstacle(edit, change, names["bias"]):
+                reasons[f"{edit.modification!r}: {why}"] = None
+            elif not reasons and not isinstance(change, str):
+                old = {leaf: values.get(name, original(name).detach()) for leaf, name in names.items() if name}
+                values |= {names[leaf]: tensor for leaf, tensor in _folded(edit, change, old).items()}
+    if reasons:
+        raise all_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
+    return values
+
+
+def _from_the_weight(delta: Delta) -> list[Edit]:
+    """The edits in the order in which they meet a weight: those of its output as they run, then those of its input,
+    which every other edit of it reads, the last one first."""
+    of_input = [e for e in delta.all_edits() if e.place.target.side == "input"]
+    return [e for e in delta.all_edits() if e.place.target.side != "input"] + of_input[::-1]
+
+
+def _name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
+    """The name under which the model holds a tensor of the module that an edit is at; "" where it has none."""
+    wanted = f"{edit.place.target.path}.{leaf}"
+    return next((t.name for t in anatomy.tensors if wanted in (t.name, *t.aliases)), "")
+
+
+def _change(edit: Edit) -> Affine | str:
+    """(s A, s b) of an edit, or why it has none."""
+    tensors = edit.dense()
+    change = edit.modification.form.affine(tensors)
+    factor = edit.modification.compose.factor(tensors)
+    if factor is None:
+        return "its gate depends on the input"
+    if change is None:
+        return f"a {type(edit.modification.form).__name__} is not linear in its input"
+    gain, shift = change
+    return (None if gain is None else gain * factor, None if shift is None else shift * factor)
+
+
+def _obstacle(edit: Edit, change: Affine, bias: str) -> str | None:
+    gain, shift = change
+    if gain is not None and edit.place.linear is None:
+        return "it spans a whole sub-layer, which is no single weight"
+    if shift is not None and not bias:
+        return f"{edit.place.target.path!r} has no bias to fold it into"
+    return None
+
+
+def _folded(edit: Edit, change: Affine, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The new weight and bias of the module that an edit is at."""
+    columns, linear = edit.place.target.columns, edit.place.linear
+    turned = linear is not None and linear.transposed
+    wide = torch.promote_types(old["weight"].dtype, torch.float32)
+    new = {leaf: (t.t() if turned else t).to(wide).clone() for leaf, t in old.items()}
+    gain, shift = (None if t is None else t.to(device=old["weight"].device, dtype=wide) for t in change)
+
+    def part(leaf: str) -> torch.Tensor:
+        """The rows that the edit changes, as a view (groups, rows, …) where they are a part."""
+        whole = new[leaf]
+        return whole if columns is None else whole.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        return value if columns is None else value.unflatten(0, (columns.groups, -1))
+
+    if edit.place.target.side == "input":
+        if shift is not None:
+            new["bias"] += new["weight"] @ shift
+        if gain is not None:
+            new["weight"] += new["weight"] * gain if gain.dim() == 1 else new["weight"] @ gain
+    else:
+        if gain is not None and edit.modification.insertion == "parallel":
+            part("weight").add_(rows(torch.diag(gain) if gain.dim() == 1 else gain))
+        elif gain is not None:
+            for leaf in new:
+                flat = part(leaf) if columns is None else part(leaf).flatten(0, 1)
+                part(leaf).add_(rows((gain * flat.t()).t() if gain.dim() == 1 else gain @ flat))
+        if shift is not None:
+            part("bias").add_(rows(shift))
+    return {leaf: (t.t() if turned else t).to(old[leaf].dtype).contiguous() for leaf, t in new.items()}

@@ -1,0 +1,78 @@
+"""Weights of which only drawn entries are parameters, weights that several edits share, and where a model holds its."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..methods.compositions import Composition
+from ..methods.masks import Mask
+
+
+class Sparse(nn.Module):
+    """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
+
+    index: torch.Tensor
+
+    def __init__(self, shape: tuple[int, ...], index: np.ndarray) -> None:
+        super().__init__()
+        self.shape = shape
+        self.values: torch.Tensor
+        if len(index):
+            self.values = nn.Parameter(torch.empty(len(index)))
+        else:  # nothing of it is trained, so there is nothing to optimise
+            self.register_buffer("values", torch.empty(0), persistent=False)
+        self.register_buffer("index", torch.from_numpy(index))
+
+    def start(self, dense: torch.Tensor) -> None:
+        """Take the initial values from a dense weight; on the meta device there are none."""
+        if self.values.is_meta:
+            return
+        with torch.no_grad():
+            flat = dense.reshape(-1)
+            self.values.copy_(flat[self.index.to(flat.device)])
+
+    def on(self, rest: torch.Tensor) -> torch.Tensor:
+        """`rest` with the values in their places."""
+        return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
+
+    def final(self, rest: torch.Tensor) -> torch.Tensor:
+        """The same: nothing of it depends on the mode."""
+        return self.on(rest)
+
+
+class Common(nn.Module):
+    """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
+
+    def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
+        super().__init__()
+        self.sparse: Sparse | None = None
+        if masked:
+            index = mask.indices() if mask is not None else {}
+            self.sparse = Sparse(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
+        else:
+            self.dense = nn.Parameter(torch.empty(shape))
+
+    def start(self, compose: Composition, name: str) -> None:
+        dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
+        compose.start({name: dense})
+        if self.sparse is not None:
+            self.sparse.start(dense)
+
+    def value(self) -> torch.Tensor:
+        if self.sparse is None:
+            return self.dense
+        return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
+
+
+def slots_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """For every parameter, all the places that hold it; a tied tensor has several."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    names: dict[str, int] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                held.setdefault(id(parameter), []).append((module, leaf))
+                names[f"{path}.{leaf}".strip(".")] = id(parameter)
+    return {name: held[key] for name, key in names.items()}

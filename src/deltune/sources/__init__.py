@@ -1,1 +1,0 @@
-"""What comes from outside: models, and rows of data checked before any training."""

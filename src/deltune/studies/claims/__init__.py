@@ -1,0 +1,1 @@
+"""Deciding the papers' claims from the results of a study."""

@@ -1,0 +1,1 @@
+"""Running many jobs: scheduling, workers and the result store."""

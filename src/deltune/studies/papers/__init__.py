@@ -1,0 +1,1 @@
+"""The studies, claims and published numbers of each paper."""

@@ -1,0 +1,1 @@
+"""One training run, from a config to a run directory."""

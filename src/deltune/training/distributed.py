@@ -1,0 +1,190 @@
+"""A model of which every process holds a share (FSDP2): the frozen and the trained tensors alike, layer by layer.
+
+torch's own: accelerate's leaves it out on CPUs, and asks for the classes of layers where the anatomy knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import set_seed
+
+from ..errors import DeltuneError
+from ..runtime.handle import NAME, Tuned
+
+Found = TypeVar("Found")
+
+
+def join(device: torch.device) -> None:
+    """Meet the other processes, where a launcher (--launch, accelerate, torchrun) started several.
+
+    Errors: one device named for all of them, fewer devices than processes.
+    """
+    there = int(os.environ.get("WORLD_SIZE", "1"))
+    if there == 1:
+        return
+    if ":" in str(device):
+        raise DeltuneError(f"devices={device} is one device, and here are {there} processes: give {device.type}")
+    here, able = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if device.type != "cpu" and here > able:
+        raise DeltuneError(f"{here} processes need as many devices, and here are {able} of {device.type}; or give cpu")
+    PartialState(cpu=device.type == "cpu")
+
+
+def several() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def count() -> int:
+    return distributed.get_world_size() if several() else 1
+
+
+def index() -> int:
+    return distributed.get_rank() if several() else 0
+
+
+def main() -> bool:
+    """Whether this process writes and speaks for all."""
+    return index() == 0
+
+
+def of_main(work: Callable[[], Found]) -> Found:
+    """What the main process finds, for all; what goes wrong there is an error in all."""
+    if not several():
+        return work()
+    found: list[Any] = [None, None]
+    error: Exception | None = None
+    if main():
+        try:
+            found[0] = work()
+        except Exception as caught:
+            error, found[1] = caught, _said(caught)
+    distributed.broadcast_object_list(found)
+    _raise(error, found[1])
+    result: Found = found[0]
+    return result
+
+
+def together(work: Callable[[], Found]) -> Found:
+    """What each process finds by itself; what goes wrong in one is an error in all, so that none waits for it."""
+    result: list[Any] = [None]
+    error: Exception | None = None
+    try:
+        result[0] = work()
+    except Exception as caught:
+        error = caught
+    _raise(error, next((told for told in gathered(_said(error)) if told is not None), None))
+    found: Found = result[0]
+    return found
+
+
+def gathered(value: Found) -> list[Found]:
+    """Every process's value, in every process."""
+    if not several():
+        return [value]
+    values: list[Any] = [None] * count()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def total(value: torch.Tensor) -> torch.Tensor:
+    """The sum of every process's value."""
+    if not several():
+        return value
+    summed = value.detach().clone()
+    distributed.all_reduce(summed)
+    return summed
+
+
+def part_ways(seed: int) -> None:
+    """From here on each process draws its own numbers (of dropout); the main one those of a single process."""
+    if not main():
+        set_seed(seed + index())
+
+
+def _said(error: Exception | None) -> DeltuneError | None:
+    """An error as the other processes have it: of its kind, where it is one of ours."""
+    return error if error is None or isinstance(error, DeltuneError) else DeltuneError(str(error))
+
+
+def _raise(own: Exception | None, told: DeltuneError | None) -> None:
+    """This process's own error, or the one that another told of."""
+    if own is not None:
+        raise own
+    if told is not None:
+        raise told
+
+
+def shard(handle: Tuned, device: torch.device) -> None:
+    """Share a tuned model out, in place: a layer is whole while it runs, everything else is from a pass's start.
+
+    Error: a single process; a trained tensor without an axis to cut.
+    """
+    if not several():
+        raise DeltuneError("sharding=fsdp shares a model among processes, here is one: deltune train --launch N")
+    handle.know_base()  # reads the whole base
+    model = handle.model
+    if uncut := [name for name, parameter in handle.trained() if not parameter.dim()]:
+        raise DeltuneError(f"sharding=fsdp cannot cut {', '.join(uncut)}, single numbers; give sharding=none")
+    apart = {parameter for parameter in model.parameters() if not parameter.dim()}
+    mesh = init_device_mesh(device.type, (count(),))
+    layers = dict.fromkeys(model.get_submodule(layer.path) for layer in handle.anatomy.layers)
+    resting = [handle.base] if len(handle.base) else []  # what is displaced never runs, so it stays shared out
+    for module in (*layers, *resting, model):
+        fully_shard(module, mesh=mesh, ignored_params=apart)
+
+
+def sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@contextlib.contextmanager
+def whole(handle: Tuned, write: bool = False) -> Iterator[None]:
+    """Inside, every tensor of the delta in use stands whole in its place; write: what is changed there is kept.
+
+    All processes must come here together.
+    """
+    own = set(handle.delta().owned)
+    wanted: dict[nn.Parameter, nn.Parameter] = {
+        parameter: nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
+        for name, parameter in handle.model.named_parameters()
+        if isinstance(parameter, DTensor) and (name in own or name.startswith(f"{NAME}.deltas."))
+    }
+    slots = [
+        (module, leaf, parameter)
+        for module in (handle.model.modules() if wanted else ())
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter in wanted
+    ]
+    try:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = wanted[parameter]
+        yield
+    finally:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = parameter
+    if write:
+        with torch.no_grad():
+            for parameter, value in wanted.items():
+                parameter.copy_(cut(value.detach(), parameter))
+
+
+def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whole, in every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole value shared out as another tensor is, where that is shared out."""
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -1,0 +1,190 @@
+"""The papers' ways to train, by name: values for a run's spec where none are given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import DeltuneError, unknown
+from ..methods.registry import parse, rate
+from ..methods.spec import Masked, Method, Named
+
+Values = Mapping[str, Any]
+
+INSTEAD = {
+    "epochs": ("steps",), "steps": ("epochs",), "seed": ("seeds",), "seeds": ("seed",), "batch_size": ("batch_tokens",),
+    "batch_tokens": ("batch_size", "device_batch_size"),
+}  # fmt: skip
+"""Fields of a spec -> those that they take the place of."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values for some tasks, some methods or both; empty means all. A method is meant alone, or its mask."""
+
+    values: Values
+    tasks: Collection[str] = ()
+    methods: Collection[str] = ()
+
+    def holds(self, task: str | None, method: str | None) -> bool:
+        return (not self.tasks or task in self.tasks) and (not self.methods or method in self.methods)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What a paper says of its training. values: of every run. rules: of some, later ones over earlier ones."""
+
+    source: str
+    values: Values
+    rules: Sequence[Rule] = ()
+
+    def of(self, task: str | None, method: str | None) -> dict[str, Any]:
+        """The values for one task and one named method."""
+        found = dict(self.values)
+        for rule in self.rules:
+            found |= rule.values if rule.holds(task, method) else {}
+        return found
+
+
+def _batches(sizes: Mapping[str, tuple[int, int, int]]) -> list[Rule]:
+    """Batch sizes by task: of most methods, of full tuning, of the MAM adapter."""
+    return [
+        Rule({"batch_size": size}, (task,), methods)
+        for task, several in sizes.items()
+        for size, methods in zip(several, ((), ("full",), ("mam",)), strict=True)
+    ]
+
+
+SENTIMENT = ("sst2", "imdb", "rotten_tomatoes")
+THREE = (0, 1, 2)
+LN_NLU: Values = {
+    "epochs": 30, "patience": 10, "metric": "loss", "search": {"lr": (1e-3, 2e-4)}, "seeds": THREE,
+}  # fmt: skip
+LN_RATES = Rule({"search": {"lr": (1e-2, 1e-3, 2e-4)}}, methods=("layernorm",))
+SUMMARY = {"beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3}
+PLAIN: Values = {"template": "{source}"}
+UNIFIED: Values = {"lr": 5e-5, "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial"}
+
+PROTOCOLS: Mapping[str, Protocol] = {
+    "ln_nlu": Protocol(
+        "LN-tuning, appendix A and table 3: BERT-base",
+        LN_NLU,
+        (
+            LN_RATES,
+            *_batches(
+                {
+                    "conll04": (128, 128, 128), "broad_twitter": (128, 128, 128), "sick": (512, 512, 512),
+                    "snli": (512, 512, 512), "sst2": (392, 256, 392), "cb": (64, 48, 64),
+                    "commonsense_qa": (64, 48, 64), "social_iqa": (64, 48, 48),
+                }
+            ),
+        ),
+    ),
+    "ln_nlu_large": Protocol(
+        "LN-tuning, appendix A and table 3: BERT-large",
+        LN_NLU,
+        (
+            LN_RATES,
+            *_batches(
+                {
+                    "conll04": (48, 32, 48), "broad_twitter": (48, 32, 48), "sick": (256, 256, 256),
+                    "snli": (256, 256, 256), "sst2": (256, 128, 256), "cb": (32, 24, 32),
+                    "commonsense_qa": (32, 16, 24), "social_iqa": (24, 12, 24),
+                }
+            ),
+        ),
+    ),
+    "ln_nlg": Protocol(
+        "LN-tuning, appendix A and table 4 (its column WebNLG taken for DART, which the text and table 2 have)",
+        {"epochs": 20, "lr": 2e-4, "seeds": THREE, "metric": "loss", "max_length": 512, "target_length": 128},
+        (
+            Rule({"max_generated": 35}, ("e2e_nlg", "samsum")),
+            Rule({"max_generated": 45}, ("dart", "webnlg")),
+            Rule({"metrics": ("rouge1_pltrdy", "rouge2_pltrdy", "rougeL_pltrdy", "rouge1", "rouge2", "rougeL")},
+                 ("samsum",)),
+            *_batches(
+                {
+                    "samsum": (36, 32, 36), "e2e_nlg": (96, 48, 96), "dart": (84, 40, 84), "webnlg": (84, 40, 84),
+                }
+            ),
+        ),
+    ),
+    "uv_xsum": Protocol(
+        "Unified View, tables 7 and 8, appendix A",
+        {
+            **UNIFIED, **SUMMARY, "steps": 100_000, "batch_size": 64, "label_smoothing": 0.1, "clip": 0.1,
+            "weight_decay": 0.01, "max_length": 512, "target_length": 128, "validation_rows": 1600,
+            "metric": "rouge2",
+        },
+        (Rule(PLAIN, ("xsum",)),),
+    ),
+    "uv_enro": Protocol(
+        "Unified View, table 8, appendix A",
+        {
+            **UNIFIED, "steps": 50_000, "batch_tokens": 16_384, "label_smoothing": 0.1, "clip": 1.0,
+            "weight_decay": 0.01, "max_length": 150, "target_length": 150, "beams": 5, "min_target_length": 1,
+            "max_generated": 200, "metric": "loss",
+        },
+        (Rule(PLAIN, ("wmt16_en_ro",)),),
+    ),
+    "uv_glue": Protocol(
+        "Unified View, table 8, appendix A",
+        {
+            "lr": 1e-4, "epochs": 10, "batch_size": 32, "warmup": 0.06, "weight_decay": 0.1, "clip": 1.0,
+            "max_length": 512, "seeds": (0, 1, 2, 3, 4), "aggregate": "median",
+        },
+    ),
+    "ap": Protocol(
+        "APET, appendix B.3",
+        {"batch_size": 32, "lr": 3e-4, "max_length": 256, "seeds": THREE},
+        (
+            Rule({"max_length": 128}, SENTIMENT),
+            Rule({"max_generated": 64, "target_length": 256}, ("multi_news",)),
+            Rule({"max_generated": 128, "target_length": 256}, ("samsum",)),
+            Rule({"lr": 3e-2}, methods=("prompt",)),
+            Rule({"lr": 5e-5}, ("rte",)),
+        ),
+    ),
+}  # fmt: skip
+"""Every known protocol."""
+
+
+def over(base: Values, given: Values) -> dict[str, Any]:
+    """The values of `base` under those of `given`: a value given takes the place of a list of values to try, too."""
+    if given.get("method") is not None and base.get("method") is not None and "lr" not in given:
+        base = {field: value for field, value in base.items() if field != "lr" or value != _rate(base["method"])}
+    replaced = {other for field in given for other in INSTEAD.get(field, ()) if other not in given}
+    found = {field: value for field, value in base.items() if field not in replaced} | dict(given)
+    if isinstance(found.get("search"), Mapping) and "search" not in given:
+        found["search"] = {field: values for field, values in found["search"].items() if field not in given}
+    return found
+
+
+def filled(given: Values) -> dict[str, Any]:
+    """A spec's values, those not given from its protocol. Error: an unknown protocol."""
+    name = given.get("protocol")
+    if name is None:
+        return dict(given)
+    if name not in PROTOCOLS:
+        raise DeltuneError(f"protocol: {unknown('protocol', str(name), PROTOCOLS)}")
+    return over(PROTOCOLS[name].of(given.get("task"), _alone(given.get("method"))), given)
+
+
+def _rate(method: Any) -> float | None:
+    """The rate of a method where none is given; a file that writes it out means no rate of its own."""
+    try:
+        return rate(method)
+    except (DeltuneError, TypeError):
+        return None
+
+
+def _alone(method: Any) -> str | None:
+    """The name of a named method that stands alone, under a mask or not; None for a sum or what is no method."""
+    try:
+        found: Method = parse(method)
+    except (DeltuneError, TypeError):
+        return None  # told with the other problems of the spec
+    while isinstance(found, Masked):
+        found = found.method
+    return found.name if isinstance(found, Named) else None

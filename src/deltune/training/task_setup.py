@@ -1,0 +1,184 @@
+"""What a spec asks for: the kind of task and the way of answering, its data, its metrics and what a model is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..data import loading as reading
+from ..data.hub_layouts import Layout
+from ..data.loading import Data
+from ..errors import DeltuneError, all_problems, unknown
+from ..metrics.registry import METRICS
+from ..models import SPEAKING, load_config, load_tokenizer
+from ..tasks.answer_ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
+from ..tasks.base import Kind, Limits
+from ..tasks.classification import CLASSIFICATION
+from ..tasks.entity_listing import LISTS
+from ..tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
+from ..tasks.languages import codes, speak
+from ..tasks.multiple_choice import CHOICE
+from ..tasks.registry import TASKS, Task, find
+from ..tasks.token_classification import TAGGING
+from .config import RunSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+class Ways(NamedTuple):
+    """Ways of answering: by a head, in words of an encoder-decoder, in words of a decoder, after the prompt."""
+
+    head: Kind | None
+    both: Kind | None
+    after: Kind | None
+
+
+TABLE: Mapping[str, Ways] = {
+    "classification": Ways(CLASSIFICATION, CLASSES, CLASSES_AFTER),
+    "tagging": Ways(TAGGING, LISTS, None),
+    "choice": Ways(CHOICE, CHOICES, CHOICES_AFTER),
+    "generation": Ways(None, SEQ2SEQ, CAUSAL),
+    "language": Ways(None, LANGUAGE, LANGUAGE),
+}
+"""Every kind of task."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A spec's data as read, with the kind of task on this kind of model, and its metrics."""
+
+    data: Data
+    kind: Kind
+    metrics: tuple[str, ...]
+
+
+def assignment(
+    spec: RunSpec,
+    training: bool = True,
+    labels: tuple[str, ...] | None = None,
+    read: Callable[..., Data] = reading.load,
+) -> Assignment:
+    """Read what a spec asks for; labels: the run's own, where it has them; read: data.load, or one that remembers.
+
+    Errors: whatever is wrong with the data; a model that cannot do this kind of task.
+    """
+    config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
+    task, found = data_of(spec, training, labels, read)
+    chosen = kind_of(found.kind, config, spec.answer)
+    metrics = spec.metrics or (task.metrics if task else chosen.metrics)
+    if len(found.labels) != 2:
+        if "f1" in spec.metrics or spec.metric == "f1":
+            raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
+        metrics = tuple(name for name in metrics if name != "f1")
+    if spec.metric not in (None, "loss", *metrics):
+        metrics = (*metrics, str(spec.metric))
+    check_fits(chosen, metrics)
+    return Assignment(found, chosen, metrics)
+
+
+def data_of(
+    spec: RunSpec,
+    training: bool = True,
+    labels: tuple[str, ...] | None = None,
+    read: Callable[..., Data] = reading.load,
+) -> tuple[Task | None, Data]:
+    """The known task of a spec, where it has one, and its data as read; the arguments are those of `assignment`."""
+    task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
+    if spec.data is None:
+        assert spec.task is not None
+        task, where = find(spec.task, spec.data_root)
+        kind = task.kind
+        if isinstance(where, Layout):
+            source, layout = where.source, where
+        else:
+            source, columns = where, spec.columns or dict(task.columns)
+    assert source is not None
+    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
+    asked["train"] = asked["train"] if training else None
+    samples = {split: rows for split, rows in asked.items() if rows is not None}
+    known = spec.labels if spec.relabel else labels or spec.labels
+    try:
+        found = read(source, columns, known, samples, spec.seed, training, kind, layout)
+    except DeltuneError as error:
+        if layout is None or task is None:
+            raise
+        raise DeltuneError(
+            f"task {spec.task} is read from the hub, as no data_root (the folder that holds {task.folder}/) is given: "
+            f"{error}"
+        ) from error
+    if spec.relabel:
+        found = reading.relabelled(found, spec.relabel)
+    return task, found
+
+
+def tokenizer_of(spec: RunSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer of a spec's model, told the languages of the spec, or else of its task where it has languages.
+
+    Errors: a language that it lacks; any, where it has none.
+    """
+    tokenizer = load_tokenizer(spec.model)
+    source, target = TASKS[str(spec.task)].languages if spec.data is None and codes(tokenizer) else (None, None)
+    speak(tokenizer, spec.source_language or source, spec.target_language or target)
+    return tokenizer
+
+
+def kind_of(name: str, config: PreTrainedConfig, answer: str = "head") -> Kind:
+    """The kind of task on a model of this configuration, answered by a head or in words.
+
+    Error: tagging in words by anything but an encoder-decoder.
+    """
+    kinds = TABLE[name]
+    both = bool(config.is_encoder_decoder)
+    found = kinds.head if answer == "head" and kinds.head else kinds.both if both else kinds.after
+    if found is None:
+        able = "an encoder-decoder" if kinds.both else "a decoder"
+        raise DeltuneError(
+            f"{name} in words is for {able}, which a model of type {config.model_type!r} is not; give another model"
+            + (" or answer=head" if kinds.head else "")
+        )
+    return found
+
+
+def by_name(name: str) -> Kind:
+    """The kind of task where its model does not matter."""
+    return next(kind for kind in TABLE[name] if kind is not None)
+
+
+def limits_of(spec: RunSpec, kind: Kind, labels: Sequence[str]) -> Limits:
+    """Lengths, template and words of a run: the spec's own, else those of its task.
+
+    Errors: words or a template where nothing is said in words; words that are missing, of no label, or shared.
+    """
+    task = TASKS[str(spec.task)] if spec.data is None else None
+    wrong = []
+    if spec.template is not None and kind.loads not in SPEAKING:
+        wrong.append("template is for a model that answers in words (answer: words)")
+    names = [name for name in dict.fromkeys(map(kind.spoken, labels)) if name] if kind.spoken else []
+    if spec.words is None:
+        told = {name: task.words.get(name, name) if task else name for name in names}
+    elif not names:
+        told = {}
+        wrong.append("words are for labels that are answered in words (answer: words)")
+    else:
+        told = {name: word.strip() for name, word in spec.words.items()}
+        wrong += [unknown("label", name, names, where="words") for name in told if name not in names]
+        wrong += [f"label {name!r} has no word" for name in names if not told.get(name)]
+    sharing: dict[str, list[str]] = {}
+    for name, word in told.items():
+        sharing.setdefault(word, []).append(name)
+    wrong += [f"labels {', '.join(own)} have the same word {w!r}" for w, own in sharing.items() if w and len(own) > 1]
+    if wrong:
+        raise all_problems("what is said in words is wrong", wrong)
+    words = {label: told.get(kind.spoken(label), "") for label in labels} if kind.spoken else {}
+    return spec.limits(task.template if task else "", words)
+
+
+def check_fits(kind: Kind, metrics: Sequence[str]) -> None:
+    """Error for metrics that are unknown or compare something else than this kind of task gives."""
+    if wrong := [unknown("metric", name, METRICS) for name in metrics if name not in METRICS]:
+        raise DeltuneError(" ".join(wrong))
+    if foreign := [name for name in metrics if METRICS[name].kind not in kind.compares]:
+        fitting = [name for name, metric in METRICS.items() if metric.kind in kind.compares]
+        raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(foreign)}; it can by {', '.join(fitting)}")
