@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from deltune.training.progress import Bar
+from deltune.training.progress import ProgressBar
 
 from . import adapterhub, inference, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
 from .allocator import keep_memory
@@ -88,7 +88,7 @@ def measured(todo: Sequence[Piece], found: Report) -> None:
     """Measure what is left, with a bar in seconds of the plan, or a line for each piece where there is no terminal."""
     console = Console(stderr=True)
     left = [piece for piece in todo if piece.name in found.left]
-    with Bar() as bar:
+    with ProgressBar() as bar:
         bar.start("bench", round(sum(piece.seconds for piece in todo)))
         bar.advance(round(sum(piece.seconds for piece in todo if piece not in left)))
         before: list[Piece] = []

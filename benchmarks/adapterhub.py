@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deltune.studies.engine.timing import Ratio, interleaved, ratio
+from deltune.studies.engine.timing import Ratio, paired_ratio, time_interleaved
 
 from .frame import Piece
 from .peers import bare, full, ours
@@ -82,7 +82,7 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
         cases |= {("ours", method): ours(method, shape, like).step for method in told["methods"] if method not in ALL}
         cases |= {("theirs", method): partial(worker.ask, step=method) for method in told["methods"]}
         gc.collect()
-        seconds = interleaved(cases, rounds)
+        seconds = time_interleaved(cases, rounds)
     except Died as error:
         return [missing(name.format("all methods"), str(error))]
     finally:
@@ -93,7 +93,7 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
             continue
         shares = {side: [a / b for a, b in zip(seconds[side, method], seconds[side, FULL], strict=True)]
                   for side in ("ours", "theirs")}  # fmt: skip
-        found: Ratio = ratio(shares["ours"], shares["theirs"])
+        found: Ratio = paired_ratio(shares["ours"], shares["theirs"])
         each = [
             f"{side} {statistics.median(shares[side]):.3f} of {1000 * statistics.median(seconds[side, FULL]):.0f} ms"
             for side in shares

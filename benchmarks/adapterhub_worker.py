@@ -16,7 +16,7 @@ import adapters
 
 from benchmarks.allocator import keep_memory
 from benchmarks.shapes import Shape, batch, build
-from deltune.studies.engine.timing import Turn
+from deltune.studies.engine.timing import TimedModel
 
 FULL, BARE = "full", "bare"
 CONFIGS: dict[str, Callable[[int], Any]] = {
@@ -38,13 +38,13 @@ CONFIGS: dict[str, Callable[[int], Any]] = {
 for unipelt's, ours too."""
 
 
-def make(shape: Shape) -> tuple[dict[str, Turn], list[str]]:
+def make(shape: Shape) -> tuple[dict[str, TimedModel], list[str]]:
     """Full tuning, the bare model, every method on frozen weights in the same memory; and what AdapterHub cannot."""
     like = build(shape)
     whole = build(shape)
     turns = {
-        FULL: Turn(whole, *batch(shape), list(whole.parameters())),
-        BARE: Turn(build(shape, like).requires_grad_(False), *batch(shape), []),
+        FULL: TimedModel(whole, *batch(shape), list(whole.parameters())),
+        BARE: TimedModel(build(shape, like).requires_grad_(False), *batch(shape), []),
     }
     cannot = []
     for method, config in CONFIGS.items():
@@ -56,7 +56,7 @@ def make(shape: Shape) -> tuple[dict[str, Turn], list[str]]:
             cannot.append(method)
             continue
         model.train_adapter("it")
-        turns[method] = Turn(model, *batch(shape), [p for p in model.parameters() if p.requires_grad])
+        turns[method] = TimedModel(model, *batch(shape), [p for p in model.parameters() if p.requires_grad])
     return turns, cannot
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     keep_memory()
-    turns: dict[str, Turn] = {}
+    turns: dict[str, TimedModel] = {}
     for line in sys.stdin:
         asked = json.loads(line)
         if "shape" in asked:

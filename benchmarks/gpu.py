@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import deltune
-from deltune.studies.engine.timing import Turn, interleaved
+from deltune.studies.engine.timing import TimedModel, time_interleaved
 
 from .frame import Piece, Report, carry_out, machine
 from .memory import MIB, peak
@@ -78,7 +78,7 @@ def _config(kind: str, **options: Any) -> Any:
     return getattr(peft, kind)(task_type="CAUSAL_LM", **options)
 
 
-def build(size: Size, device: str, compiled: bool, side: str, method: str) -> Turn | None:
+def build(size: Size, device: str, compiled: bool, side: str, method: str) -> TimedModel | None:
     """A side with a model of its own; None where PEFT has no such method."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -98,7 +98,7 @@ def build(size: Size, device: str, compiled: bool, side: str, method: str) -> Tu
         trained = [p for p in model.parameters() if p.requires_grad]
     if compiled:
         model.compile()
-    return Turn(model, batch, ids, trained)
+    return TimedModel(model, batch, ids, trained)
 
 
 def synchronised(step: Callable[[], object], device: str) -> Callable[[], None]:
@@ -157,7 +157,7 @@ def measure(size: Size, device: str, mode: str, method: str, rounds: int) -> lis
         steps[side] = synchronised(turn.step, device)
     if apart := method.startswith("prefix") and not compiled:
         steps["merged"] = partial(served, steps["ours"], "merged")
-    seconds = interleaved(steps, rounds, warm=3)
+    seconds = time_interleaved(steps, rounds, warm=3)
     for side, (bytes_at_peak, launched) in facts.items():
         name = f"{'' if side == 'ours' else 'PEFT’s '}{method}, {mode}"
         middle = statistics.median(seconds[side])

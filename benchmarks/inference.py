@@ -6,7 +6,7 @@ import gc
 from dataclasses import replace
 from functools import partial
 
-from deltune.studies.engine.timing import interleaved
+from deltune.studies.engine.timing import time_interleaved
 
 from .frame import Piece
 from .peers import bare, merged, ours
@@ -33,7 +33,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     turns = {"bare": bare(shape, like), "merged": merged(MERGED, shape, like)}
     turns |= {method: ours(method, shape, like) for method in METHODS}
     gc.collect()
-    seconds = interleaved({name: turn.inference for name, turn in turns.items()}, rounds)
+    seconds = time_interleaved({name: turn.inference for name, turn in turns.items()}, rounds)
     rows = []
     for method in METHODS:
         name = f"inference / bare: {method}; {shape}"

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from deltune.studies.engine.timing import Turn, interleaved
+from deltune.studies.engine.timing import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, ours, theirs
@@ -35,7 +35,7 @@ def peak(work: Callable[[], object]) -> int:
     return top
 
 
-def of_step(turn: Turn) -> tuple[int, int]:
+def of_step(turn: TimedModel) -> tuple[int, int]:
     """Bytes of a step at its peak, and bytes that stay between steps: trained values and the optimiser's state. The
     frozen weights are not counted."""
     assert turn.optimiser is not None
@@ -67,7 +67,7 @@ def drawn(shape: Shape, rounds: int, counts: tuple[int, ...] = DRAWN) -> list[Ro
     whole = ours(method, shape, like)
     sides = {count: ours(f"apet({method}, parameters={count})", shape, like) for count in counts}
     sizes = {count: of_step(turn) for count, turn in sides.items()}
-    seconds = interleaved({0: whole.step, **{count: turn.step for count, turn in sides.items()}}, rounds)
+    seconds = time_interleaved({0: whole.step, **{count: turn.step for count, turn in sides.items()}}, rounds)
     top, kept = of_step(whole)
     rows = [
         compared(f"apet of {method}, N={count}: step / the method's; {shape}", seconds[count], seconds[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from deltune.studies.engine.timing import turns
+from deltune.studies.engine.timing import time_methods
 
 from .frame import Piece
 from .memory import MIB
@@ -24,7 +24,7 @@ METHODS = (
 def measure(model: str, methods: Sequence[str], rows: int, tokens: int, rounds: int) -> list[Row]:
     """Two rows a method, the slowest first."""
     asked = {method: method for method in (FULL, *methods)}
-    facts = turns(model, asked, rows, tokens, rounds, whats=("step",))
+    facts = time_methods(model, asked, rows, tokens, rounds, whats=("step",))
     found = []
     for method in sorted(methods, key=lambda method: -facts[method]["step"]):
         own = facts[method]

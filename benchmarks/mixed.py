@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import deltune
-from deltune.studies.engine.timing import interleaved, ratio
+from deltune.studies.engine.timing import paired_ratio, time_interleaved
 
 from .frame import Piece
 from .rows import Row, Target, of_ratio
@@ -43,18 +43,18 @@ def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list
         cases[method, "several"] = partial(_several, [partial(model, **part) for part in parts])
     gc.collect()
     with torch.no_grad():
-        seconds = interleaved(cases, rounds)
+        seconds = time_interleaved(cases, rounds)
     gains = {
         method: [a / b for a, b in zip(seconds[method, "several"], seconds[method, "one"], strict=True)]
         for method in (BARE, *methods)
     }
-    bare = ratio(seconds[BARE, "several"], seconds[BARE, "one"]).figure
+    bare = paired_ratio(seconds[BARE, "several"], seconds[BARE, "one"]).figure
     rows = []
     for method in methods:
-        own = ratio(seconds[method, "several"], seconds[method, "one"]).figure
+        own = paired_ratio(seconds[method, "several"], seconds[method, "one"]).figure
         note = f"gains {own:.2f} ×, the bare model {bare:.2f} ×"
         name = f"gain from one mixed batch / the bare model's: {method}; {shape.rows} × {shape.tokens}"
-        rows.append(of_ratio(name, ratio(gains[method], gains[BARE]), Target(0.85, "at least"), note))
+        rows.append(of_ratio(name, paired_ratio(gains[method], gains[BARE]), Target(0.85, "at least"), note))
     return rows
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deltune
-from deltune.studies.engine.timing import Turn
+from deltune.studies.engine.timing import TimedModel
 
 from .shapes import Shape, batch, build
 
@@ -71,7 +71,7 @@ PAIRS = (
 )
 
 
-def theirs(pair: Pair, shape: Shape, like: nn.Module) -> Turn | None:
+def theirs(pair: Pair, shape: Shape, like: nn.Module) -> TimedModel | None:
     """PEFT's side; None where PEFT cannot."""
     import peft
 
@@ -81,28 +81,28 @@ def theirs(pair: Pair, shape: Shape, like: nn.Module) -> Turn | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(build(shape, like), config)
-    return Turn(model, *batch(shape), [p for p in model.parameters() if p.requires_grad])
+    return TimedModel(model, *batch(shape), [p for p in model.parameters() if p.requires_grad])
 
 
-def ours(method: str, shape: Shape, like: nn.Module) -> Turn:
+def ours(method: str, shape: Shape, like: nn.Module) -> TimedModel:
     """Our side."""
     model = build(shape, like)
     tuned = deltune.attach(model, method)
-    return Turn(model, *batch(shape), list(tuned.parameters()))
+    return TimedModel(model, *batch(shape), list(tuned.parameters()))
 
 
-def bare(shape: Shape, like: nn.Module) -> Turn:
+def bare(shape: Shape, like: nn.Module) -> TimedModel:
     """The model without any method; nothing trains."""
-    return Turn(build(shape, like).requires_grad_(False), *batch(shape), [])
+    return TimedModel(build(shape, like).requires_grad_(False), *batch(shape), [])
 
 
-def full(shape: Shape) -> Turn:
+def full(shape: Shape) -> TimedModel:
     """Everything trains, on a model of its own."""
     model = build(shape)
-    return Turn(model, *batch(shape), list(model.parameters()))
+    return TimedModel(model, *batch(shape), list(model.parameters()))
 
 
-def merged(method: str, shape: Shape, like: nn.Module) -> Turn:
+def merged(method: str, shape: Shape, like: nn.Module) -> TimedModel:
     """Ours, folded into the weights."""
     made = ours(method, shape, like)
     tuned = deltune.tuned(made.model)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import deltune
 from deltune.runtime.attention import How
-from deltune.studies.engine.timing import Turn, interleaved
+from deltune.studies.engine.timing import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import ours
@@ -28,7 +28,7 @@ def served(work: Callable[[], object], how: How) -> None:
         work()
 
 
-def token(turn: Turn) -> Callable[[], None]:
+def token(turn: TimedModel) -> Callable[[], None]:
     """One more token for every row, after the batch in the cache."""
     cache, ids = DynamicCache(), turn.batch["input_ids"]
     turn.model.eval()
@@ -53,7 +53,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     judged: dict[How, Target | None] = {"merged": None, "auto": NOT_SLOWER}
     for what, work in (("step", training.step), ("next token", token(generating))):
         gc.collect()
-        seconds = interleaved({how: partial(served, work, how) for how in HOWS}, rounds)
+        seconds = time_interleaved({how: partial(served, work, how) for how in HOWS}, rounds)
         for how, target in judged.items():
             name = f"{what}, {how} / joined: {METHOD}; {shape.name}, {shape.rows} × {shape.tokens} causal"
             rows.append(compared(name, seconds[how], seconds["joined"], target))

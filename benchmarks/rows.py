@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deltune.studies.engine.timing import Ratio, ratio
+from deltune.studies.engine.timing import Ratio, paired_ratio
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def compared(
     name: str, ours: Sequence[float], theirs: Sequence[float], target: Target | None = None, note: str = ""
 ) -> Row:
     """The paired ratio of seconds of the same rounds as a row."""
-    return of_ratio(name, ratio(ours, theirs), target, note)
+    return of_ratio(name, paired_ratio(ours, theirs), target, note)
 
 
 def of_ratio(name: str, found: Ratio, target: Target | None = None, note: str = "") -> Row:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-from deltune.studies.engine.timing import Turn, interleaved
+from deltune.studies.engine.timing import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, bare, ours, theirs
@@ -23,7 +23,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     """All rows of a shape, from one interleaved run."""
     like = build(shape)
     plain = bare(shape, like)
-    sides: dict[str, Turn] = {}
+    sides: dict[str, TimedModel] = {}
     for method in dict.fromkeys((*(pair.ours for pair in PAIRS), *FORWARDS)):
         sides[method] = ours(method, shape, like)
     peft = {pair.name: theirs(pair, shape, like) for pair in PAIRS}
@@ -31,7 +31,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     cases |= {("ours", method): turn.step for method, turn in sides.items()}
     cases |= {("peft", name): turn.step for name, turn in peft.items() if turn is not None}
     gc.collect()
-    seconds = interleaved(cases, rounds)
+    seconds = time_interleaved(cases, rounds)
     rows = []
     for pair in PAIRS:
         name = f"step / PEFT's: {pair.name}; {shape}"

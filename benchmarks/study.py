@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.filesystem import read_objects
-from deltune.studies.engine.jobs import Work, of_run
-from deltune.studies.engine.scheduler import Drive
-from deltune.studies.engine.store import Results
-from deltune.studies.engine.workers import Answer, answer
+from deltune.filesystem import read_jsonl
+from deltune.studies.engine.jobs import Job, run_job
+from deltune.studies.engine.scheduler import Scheduler
+from deltune.studies.engine.store import ResultStore
+from deltune.studies.engine.workers import JobResult, execute_safely
 from deltune.tasks import token_cache
 from deltune.training.config import RunSpec
-from deltune.training.model_cache import Parts
-from deltune.training.progress import Bar
+from deltune.training.model_cache import ModelCache
+from deltune.training.progress import ProgressBar
 
 from .frame import Piece
 from .rows import Row, Target
@@ -32,23 +32,23 @@ class Watched:
     """Workers in this process, each with parts of its own as those in processes of their own have."""
 
     def __init__(self, runs: Path, workers: int) -> None:
-        self.runs, self.parts = runs, [Parts() for _ in range(workers)]
-        self.at: list[Work | None] = [None] * workers
+        self.runs, self.parts = runs, [ModelCache() for _ in range(workers)]
+        self.at: list[Job | None] = [None] * workers
         self.tokenised: set[tuple[str, int]] = set()  # files of rows; one that is written again has another inode
 
     def idle(self) -> list[int]:
         return [i for i, work in enumerate(self.at) if work is None]
 
-    def give(self, worker: int, work: Work) -> None:
+    def give(self, worker: int, work: Job) -> None:
         self.at[worker] = work
 
-    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
         found = []
         for worker, work in enumerate(self.at):
             if work is not None:
                 self.at[worker] = None
-                found.append((worker, answer(work, self.runs, self.parts[worker])))
-                cache = token_cache.folder()
+                found.append((worker, execute_safely(work, self.runs, self.parts[worker])))
+                cache = token_cache.cache_folder()
                 assert cache is not None
                 self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
         return found
@@ -74,7 +74,7 @@ def task(folder: Path, label: int) -> Path:
     """A task of the packaged tickets: is it this label or another?"""
     folder.mkdir(parents=True)
     for split in SPLITS:
-        rows = [row for _, row in read_objects(TICKETS / f"{split}.jsonl")]
+        rows = [row for _, row in read_jsonl(TICKETS / f"{split}.jsonl")]
         named = [{"text": row["text"], "label": "yes" if row["label"] == label else "no"} for row in rows]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named), encoding="utf-8")
     return folder
@@ -85,7 +85,7 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
     with tempfile.TemporaryDirectory() as folder, cache(Path(folder) / "cache"):
         place = Path(folder)
         works = [
-            of_run(
+            run_job(
                 RunSpec(
                     model=model, data=str(data), method=method, seed=seed, steps=1, batch_size=4, max_length=32,
                     metrics=("accuracy",),
@@ -96,9 +96,9 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
             for seed in range(seeds)
         ]  # fmt: skip
         pool = Watched(place / "runs", workers)
-        with Results(place / "study.sqlite") as results:
-            drive = Drive(lambda done: works, results, pool)
-            drive.run(Bar(wanted=False))
+        with ResultStore(place / "study.sqlite") as results:
+            drive = Scheduler(lambda done: works, results, pool)
+            drive.run(ProgressBar(wanted=False))
         if drive.failed:
             raise RuntimeError(f"{len(drive.failed)} runs of {len(works)} failed")
     reads = max(parts.read["models"] for parts in pool.parts)

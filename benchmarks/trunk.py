@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
 from deltune.training.config import RunSpec
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 from .frame import Piece
@@ -35,7 +35,7 @@ def epochs(model: str, method: str, data: Path, size: float, output: Path, max_l
         trunk_cache=size,
     )  # fmt: skip
     train(spec, output, progress=False)
-    lines = Run(output).logged()
+    lines = RunDir(output).logged()
     ends = [line["seconds"] for line in lines if "eval_loss" in line]
     return [after - before for before, after in itertools.pairwise(ends)]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from deltune.models import packaged
-from deltune.studies.engine.timing import of_median
+from deltune.studies.engine.timing import median_interval
 
 from .frame import Piece
 from .life import clocked
@@ -107,7 +107,7 @@ def measure(
     spread = max(statistics.stdev(own) for own in accuracy.values()) if len(seeds) > 1 else None
     said = "; ".join(f"{side} {', '.join(f'{a:.3f}' for a in own)}" for side, own in accuracy.items())
     limit = None if spread is None else Target(-spread, "at least")
-    rows.append(Row(names[1], statistics.fmean(gaps), limit, of_median(gaps), "", said))
+    rows.append(Row(names[1], statistics.fmean(gaps), limit, median_interval(gaps), "", said))
     return rows
 
 

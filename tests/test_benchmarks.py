@@ -36,7 +36,7 @@ from benchmarks.__main__ import parts as all_parts
 from benchmarks.frame import Piece, Report, carry_out, chosen
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
 from benchmarks.shapes import batch, build, tiny
-from deltune.studies.engine.timing import interleaved, of_median, ratio
+from deltune.studies.engine.timing import median_interval, paired_ratio, time_interleaved
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -53,24 +53,24 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 @pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (30, 10)])
 def test_the_interval_of_a_median_is_the_sign_test_s(n: int, k: int) -> None:
     """From the k-th smallest to the k-th greatest, k of the usual tables of the sign test at 95 %."""
-    assert of_median(range(1, n + 1)) == (k, n + 1 - k)
+    assert median_interval(range(1, n + 1)) == (k, n + 1 - k)
 
 
 def test_few_rounds_give_their_whole_range() -> None:
-    assert of_median([3.0]) == (3.0, 3.0) and of_median([5.0, 1.0, 2.0]) == (1.0, 5.0)
+    assert median_interval([3.0]) == (3.0, 3.0) and median_interval([5.0, 1.0, 2.0]) == (1.0, 5.0)
 
 
 def test_ratios_are_of_the_same_round() -> None:
     """A round that was slow for both is no noise."""
     noise = [1.0, 4.0, 0.25, 1.0, 2.0, 8.0, 0.5]
-    found = ratio([0.75 * x for x in noise], noise)
+    found = paired_ratio([0.75 * x for x in noise], noise)
     assert found.figure == found.low == found.high == 0.75 and found.rounds == 7
 
 
 def test_each_round_has_an_order_of_its_own() -> None:
     def turns() -> list[str]:
         seen: list[str] = []
-        found = interleaved({name: partial(seen.append, name) for name in "abcdef"}, rounds=20, warm=1)
+        found = time_interleaved({name: partial(seen.append, name) for name in "abcdef"}, rounds=20, warm=1)
         assert {len(own) for own in found.values()} == {20}
         return ["".join(seen[i : i + 6]) for i in range(0, len(seen), 6)]
 

@@ -18,7 +18,7 @@ from deltune.models import load_model, load_tokenizer
 from deltune.tasks import token_cache
 from deltune.tasks.base import Limits
 from deltune.tasks.classification import CLASSIFICATION
-from deltune.tasks.encoding import Encoded
+from deltune.tasks.encoding import EncodedRows
 from deltune.training.train import train
 
 LIMITS = Limits(max_length=8)
@@ -43,8 +43,10 @@ COLUMNS = {
 }
 
 
-def rows(parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: Limits = LIMITS, content: str = "x") -> Encoded:
-    return token_cache.encoded(kind, *parts, COLUMNS, limits, True, content)
+def rows(
+    parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: Limits = LIMITS, content: str = "x"
+) -> EncodedRows:
+    return token_cache.encode_cached(kind, *parts, COLUMNS, limits, True, content)
 
 
 def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
@@ -135,7 +137,7 @@ def test_who_comes_second_waits_and_finds_the_rows(parts: tuple[Any, Any], place
     """Workers that begin a task at once tokenise it once."""
     calls, inside, begun = [], threading.Barrier(2), threading.Barrier(2)
 
-    def encode(*given: Any) -> Encoded:
+    def encode(*given: Any) -> EncodedRows:
         calls.append(given)
         with contextlib.suppress(threading.BrokenBarrierError):
             inside.wait(timeout=1)  # there is nobody else

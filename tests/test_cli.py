@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.cli import app as cli
-from deltune.training.run_dir import OWN, Run
+from deltune.training.run_dir import OWN, RunDir
 
 
 class Told(NamedTuple):
@@ -106,12 +106,12 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     run = tmp_path / "run"
     told = deltune("train", *options(root, output=run), "--json")
     assert told.code == 0, told.err
-    assert json.loads(told.out) == Run(run).metrics
+    assert json.loads(told.out) == RunDir(run).metrics
     again = deltune("train", *options(root, output=run))
     assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
 
     scores = json.loads(deltune("evaluate", run, "--json").out)
-    assert scores == {split: Run(run).metrics[split] for split in ("validation", "test")}
+    assert scores == {split: RunDir(run).metrics[split] for split in ("validation", "test")}
     assert "test" in deltune("evaluate", run, "--split", "test", "--output", tmp_path / "out").out
     assert names(tmp_path / "out") == {"test.jsonl"}
 
@@ -129,12 +129,12 @@ def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**values, "max_length": 16, "output": str(tmp_path / "run")}))
     assert deltune("train", path, "--seed", 4, "--quiet").code == 0
-    assert Run(tmp_path / "run").spec.seed == 4 and Run(tmp_path / "run").spec.method == "layernorm"
+    assert RunDir(tmp_path / "run").spec.seed == 4 and RunDir(tmp_path / "run").spec.method == "layernorm"
     assert deltune("train", tmp_path / "run" / "spec.yaml", "--output", tmp_path / "again").code == 0
-    assert Run(tmp_path / "again").metrics["test"] == Run(tmp_path / "run").metrics["test"]
+    assert RunDir(tmp_path / "again").metrics["test"] == RunDir(tmp_path / "run").metrics["test"]
     other = deltune("train", path)
     assert other.code == 2 and "seed: 4 there, 0 now" in other.err
-    assert deltune("train", path, "--fresh").code == 0 and Run(tmp_path / "run").spec.seed == 0
+    assert deltune("train", path, "--fresh").code == 0 and RunDir(tmp_path / "run").spec.seed == 0
 
 
 FILES_ALONE = {"metric_options"}
@@ -153,9 +153,9 @@ def test_every_field_of_a_spec_is_an_option(deltune: Command, root: Path, tmp_pa
     }  # fmt: skip
     assert deltune("train", *options(root, output=tmp_path / "run", **given)).code == 0
     assert deltune("train", *options(root, output=tmp_path / "bad"), "--adam-betas", "0.9").code == 2
-    spec = Run(tmp_path / "run").spec
+    spec = RunDir(tmp_path / "run").spec
     assert (spec.adam_betas, spec.adam_epsilon, spec.test_rows) == ((0.9, 0.98), 1e-6, 5)
-    assert len(Run(tmp_path / "run").environment["data"]["labels"]) == 2
+    assert len(RunDir(tmp_path / "run").environment["data"]["labels"]) == 2
 
 
 def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def write(folder: Path, **texts: str | Sequence[object]) -> str:
 
 def message(source: str, *args: Any, **kwargs: Any) -> str:
     with pytest.raises(DeltuneError) as caught:
-        loading.load(source, *args, **kwargs)
+        loading.load_data(source, *args, **kwargs)
     return str(caught.value)
 
 
@@ -59,7 +59,7 @@ def message(source: str, *args: Any, **kwargs: Any) -> str:
     ],
 )
 def test_real_data(shared: Path, name: str, rows: tuple[int, ...], columns: str, labels: str) -> None:
-    got = loading.load(str(shared / "data" / name))
+    got = loading.load_data(str(shared / "data" / name))
     assert tuple(len(got.splits[s]) for s in ("train", "validation", "test")) == rows
     assert got.labels == tuple(labels.split())
     assert got.columns == {**dict(zip(("text", "pair"), columns.split(), strict=False)), "label": "label"}
@@ -89,7 +89,7 @@ OTHERS = {
 def test_real_data_of_other_kinds(shared: Path, name: str) -> None:
     """The kind of task, its columns and labels are found without being told; every row is as its file has it."""
     kind, columns, labels = OTHERS[name]
-    got = loading.load(str(shared / "data" / name))
+    got = loading.load_data(str(shared / "data" / name))
     assert (got.kind, len(got.labels)) == (kind, labels)
     assert got.columns == dict(pair.split("=") for pair in columns.split())
     with gzip.open(shared / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as stream:
@@ -105,19 +105,19 @@ def test_real_data_of_other_kinds(shared: Path, name: str) -> None:
 
 def test_two_texts_and_a_label_are_classification(tmp_path: Path) -> None:
     rows = [{"prompt": f"p {i}", "output": f"o {i}", "label": i % 2} for i in range(20)]
-    got = loading.load(write(tmp_path, train_jsonl=rows))
+    got = loading.load_data(write(tmp_path, train_jsonl=rows))
     assert (got.kind, got.columns) == ("classification", {"text": "prompt", "pair": "output", "label": "label"})
 
 
 def test_a_key_is_no_text(tmp_path: Path) -> None:
     rows = [{"key": f"r{i}", "review": f"it was {i} times good", "label": i % 2} for i in range(20)]
-    assert loading.load(write(tmp_path, train_jsonl=rows)).columns == {"text": "review", "label": "label"}
+    assert loading.load_data(write(tmp_path, train_jsonl=rows)).columns == {"text": "review", "label": "label"}
 
 
 def test_running_text_is_asked_for(shared: Path) -> None:
     source = str(shared / "data" / "imdb_text")
     assert "for another kind of task give task= one of" in message(source)
-    assert loading.load(source, kind="language").columns == {"text": "text"}
+    assert loading.load_data(source, kind="language").columns == {"text": "text"}
     assert "no train file" in message(str(shared / "data" / "wikitext2_eval"))
 
 
@@ -150,9 +150,9 @@ FORMATS = {
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_formats_give_the_same(tmp_path: Path, suffix: str) -> None:
     (tmp_path / "a").mkdir()
-    want = loading.load(write(tmp_path / "a", train_jsonl=ROWS))
+    want = loading.load_data(write(tmp_path / "a", train_jsonl=ROWS))
     FORMATS[suffix](tmp_path / f"train.{suffix}")
-    got = loading.load(str(tmp_path))
+    got = loading.load_data(str(tmp_path))
     assert got.labels == ("delivery", "refund") and list(got.splits) == ["train"]
     assert got.splits["train"]["text"][:] == [row["text"] for row in ROWS]
     assert got.splits["train"]["label"][:] == [0, 1, 0, 1]
@@ -162,7 +162,7 @@ def test_formats_give_the_same(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("stem", ["validation", "valid", "dev"])
 def test_names_of_validation(tmp_path: Path, stem: str) -> None:
     assert list(
-        loading.load(write(tmp_path, train_jsonl=ROWS, **{f"{stem}_csv": "text,label\nHello,refund\n"})).splits
+        loading.load_data(write(tmp_path, train_jsonl=ROWS, **{f"{stem}_csv": "text,label\nHello,refund\n"})).splits
     ) == [
         "train",
         "validation",
@@ -190,11 +190,11 @@ def test_names_of_validation(tmp_path: Path, stem: str) -> None:
     ],
 )
 def test_columns(tmp_path: Path, rows: list[dict], columns: Any, expected: str) -> None:
-    assert list(loading.load(write(tmp_path, train_jsonl=rows), columns).columns.values()) == expected.split()
+    assert list(loading.load_data(write(tmp_path, train_jsonl=rows), columns).columns.values()) == expected.split()
 
 
 def test_csv_columns_of_numbers_are_not_text(tmp_path: Path) -> None:
-    got = loading.load(write(tmp_path, train_csv="n,text,score,label\n1,a,4.5,10\n2,b,1.0,9\n3,c,,10\n"))
+    got = loading.load_data(write(tmp_path, train_csv="n,text,score,label\n1,a,4.5,10\n2,b,1.0,9\n3,c,,10\n"))
     assert got.columns == {"text": "text", "label": "label"}
     assert got.labels == ("9", "10") and got.splits["train"]["label"][:] == [1, 0, 1]
 
@@ -219,13 +219,13 @@ def test_labels(
     source = write(tmp_path, train_jsonl=[{"text": f"t {i}", "label": v} for i, v in enumerate(values)])
     if meta:
         write(tmp_path, meta_json=json.dumps({"fields": "text, label (index)", "label_names": meta}))
-    got = loading.load(source, labels=labels)
+    got = loading.load_data(source, labels=labels)
     assert (got.labels, got.splits["train"]["label"][:]) == (expected, ids)
 
 
 def test_ids(tmp_path: Path) -> None:
     own = [{"id": f"q{i}", **row} for i, row in enumerate(ROWS)]
-    got = loading.load(write(tmp_path, train_jsonl=own, test_jsonl=[{**row, "id": 1} for row in own]))
+    got = loading.load_data(write(tmp_path, train_jsonl=own, test_jsonl=[{**row, "id": 1} for row in own]))
     assert got.splits["train"]["id"][:] == ["q0", "q1", "q2", "q3"]
     assert got.splits["test"]["id"][:] == ["test-1", "test-2", "test-3", "test-4"]  # the file's own are not distinct
 
@@ -233,24 +233,24 @@ def test_ids(tmp_path: Path) -> None:
 def test_sample_of_train(tmp_path: Path) -> None:
     rows = [{"text": f"text {i}", "label": i % 2} for i in range(40)]
     source = write(tmp_path, train_jsonl=rows, test_jsonl=rows)
-    one, same, other = (loading.load(source, max_rows={"train": 10}, seed=s) for s in (1, 1, 2))
+    one, same, other = (loading.load_data(source, max_rows={"train": 10}, seed=s) for s in (1, 1, 2))
     assert len(one.splits["train"]) == 10 and len(one.splits["test"]) == 40
     assert one.splits["train"][:] == same.splits["train"][:] and one.fingerprint == same.fingerprint
     assert one.splits["train"][:] != other.splits["train"][:] and one.fingerprint != other.fingerprint
-    assert loading.load(source, max_rows={"train": 99}).fingerprint == loading.load(source).fingerprint
+    assert loading.load_data(source, max_rows={"train": 99}).fingerprint == loading.load_data(source).fingerprint
     for row in one.splits["train"]:  # ids are those of the whole file
         assert row["id"] == f"train-{int(row['text'].split()[1]) + 1}"
 
 
 def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
-    before = loading.load(write(tmp_path, train_jsonl=ROWS)).fingerprint
-    assert loading.load(str(tmp_path), labels=["refund", "delivery"]).fingerprint != before
-    assert loading.load(write(tmp_path, test_jsonl=ROWS)).fingerprint != before
+    before = loading.load_data(write(tmp_path, train_jsonl=ROWS)).fingerprint
+    assert loading.load_data(str(tmp_path), labels=["refund", "delivery"]).fingerprint != before
+    assert loading.load_data(write(tmp_path, test_jsonl=ROWS)).fingerprint != before
 
 
 def test_hidden_labels_leave_the_split_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"every label in test\.jsonl is -1"):
-        got = loading.load(write(tmp_path, train_jsonl=ROWS, test_jsonl=[{"text": "a", "label": -1}]))
+        got = loading.load_data(write(tmp_path, train_jsonl=ROWS, test_jsonl=[{"text": "a", "label": -1}]))
     assert list(got.splits) == ["train"]
 
 
@@ -268,8 +268,8 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr(loading, "why_not_on_hub", lambda name, kind: "")
-    got = loading.load("some/set:part")
-    loading.load("some/set@refs/pr/4")
+    got = loading.load_data("some/set:part")
+    loading.load_data("some/set@refs/pr/4")
     assert asked == [("some/set", "part", None), ("some/set", None, "refs/pr/4")]
     assert got.labels == ("no", "yes") and got.columns == {"text": "sentence", "label": "label"}
     assert {split: d["label"][:] for split, d in got.splits.items()} == {"train": [1, 0], "validation": [1, 0]}
@@ -422,13 +422,13 @@ def test_hub_id_that_cannot_be_had() -> None:
 
 def test_read_one_file(tmp_path: Path) -> None:
     write(tmp_path, more_jsonl=ROWS)
-    assert readers.read(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
+    assert readers.read_rows(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
     for name, expected in (("more.txt", "unknown file format '.txt'"), ("none.csv", "cannot be read")):
         with pytest.raises(DeltuneError, match=expected):
-            readers.read(tmp_path / name)
+            readers.read_rows(tmp_path / name)
 
 
 def test_a_file_is_not_its_folder(tmp_path: Path) -> None:
     tiny.lines(tmp_path / "train.jsonl", tiny.sentences(4, 0))
     with pytest.raises(DeltuneError, match="is a file: give"):
-        loading.load(str(tmp_path / "train.jsonl"))
+        loading.load_data(str(tmp_path / "train.jsonl"))

@@ -10,7 +10,7 @@ import random
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
-from deltune.tasks.encoding import Batches, Encoded
+from deltune.tasks.encoding import EncodedRows, LengthGroupedBatches
 
 LENGTHS = random.Random(3).choices(range(1, 61), k=1003)
 
@@ -25,28 +25,28 @@ def real(steps: list[list[int]]) -> int:
 
 @pytest.mark.parametrize(("size", "whole", "rest"), [(16, 62, 11), (4, 250, 3)])
 def test_every_row_once_and_the_short_step_last(size: int, whole: int, rest: int) -> None:
-    steps = list(Batches(LENGTHS, size, seed=1))
+    steps = list(LengthGroupedBatches(LENGTHS, size, seed=1))
     assert sorted(itertools.chain(*steps)) == list(range(1003))
     assert [len(step) for step in steps] == [size] * whole + [rest]
-    assert len(Batches(LENGTHS, size, seed=1)) == whole + 1
+    assert len(LengthGroupedBatches(LENGTHS, size, seed=1)) == whole + 1
 
 
 def test_the_order_is_the_one_of_earlier_runs() -> None:
     """A resumed run and a repeated one go on in it: if this fails, the numbers of old results cannot be had again."""
-    steps = list(Batches([5, 3, 9, 1, 7, 2, 8], 2, seed=4))
+    steps = list(LengthGroupedBatches([5, 3, 9, 1, 7, 2, 8], 2, seed=4))
     assert steps == [[3, 5], [0, 4], [6, 2], [1]]
-    pools = json.dumps(list(Batches(LENGTHS, 4, seed=4)))  # more steps than are sorted together
+    pools = json.dumps(list(LengthGroupedBatches(LENGTHS, 4, seed=4)))  # more steps than are sorted together
     assert hashlib.sha256(pools.encode()).hexdigest()[:16] == "9c47291207a9b0f2"
 
 
 def test_lengths_within_a_step_are_similar() -> None:
-    whole = list(Batches(LENGTHS, 16, seed=1))[:-1]
+    whole = list(LengthGroupedBatches(LENGTHS, 16, seed=1))[:-1]
     assert padded(whole) < 1.1 * real(whole)
 
 
 @pytest.mark.parametrize("tokens", [None, 600])
 def test_the_order_of_steps_is_random(tokens: int | None) -> None:
-    steps = list(Batches(LENGTHS, 16, seed=1, tokens=tokens))[:-1]
+    steps = list(LengthGroupedBatches(LENGTHS, 16, seed=1, tokens=tokens))[:-1]
     means = [sum(LENGTHS[i] for i in step) / len(step) for step in steps]
     rising = sum(a < b for a, b in itertools.pairwise(means))
     assert 12 < rising < len(means) - 12
@@ -55,10 +55,10 @@ def test_the_order_of_steps_is_random(tokens: int | None) -> None:
 @pytest.mark.parametrize("tokens", [None, 1, 300, 10**6])
 @pytest.mark.parametrize("size", [1, 16, 1003, 5000])
 def test_seed_and_epoch_decide(size: int, tokens: int | None) -> None:
-    one, two = (Batches(LENGTHS, size, seed=1, tokens=tokens) for _ in range(2))
+    one, two = (LengthGroupedBatches(LENGTHS, size, seed=1, tokens=tokens) for _ in range(2))
     assert list(one) == list(two) == list(one), "not how often it was asked"
     two.set_epoch(1)
-    assert list(one) != list(two) != list(Batches(LENGTHS, size, seed=2, tokens=tokens))
+    assert list(one) != list(two) != list(LengthGroupedBatches(LENGTHS, size, seed=2, tokens=tokens))
     assert len(list(one)) == len(list(two)) == len(one), "every epoch has as many steps"
 
 
@@ -67,8 +67,8 @@ def test_seed_and_epoch_decide(size: int, tokens: int | None) -> None:
 def test_cutting_leaves_a_step_its_rows(processes: int, accumulated: int, tokens: int | None) -> None:
     """Dealt by accelerate, as many batches to each process, the processes' batches of a step are the step."""
     chunks = processes * accumulated
-    whole = list(Batches(LENGTHS, 16, seed=1, tokens=tokens))
-    cut = Batches(LENGTHS, 16, 1, chunks, tokens)
+    whole = list(LengthGroupedBatches(LENGTHS, 16, seed=1, tokens=tokens))
+    cut = LengthGroupedBatches(LENGTHS, 16, 1, chunks, tokens)
     shards = [BatchSamplerShard(cut, processes, p, even_batches=False) for p in range(processes)]  # type: ignore[arg-type]
     dealt = [list(shard) for shard in shards]
     assert {len(own) for own in dealt} == {len(shard) for shard in shards} == {len(whole) * accumulated}
@@ -80,11 +80,11 @@ def test_cutting_leaves_a_step_its_rows(processes: int, accumulated: int, tokens
 
 
 def test_as_many_rows_as_fit() -> None:
-    steps = list(Batches(LENGTHS, 0, seed=1, tokens=300))
+    steps = list(LengthGroupedBatches(LENGTHS, 0, seed=1, tokens=300))
     assert sorted(itertools.chain(*steps)) == list(range(1003))
     assert all(len(step) * max(LENGTHS[i] for i in step) <= 300 for step in steps)
     assert padded(steps) < 1.1 * real(steps) and len(steps) < 1.2 * real(steps) / 300
-    one = list(Batches([4, 50, 4, 60, 4], 0, seed=1, tokens=40))
+    one = list(LengthGroupedBatches([4, 50, 4, 60, 4], 0, seed=1, tokens=40))
     assert sorted(map(sorted, one)) == [[0, 2, 4], [1], [3]], "what is larger is a step by itself"
 
 
@@ -94,4 +94,4 @@ def test_what_a_row_takes_of_a_batch_by_tokens() -> None:
         {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4, 5]},
         {"input_ids": [[1, 2], [1, 2, 3]], "labels": 1},
     ]
-    assert Encoded(rows, 0).sizes == [3, 5, 6]
+    assert EncodedRows(rows, 0).sizes == [3, 5, 6]

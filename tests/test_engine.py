@@ -16,51 +16,51 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.filesystem import refused
+from deltune.filesystem import write_error
 from deltune.studies.engine import store as module
-from deltune.studies.engine.jobs import DOES, Work
+from deltune.studies.engine.jobs import DOES, Job
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.engine.scheduler import Drive
-from deltune.studies.engine.store import Results, Row
+from deltune.studies.engine.scheduler import Scheduler
+from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.engine.sweep import Sweep
-from deltune.studies.engine.workers import Answer, Local, answer
-from deltune.training.model_cache import Parts
-from deltune.training.progress import Bar
+from deltune.studies.engine.workers import JobResult, LocalPool, execute_safely
+from deltune.training.model_cache import ModelCache
+from deltune.training.progress import ProgressBar
 
 
-def row(name: str, value: float = 1.0, error: str | None = None) -> Row:
-    return Row(name, "run", {"a": name}, None if error else {"value": value}, error, 0.5)
+def row(name: str, value: float = 1.0, error: str | None = None) -> JobRecord:
+    return JobRecord(name, "run", {"a": name}, None if error else {"value": value}, error, 0.5)
 
 
 class Here:
     """A pool of this very process: a worker answers when it is asked."""
 
-    def __init__(self, runs: Path, workers: int = 2, hook: Callable[[Work], None] = lambda work: None) -> None:
-        self.runs, self.hook, self.parts = runs, hook, Parts()
-        self.at: list[Work | None] = [None] * workers
+    def __init__(self, runs: Path, workers: int = 2, hook: Callable[[Job], None] = lambda work: None) -> None:
+        self.runs, self.hook, self.parts = runs, hook, ModelCache()
+        self.at: list[Job | None] = [None] * workers
         self.given: list[str] = []
 
     def idle(self) -> list[int]:
         return [i for i, work in enumerate(self.at) if work is None]
 
-    def give(self, worker: int, work: Work) -> None:
+    def give(self, worker: int, work: Job) -> None:
         self.at[worker] = work
         self.given.append(work.name)
 
-    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
         found = []
         for i, work in enumerate(self.at):
             if work is not None:
                 self.at[i] = None
                 self.hook(work)
-                found.append((i, answer(work, self.runs, self.parts)))
+                found.append((i, execute_safely(work, self.runs, self.parts)))
         return found
 
     def close(self) -> None:
         pass
 
 
-def double(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+def double(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     if values["x"] < 0:
         raise ValueError(f"x is {values['x']}")
     return {"value": 2 * values["x"]}
@@ -71,13 +71,13 @@ def a_kind_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DOES, "double", double)
 
 
-def of(*numbers: int) -> list[Work]:
-    return [Work("double", {"x": number}) for number in numbers]
+def of(*numbers: int) -> list[Job]:
+    return [Job("double", {"x": number}) for number in numbers]
 
 
-def drive(works: Sequence[Work], results: Results, pool: Any = None, **options: Any) -> Drive:
-    made = Drive(lambda rows: works, results, pool or Here(results.runs), **options)
-    with Bar(False) as bar:
+def drive(works: Sequence[Job], results: ResultStore, pool: Any = None, **options: Any) -> Scheduler:
+    made = Scheduler(lambda rows: works, results, pool or Here(results.runs), **options)
+    with ProgressBar(False) as bar:
         made.run(bar)
     return made
 
@@ -86,18 +86,18 @@ def drive(works: Sequence[Work], results: Results, pool: Any = None, **options: 
 
 
 def test_what_was_put_is_there_again(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         assert file.get("a") is None
         file.put(row("a"))
         file.put(row("b", error="it broke"))
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         assert file.get("a") == row("a") and [r.name for r in file.rows()] == ["a", "b"]
         file.forget("a")
         assert file.get("a") is None
 
 
 def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         file.put(row("a"))
         file.put(row("b"))
         file._open.execute("UPDATE works SET result = '{\"value\": 9' WHERE name = 'a'")
@@ -109,23 +109,23 @@ def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
 
 def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of this version, opened by a later one that has a column more: every row is there."""
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         file.put(row("a"))
     later = (*module.MIGRATIONS, ("CREATE TABLE notes (name TEXT)", "INSERT INTO notes SELECT name FROM works"))
     monkeypatch.setattr(module, "MIGRATIONS", later)
     for _ in range(2):
-        with Results(tmp_path / "r.sqlite") as file:
+        with ResultStore(tmp_path / "r.sqlite") as file:
             assert file.get("a") == row("a")
             assert file._open.execute("SELECT * FROM notes").fetchall() == [("a",)]
 
 
 def test_no_space_left(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         file.put(row("a"))
         (pages,) = file._open.execute("PRAGMA page_count").fetchone()
         file._open.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(DeltuneError, match="no space left"):
-            file.put(Row("b", "run", {}, {"x": "y" * 100_000}, None, 0.0))
+            file.put(JobRecord("b", "run", {}, {"x": "y" * 100_000}, None, 0.0))
         file._open.execute("PRAGMA max_page_count = 1000000")
         assert file.get("a") == row("a") and file.get("b") is None
 
@@ -134,7 +134,7 @@ def test_no_space_left(tmp_path: Path) -> None:
 
 
 def test_everything_is_done_once(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         pool = Here(file.runs)
         first = drive([*of(1, 2, 3), *of(2)], file, pool)
         assert first.done == 3 and len(pool.given) == 3 and not first.failed
@@ -144,8 +144,8 @@ def test_everything_is_done_once(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
-        needs = Work("double", {"x": 5}, tuple(of(-1)))
+    with ResultStore(tmp_path / "r.sqlite") as file:
+        needs = Job("double", {"x": 5}, tuple(of(-1)))
         made = drive([*of(-1), needs, *of(2)], file)
         assert made.failed == [of(-1)[0].name, needs.name] and made.done == 3
         assert "x is -1" in str(file.get(of(-1)[0].name).error)  # type: ignore[union-attr]
@@ -157,7 +157,7 @@ def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
 
 
 def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         drive(of(-1, -2, -3, -4), file)
         pool = Here(file.runs, 1)
         made = drive(of(-1, -2, -3, -4), file, pool, retry=True)
@@ -167,10 +167,10 @@ def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
 def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the drive; the same command then does what is left."""
 
-    def full(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
-        raise refused("there", OSError(28, "No space left on device"))
+    def full(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
+        raise write_error("there", OSError(28, "No space left on device"))
 
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):
             patch.setitem(DOES, "double", full)
             drive(of(1, 2), file)
@@ -178,7 +178,7 @@ def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
         assert one.claim("a")
         one.put(row("a"))
         one.put(row("b", error="broke"))
@@ -187,7 +187,7 @@ def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
 
 def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
     """More than a pipe holds, cut off: a death like any other."""
-    pool = Local.__new__(Local)
+    pool = LocalPool.__new__(LocalPool)
     ours, theirs = multiprocessing.Pipe()
     theirs.send_bytes(b"x" * 10)
     os.write(theirs.fileno(), (10**6).to_bytes(4, "big") + b"half")
@@ -208,7 +208,7 @@ def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
 def test_a_plan_that_learns(tmp_path: Path) -> None:
     """Bisection: what is wanted next depends on what came out."""
 
-    def plan(rows: Mapping[str, Row]) -> list[Work]:
+    def plan(rows: Mapping[str, JobRecord]) -> list[Job]:
         low, high, works = 0, 64, []
         while high - low > 1:
             works += of((low + high) // 2)
@@ -218,9 +218,9 @@ def test_a_plan_that_learns(tmp_path: Path) -> None:
             low, high = (low, (low + high) // 2) if known.result["value"] >= 2 * 37 else ((low + high) // 2, high)
         return works
 
-    with Results(tmp_path / "r.sqlite") as file:
-        made = Drive(plan, file, Here(file.runs))
-        with Bar(False) as bar:
+    with ResultStore(tmp_path / "r.sqlite") as file:
+        made = Scheduler(plan, file, Here(file.runs))
+        with ProgressBar(False) as bar:
             made.run(bar)
         assert [work.spec["x"] for work in plan(made._rows)] == [32, 48, 40, 36, 38, 37] and made.done == 6
 
@@ -229,21 +229,21 @@ def test_a_plan_that_learns(tmp_path: Path) -> None:
 def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -> None:
     """Each work is asked for after the one before: what a killed drive left in the file is no reason to stop."""
 
-    def plan(rows: Mapping[str, Row]) -> list[Work]:
+    def plan(rows: Mapping[str, JobRecord]) -> list[Job]:
         works = of(*range(6))
         return works[: 1 + next((i for i, work in enumerate(works) if work.name not in rows), 5)]
 
-    with Results(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.sqlite") as file:
         drive(of(*range(6))[:there], file, Here(file.runs))
-        made = Drive(plan, file, Here(file.runs))
-        with Bar(False) as bar:
+        made = Scheduler(plan, file, Here(file.runs))
+        with ProgressBar(False) as bar:
             made.run(bar)
         assert (made.found, made.done) == (there, 6 - there) and len(file.rows()) == 6
 
 
 def test_a_worker_keeps_to_its_kin(tmp_path: Path) -> None:
-    works = [Work("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
-    with Results(tmp_path / "r.sqlite") as file:
+    works = [Job("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
+    with ResultStore(tmp_path / "r.sqlite") as file:
         order: list[str] = []
         drive(works, file, Here(file.runs, 1, lambda work: order.append(work.spec["model"])))
     assert order == sorted(order)
@@ -272,20 +272,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(root: Path) -> dict[str, Any]:
     """The scores of a study that nothing disturbed, run in this process."""
-    with Results(root / "whole.sqlite") as file:
+    with ResultStore(root / "whole.sqlite") as file:
         works = [planned.work for planned in study(root).cells()]
         made = drive(works, file)
         assert made.done == 6 and not made.failed
         return {r.name: scores(r) for r in file.rows()}
 
 
-def scores(found: Row) -> Any:
+def scores(found: JobRecord) -> Any:
     assert found.result is not None
     return found.result["scores"], found.result["examples"], found.result["curve"][-1]
 
 
 def test_what_a_run_answers(root: Path, whole: dict[str, Any]) -> None:
-    with Results(root / "whole.sqlite") as file:
+    with ResultStore(root / "whole.sqlite") as file:
         for found in file.rows():
             assert found.result is not None
             outcome = Outcome({}, found.spec, found.result["scores"], found.result["count"], found.result["examples"])
@@ -337,7 +337,7 @@ def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    with Results(file) as results:
+    with ResultStore(file) as results:
         assert {r.name: scores(r) for r in results.rows()} == whole
 
 
@@ -348,7 +348,7 @@ def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) 
     for process in both:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-    with Results(file) as results:
+    with ResultStore(file) as results:
         assert {r.name: scores(r) for r in results.rows()} == whole
     starts = [path.read_text().count('"event": "start"') for path in file.with_suffix(".runs").glob("*/log.jsonl")]
     assert starts == [1] * 6
@@ -356,13 +356,13 @@ def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) 
 
 def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """kill -9 of a worker: another takes its place and its run."""
-    with Results(tmp_path / "r.sqlite") as file:
-        pool = Local(1, file.runs)
+    with ResultStore(tmp_path / "r.sqlite") as file:
+        pool = LocalPool(1, file.runs)
         works = [planned.work for planned in study(root).cells()]
         killed: list[int] = []
         give = pool.give
 
-        def give_and_kill(worker: int, work: Work) -> None:
+        def give_and_kill(worker: int, work: Job) -> None:
             give(worker, work)
             if len(killed) < 2:
                 time.sleep(0.1)
@@ -376,11 +376,11 @@ def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -
 
 
 def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as file:
-        pool = Local(1, file.runs)
+    with ResultStore(tmp_path / "r.sqlite") as file:
+        pool = LocalPool(1, file.runs)
         give = pool.give
 
-        def give_and_kill(worker: int, work: Work) -> None:
+        def give_and_kill(worker: int, work: Job) -> None:
             give(worker, work)
             os.kill(pool._processes[worker].pid, signal.SIGKILL)
 
@@ -402,11 +402,11 @@ def test_a_grid_is_every_combination(root: Path) -> None:
 
 
 def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
-    from deltune.studies.engine.sweep import read
+    from deltune.studies.engine.sweep import read_sweep
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
     (tmp_path / "study.yaml").write_text(made.yaml())
-    again = read(tmp_path / "study.yaml")
+    again = read_sweep(tmp_path / "study.yaml")
     assert [p.work.name for p in again.cells()] == [p.work.name for p in made.cells()]
 
 

@@ -12,21 +12,21 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.training import prediction_inputs
-from deltune.training.exporting import merge
-from deltune.training.inference import evaluate, predict, ready, rescore
-from deltune.training.run_dir import Run
+from deltune.training.exporting import merge_run
+from deltune.training.inference import evaluate, load_run, predict, rescore
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     root = tmp_path_factory.mktemp("tiny")
     train(tiny.spec(root, method="lora(rank=2) + bitfit", epochs=1), root / "run")
-    return Run(root / "run")
+    return RunDir(root / "run")
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run on pairs of sentences."""
     root = tmp_path_factory.mktemp("pairs")
     for seed, split in enumerate(("train", "test")):
@@ -35,17 +35,17 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ]
         tiny.lines(root / "data" / f"{split}.jsonl", rows)
     train(tiny.spec(root, epochs=1, columns=("a", "b", "label")), root / "run")
-    return Run(root / "run")
+    return RunDir(root / "run")
 
 
-def test_a_run_gives_its_own_numbers_again(run: Run, tmp_path: Path) -> None:
+def test_a_run_gives_its_own_numbers_again(run: RunDir, tmp_path: Path) -> None:
     found = evaluate(run.folder, output=tmp_path)
     assert found == {split: run.metrics[split] for split in ("validation", "test")}
     for split in found:
         assert (tmp_path / f"{split}.jsonl").read_text() == (run.predictions / f"{split}.jsonl").read_text()
 
 
-def test_predictions_are_scored_without_the_model(run: Run, tmp_path: Path) -> None:
+def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "copy")
     spec = (tmp_path / "copy" / "spec.yaml").read_text()
     (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.spec.model, "/nowhere"))
@@ -56,12 +56,12 @@ def test_predictions_are_scored_without_the_model(run: Run, tmp_path: Path) -> N
         rescore(tmp_path / "copy", ["bleu"])
 
 
-def test_a_run_can_be_moved(run: Run, tmp_path: Path) -> None:
+def test_a_run_can_be_moved(run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "moved")
     assert evaluate(tmp_path / "moved", splits=["test"]) == {"test": run.metrics["test"]}
 
 
-def test_other_data(run: Run, tmp_path: Path) -> None:
+def test_other_data(run: RunDir, tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", others=6)
     assert evaluate(run.folder, str(tmp_path / "data"), ["test"])["test"]["accuracy"] in [i / 6 for i in range(7)]
     rows = [{"text": "a plum", "label": "vegetable"}, {"text": "a saw", "label": "tool"}]
@@ -70,7 +70,7 @@ def test_other_data(run: Run, tmp_path: Path) -> None:
         evaluate(run.folder, str(tmp_path / "data"), ["test"])
 
 
-def test_other_data_need_no_train_split(run: Run, tmp_path: Path) -> None:
+def test_other_data_need_no_train_split(run: RunDir, tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", others=6)
     whole = evaluate(run.folder, str(tmp_path / "data"), ["test"])
     for name in ("train", "validation"):
@@ -83,34 +83,34 @@ def test_other_data_need_no_train_split(run: Run, tmp_path: Path) -> None:
         evaluate(run.folder, str(tmp_path / "data"))
 
 
-def test_splits_that_are_not_there(run: Run, pairs: Run) -> None:
+def test_splits_that_are_not_there(run: RunDir, pairs: RunDir) -> None:
     with pytest.raises(DeltuneError, match="unknown split 'exam'"):
         evaluate(run.folder, splits=["exam"])
     assert set(evaluate(run.folder, splits=["dev"])) == {"validation"}
     assert set(evaluate(pairs.folder)) == {"test"}
 
 
-def test_predictions_are_those_of_the_evaluation(run: Run) -> None:
+def test_predictions_are_those_of_the_evaluation(run: RunDir) -> None:
     rows = tiny.objects(run.predictions / "test.jsonl")
     found = predict(run.folder, [row["input"] for row in rows])
     assert [answer["label"] for answer in found] == [row["prediction"] for row in rows]
     assert found[0]["scores"] == pytest.approx(rows[0]["scores"])
 
 
-def test_a_model_is_loaded_once_for_many_calls(run: Run) -> None:
-    loaded = ready(run.folder)
+def test_a_model_is_loaded_once_for_many_calls(run: RunDir) -> None:
+    loaded = load_run(run.folder)
     assert loaded.labels == ("beast", "fruit", "tool")
     assert predict(loaded, ["a saw"]) == predict(loaded, ["a saw"])
     assert loaded.model.config.id2label == {0: "beast", 1: "fruit", 2: "tool"}
 
 
-def test_pairs(pairs: Run) -> None:
+def test_pairs(pairs: RunDir) -> None:
     assert set(predict(pairs.folder, [("the saw", "is old")])[0]) == {"label", "scores"}
     with pytest.raises(DeltuneError, match="a text and its pair in every row; row 2 is not so"):
         predict(pairs.folder, [("a", "b"), "a"])
 
 
-def test_texts_of_several_runs_in_one_batch(run: Run, tmp_path: Path) -> None:
+def test_texts_of_several_runs_in_one_batch(run: RunDir, tmp_path: Path) -> None:
     """Each text has the answer of its own run, with that run's labels."""
     other = tmp_path / "other"
     rows = [{"text": r["text"], "label": "ABC"[i % 3]} for i, r in enumerate(tiny.sentences(24, 5))]
@@ -120,7 +120,7 @@ def test_texts_of_several_runs_in_one_batch(run: Run, tmp_path: Path) -> None:
     train(spec.model_copy(update={"data": str(other / "data")}), other / "run")
     texts = [r["text"] for r in tiny.sentences(9, 7)]
     names = ["one", "two", "two"] * 3
-    both = ready({"one": run.folder, "two": other / "run"})
+    both = load_run({"one": run.folder, "two": other / "run"})
     mixed = predict(both, texts, rows=names)
     alone = {"one": predict(run.folder, texts), "two": predict(other / "run", texts)}
     for i, name in enumerate(names):
@@ -132,7 +132,7 @@ def test_texts_of_several_runs_in_one_batch(run: Run, tmp_path: Path) -> None:
             predict(both, texts, rows=wrong)
 
 
-def test_what_cannot_be_predicted(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_predicted(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="no texts"):
         predict(run.folder, [])
     with pytest.raises(DeltuneError, match="one text, no pair"):
@@ -144,10 +144,10 @@ def test_what_cannot_be_predicted(run: Run, tmp_path: Path) -> None:
         predict(tmp_path / "run", ["a"])
 
 
-def test_merged_it_is_a_plain_checkpoint(run: Run, tmp_path: Path) -> None:
+def test_merged_it_is_a_plain_checkpoint(run: RunDir, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = merge(run.folder, tmp_path / "plain")
+    folder = merge_run(run.folder, tmp_path / "plain")
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [row["text"] for row in tiny.sentences(6, 9)]
@@ -158,28 +158,28 @@ def test_merged_it_is_a_plain_checkpoint(run: Run, tmp_path: Path) -> None:
     assert model.config.id2label == {0: "beast", 1: "fruit", 2: "tool"}
     assert not [name for name in model.state_dict() if "deltune" in name]
     with pytest.raises(DeltuneError, match="not an empty folder"):
-        merge(run.folder, folder)
+        merge_run(run.folder, folder)
 
 
-def test_what_cannot_be_merged(pairs: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_merged(pairs: RunDir, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="cannot be merged"):
-        merge(pairs.folder, tmp_path / "plain")
+        merge_run(pairs.folder, tmp_path / "plain")
     assert not list(tmp_path.iterdir())
 
 
-def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.txt").write_text("one\n\nthree\n", encoding="utf-8")
     with pytest.warns(UserWarning, match="1 blank lines are left out"):
-        found = prediction_inputs.of_file(tmp_path / "some.txt", run.folder)
+        found = prediction_inputs.inputs_from_file(tmp_path / "some.txt", run.folder)
     assert found == [{"id": "1", "input": "one"}, {"id": "3", "input": "three"}]
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nthree\n"))
-    assert [row["input"] for row in prediction_inputs.of_file(Path("-"), run.folder)] == ["one", "three"]
+    assert [row["input"] for row in prediction_inputs.inputs_from_file(Path("-"), run.folder)] == ["one", "three"]
 
 
-def test_an_unfinished_run_says_so(tmp_path: Path, run: Run) -> None:
+def test_an_unfinished_run_says_so(tmp_path: Path, run: RunDir) -> None:
     shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run" / "metrics.json").unlink()
     with pytest.warns(UserWarning, match="not finished"):
-        ready(tmp_path / "run")
+        load_run(tmp_path / "run")
     with pytest.raises(DeltuneError, match="not finished"):
         rescore(tmp_path / "run")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltune
-from deltune.errors import nearest
+from deltune.errors import closest_match
 from deltune.methods.forms import ACTIVATIONS
 from deltune.methods.parser import ELSEWHERE
 from deltune.methods.registry import TABLE, VOCABULARY
-from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, Method, explicit
+from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, Method, explicit_expression
 
 RANKS = st.integers(1, 4096)
 LENGTHS = st.integers(2, 4096)  # one ungated prefix vector is refused
@@ -160,7 +160,7 @@ def test_what_is_printed_is_read_back(method: Method) -> None:
     again = deltune.parse(repr(method))
     assert again == method and hash(again) == hash(method) and again.parts == method.parts
     assert repr(again) == repr(method)
-    spelled = deltune.parse(explicit(method))  # with the defaults written out, as files have it
+    spelled = deltune.parse(explicit_expression(method))  # with the defaults written out, as files have it
     assert spelled.parts == method.parts
 
 
@@ -360,7 +360,7 @@ def test_others_words_for_arguments(theirs: str) -> None:
     known = {name: signature(make).parameters for name, make in VOCABULARY.items()}
     assert not any(theirs in parameters for parameters in known.values())
     own = [name for name, parameters in known.items() if ours in parameters]
-    assert any(nearest(theirs, known[name]) != ours for name in own)
+    assert any(closest_match(theirs, known[name]) != ours for name in own)
     for name in own:
         with pytest.raises(deltune.DeltuneError) as caught:
             deltune.parse(f"{name}({theirs}=1)")

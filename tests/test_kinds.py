@@ -14,17 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.tasks.base import Limits, Use
+from deltune.tasks.base import InferenceContext, Limits
 from deltune.tasks.encoding import IGNORED, collate
 from deltune.tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
 from deltune.tasks.multiple_choice import CHOICE
-from deltune.tasks.registry import TASKS, find
-from deltune.tasks.text_inputs import prompts
+from deltune.tasks.registry import TASKS, find_task
+from deltune.tasks.text_inputs import fill_template
 from deltune.tasks.token_classification import TAGGING
 from deltune.training import checkpoints
-from deltune.training.inference import evaluate, predicted, rescore
-from deltune.training.prediction_inputs import of_file
-from deltune.training.run_dir import Run
+from deltune.training.inference import evaluate, predict_rows, rescore
+from deltune.training.prediction_inputs import inputs_from_file
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
@@ -106,7 +106,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         lr=1e-2, max_length=32, task=kind, metrics=(metric,), **{"target_length": 4, **more},
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     assert metrics["best"]["metric"] == metric and metrics["omitted"] == {}
     assert not more or metrics["count"]["head"] == 0, "in words there is no head"
     again = evaluate(run.folder, output=tmp_path / "again")
@@ -115,7 +115,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         lines = tiny.objects(run.predictions / f"{split}.jsonl")
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
-    given = predicted(run.folder, of_file(places / kind / "test.jsonl", run.folder))
+    given = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
     for own, line in zip(given, lines, strict=True):
         assert set(own) == {"id", "input", "prediction", "scores"}
         assert own["input"] == line["input"] and own["scores"] == _close(line["scores"])
@@ -143,14 +143,14 @@ def test_a_run_goes_on(
             save(*args)
             raise KeyboardInterrupt
 
-        save = checkpoints.save
+        save = checkpoints.save_checkpoint
         patch.setattr(checkpoints, "save", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(spec, tmp_path / "run")
     again = train(spec, tmp_path / "run")
     assert {**again, "seconds": 0} == {**whole, "seconds": 0}
     for split in ("validation", "test"):
-        one, other = (Run(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
+        one, other = (RunDir(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
         assert one.read_text() == other.read_text()
 
 
@@ -171,7 +171,7 @@ def test_the_loss_of_a_step_is_that_of_its_rows(
     cut = train(spec.model_copy(update={"device_batch_size": 2}), tmp_path / "cut", progress=False)
     assert len(tiny.losses(tmp_path / "cut")) == 3
     assert tiny.losses(tmp_path / "cut") == pytest.approx(tiny.losses(tmp_path / "whole"), rel=1e-5)
-    assert cut["test"]["loss"] == pytest.approx(Run(tmp_path / "whole").metrics["test"]["loss"], rel=1e-4)
+    assert cut["test"]["loss"] == pytest.approx(RunDir(tmp_path / "whole").metrics["test"]["loss"], rel=1e-4)
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:
@@ -191,7 +191,7 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
         assert all(word.lower().startswith(piece) for word, (piece, _) in zip(tokens, shown, strict=True))
     cut = TAGGING.encode(tokenizer, model, columns, Limits(max_length=5), True)
     assert cut.truncated == 1
-    answers = TAGGING.answers(Use(model, tokenizer, ("O", "B-A", "B-B"), Limits(max_length=5), 2), cut)
+    answers = TAGGING.answers(InferenceContext(model, tokenizer, ("O", "B-A", "B-B"), Limits(max_length=5), 2), cut)
     assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
 
 
@@ -234,7 +234,9 @@ def test_generated_answers_do_not_depend_on_the_batch(places: Path) -> None:
         tokenizer, model = AutoTokenizer.from_pretrained(places / folder), auto.from_pretrained(places / folder)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         encoded = kind.encode(tokenizer, model, columns, LIMITS, False)
-        together, alone = (kind.answers(Use(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1))
+        together, alone = (
+            kind.answers(InferenceContext(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1)
+        )
         assert together.predictions == alone.predictions
         assert together.loss == pytest.approx(alone.loss, rel=1e-5)
 
@@ -249,8 +251,8 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
     batch = collate(tokenizer, encoded.rows)
     assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
-    together = CHOICE.answers(Use(model, tokenizer, (), LIMITS, 3), encoded)
-    alone = CHOICE.answers(Use(model, tokenizer, (), LIMITS, 1), encoded)
+    together = CHOICE.answers(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
+    alone = CHOICE.answers(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
     assert together.predictions == alone.predictions and sum(together.scores[0]) == pytest.approx(1)
     columns["choices"][1] = ["one", "two"]
     with pytest.raises(DeltuneError, match="2 or 3 choices"):
@@ -271,9 +273,9 @@ def test_no_token_of_running_text_is_lost(places: Path) -> None:
 
 def test_a_template_names_roles() -> None:
     columns = {"source": ["x", "y"], "targets": [["a"], ["b"]]}
-    assert prompts(columns, "Say {source} again:") == ["Say x again:", "Say y again:"]
+    assert fill_template(columns, "Say {source} again:") == ["Say x again:", "Say y again:"]
     with pytest.raises(DeltuneError, match="unknown role 'sorce'"):
-        prompts(columns, "{sorce}")
+        fill_template(columns, "{sorce}")
 
 
 def test_tasks_by_name(shared: Path) -> None:
@@ -283,16 +285,16 @@ def test_tasks_by_name(shared: Path) -> None:
     assert there <= folders
     for name, task in TASKS.items():
         if task.folder in there:
-            found, where = find(name, str(shared / "data"))
+            found, where = find_task(name, str(shared / "data"))
             assert isinstance(where, str)
             assert found is task and Path(where).name == task.folder
             told = json.loads((Path(where) / "meta.json").read_text())["fields"]
             listed = told if isinstance(told, list) else [f.split("(")[0].strip() for f in told.split(",")]
             assert set(task.columns.values()) <= set(listed) | {"summary", "targets"}, name
     with pytest.raises(DeltuneError, match="Did you mean 'sst2'"):
-        find("sst-2", None)
+        find_task("sst-2", None)
     with pytest.raises(DeltuneError, match="has no hub id; give data_root"):
-        find("g2p_us_to_gb", None)
+        find_task("g2p_us_to_gb", None)
 
 
 def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from transformers import (
 import tiny
 from deltune.errors import DeltuneError
 from deltune.tasks.base import Limits
-from deltune.tasks.languages import beginning, code, codes, speak
+from deltune.tasks.languages import forced_bos_options, language_code, language_codes, set_languages
 from deltune.tasks.registry import TASKS
 from deltune.tasks.token_cache import _identity
-from deltune.training.inference import predict, ready
-from deltune.training.model_cache import Parts
-from deltune.training.run_dir import Run
-from deltune.training.task_setup import tokenizer_of
+from deltune.training.inference import load_run, predict
+from deltune.training.model_cache import ModelCache
+from deltune.training.run_dir import RunDir
+from deltune.training.task_setup import load_task_tokenizer
 from deltune.training.train import train
 
 ROWS = [{"source": f"the cat {i}", "targets": [f"pisica {i}"]} for i in range(12)]
@@ -91,7 +91,7 @@ def spec(places: Path, name: str, **given: Any) -> Any:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_task_tells_the_tokenizer_its_languages(name: str, places: Path) -> None:
-    tokenizer: Any = tokenizer_of(spec(places, name))
+    tokenizer: Any = load_task_tokenizer(spec(places, name))
     source, target = OWN[name]
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == OWN[name]
     ids = tokenizer.convert_tokens_to_ids
@@ -102,10 +102,10 @@ def test_a_task_tells_the_tokenizer_its_languages(name: str, places: Path) -> No
 @pytest.mark.parametrize("name", KINDS)
 def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
     """What the decoder is given first in generation is what the model makes of a target's labels in training."""
-    tokenizer: Any = tokenizer_of(spec(places, name))
+    tokenizer: Any = load_task_tokenizer(spec(places, name))
     model = KINDS[name][2].from_pretrained(places / name).eval()
     labels = torch.tensor([tokenizer(text_target="pisica")["input_ids"]])
-    told = beginning(tokenizer, model)
+    told = forced_bos_options(tokenizer, model)
     target = tokenizer.convert_tokens_to_ids(OWN[name][1])
     found = model.generate(torch.tensor([[5, 2]]), max_new_tokens=3, do_sample=False, num_beams=1, **told)[0].tolist()
     if name == "code last":
@@ -120,7 +120,7 @@ def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_kept_rows_know_their_languages(name: str, places: Path) -> None:
     """A language is set after a tokenizer was made, and stands in none of its files."""
-    tokenizer: Any = tokenizer_of(spec(places, name))
+    tokenizer: Any = load_task_tokenizer(spec(places, name))
     before = _identity(tokenizer)
     tokenizer.tgt_lang = tokenizer.src_lang
     assert _identity(tokenizer) != before
@@ -130,7 +130,7 @@ def test_kept_rows_know_their_languages(name: str, places: Path) -> None:
 def test_a_whole_run(name: str, places: Path, tmp_path: Path) -> None:
     """Trained, generated, and the same answers from the delta on the disk."""
     train(spec(places, name), tmp_path / "run", progress=False)
-    lines = (Run(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
+    lines = (RunDir(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
     said = [json.loads(line)["prediction"] for line in lines]
     assert [one["prediction"] for one in predict(tmp_path / "run", [row["source"] for row in ROWS])] == said
 
@@ -141,24 +141,24 @@ def test_runs_of_other_languages_are_not_mixed(places: Path, tmp_path: Path) -> 
         at[target] = tmp_path / target
         train(spec(places, "code first", source_language="en", target_language=target), at[target], progress=False)
     with pytest.raises(DeltuneError, match=r"other languages \(ro: .* to .*; de: "):
-        ready(at)
+        load_run(at)
 
 
 def test_languages_of_a_spec(places: Path) -> None:
     other = {"data": str(places / "wmt16_en_ro"), "task": "generation"}
-    tokenizer: Any = tokenizer_of(spec(places, "code first", **other))
+    tokenizer: Any = load_task_tokenizer(spec(places, "code first", **other))
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("en_XX", None)
-    tokenizer = tokenizer_of(spec(places, "code first", source_language="de", target_language="fr_XX", **other))
+    tokenizer = load_task_tokenizer(spec(places, "code first", source_language="de", target_language="fr_XX", **other))
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("de_DE", "fr_XX")
-    tokenizer = tokenizer_of(spec(places, "code first", target_language="cs"))  # over the task's
+    tokenizer = load_task_tokenizer(spec(places, "code first", target_language="cs"))  # over the task's
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("en_XX", "cs_CZ")
-    assert tokenizer_of(spec(places, "plain")) is not None  # the task's are for who can be told
+    assert load_task_tokenizer(spec(places, "plain")) is not None  # the task's are for who can be told
     with pytest.raises(DeltuneError, match="has no languages to choose from; leave target_language=ro out"):
-        tokenizer_of(spec(places, "plain", target_language="ro"))
+        load_task_tokenizer(spec(places, "plain", target_language="ro"))
 
 
 def test_shared_parts_keep_languages_apart(places: Path) -> None:
-    parts, other = Parts(), {"data": str(places / "wmt16_en_ro"), "task": "generation"}
+    parts, other = ModelCache(), {"data": str(places / "wmt16_en_ro"), "task": "generation"}
     assert parts.tokenizer(spec(places, "code first")) is parts.tokenizer(spec(places, "code first", seed=3))
     assert parts.tokenizer(spec(places, "code first")).tgt_lang == "ro_RO"  # type: ignore[attr-defined]
     assert parts.tokenizer(spec(places, "code first", **other)).tgt_lang is None  # type: ignore[attr-defined]
@@ -166,21 +166,21 @@ def test_shared_parts_keep_languages_apart(places: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_task_s_languages_are_found(name: str, places: Path) -> None:
-    there = codes(AutoTokenizer.from_pretrained(places / name))
+    there = language_codes(AutoTokenizer.from_pretrained(places / name))
     for task in TASKS.values():
-        assert all(code(language, there) for language in task.languages if language)
+        assert all(language_code(language, there) for language in task.languages if language)
 
 
 def test_codes() -> None:
-    assert code("ro", ["en", "ro"]) == "ro"
+    assert language_code("ro", ["en", "ro"]) == "ro"
     with pytest.raises(DeltuneError, match="'zh' is zho_Hans or zho_Hant to this tokenizer; give one of these"):
-        code("zh", ["eng_Latn", "zho_Hans", "zho_Hant"])
+        language_code("zh", ["eng_Latn", "zho_Hans", "zho_Hant"])
     with pytest.raises(DeltuneError, match=r"unknown language 'rp'. .*Known: en_XX, ro_RO"):
-        code("rp", ["en_XX", "ro_RO"])
+        language_code("rp", ["en_XX", "ro_RO"])
 
 
 def test_a_tokenizer_without_languages_is_left_alone(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "plain")
-    speak(tokenizer, None, None)
-    assert codes(tokenizer) == [] and beginning(tokenizer, None) == {}
+    set_languages(tokenizer, None, None)
+    assert language_codes(tokenizer) == [] and forced_bos_options(tokenizer, None) == {}
     assert Limits().generate == {}

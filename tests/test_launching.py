@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deltune.cli import launching
-from deltune.cli.launching import launch, launched, sharded
+from deltune.cli.launching import launch, launch_if_requested, sharding_mode
 from deltune.errors import DeltuneError
 
 
@@ -73,16 +73,16 @@ def test_they_end_with_their_launcher(how: signal.Signals, tmp_path: Path) -> No
 
 
 def test_what_is_launched_is_not_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launched(None) is None and launched(1) is None
+    assert launch_if_requested(None) is None and launch_if_requested(1) is None
     with pytest.raises(DeltuneError, match="give 1 or more"):
-        launched(0)
+        launch_if_requested(0)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launched(None) is None and launched(2) is None
+    assert launch_if_requested(None) is None and launch_if_requested(2) is None
     with pytest.raises(DeltuneError, match="--launch 3 inside 2 processes"):
-        launched(3)
+        launch_if_requested(3)
 
 
 def test_accelerate_says_whether_to_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (sharded(None), sharded("fsdp")) == ("none", "fsdp")
+    assert (sharding_mode(None), sharding_mode("fsdp")) == ("none", "fsdp")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert sharded(None) == "fsdp" and "ACCELERATE_USE_FSDP" not in os.environ
+    assert sharding_mode(None) == "fsdp" and "ACCELERATE_USE_FSDP" not in os.environ

@@ -11,10 +11,10 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 import tiny
 from deltune.data import loading
-from deltune.data.hub_layouts import Layout, arrange
+from deltune.data.hub_layouts import Layout, apply_layout
 from deltune.errors import DeltuneError
-from deltune.tasks.registry import TASKS, find
-from deltune.training.inference import ready
+from deltune.tasks.registry import TASKS, find_task
+from deltune.training.inference import load_run
 from deltune.training.train import train
 
 TEXT, NUMBER = Value("string"), Value("int32")
@@ -146,9 +146,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def read(name: str) -> loading.Data:
-    task, where = find(name, None)
+    task, where = find_task(name, None)
     assert isinstance(where, Layout)
-    return loading.load(where.source, kind=task.kind, layout=where)
+    return loading.load_data(where.source, kind=task.kind, layout=where)
 
 
 def shape(value: Any) -> Any:
@@ -172,7 +172,7 @@ def test_the_hub_gives_the_rows_of_a_folder(name: str, hub: list[Any], shared: P
         assert set(got.labels) == set(task.words)
     folder = shared / "data" / task.folder
     if folder.is_dir() and (folder / "train.jsonl.gz").is_file():
-        want = loading.load(str(folder), task.columns, kind=task.kind, max_rows={"train": 500})
+        want = loading.load_data(str(folder), task.columns, kind=task.kind, max_rows={"train": 500})
         assert set(got.labels) == set(want.labels)
         for split, rows in got.splits.items():
             assert shape(rows[0]) == shape(want.splits[split][0]), split
@@ -234,7 +234,7 @@ def test_rows_without_a_label_are_left_out_and_said(hub: list[Any]) -> None:
 
 def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeltuneError, match=r"has no validation_matchd split; it has: train, validation_matched"):
-        loading.load("nyu-mll/glue:mnli", layout=Layout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"}))
+        loading.load_data("nyu-mll/glue:mnli", layout=Layout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"}))
     monkeypatch.setitem(HUB, "wmt16_en_ro", ({"en": TEXT, "ro": TEXT}, USUAL, {}))
     with pytest.raises(DeltuneError, match=r"train row 1 is not laid out as it was.*Its columns: en, ro. Give data"):
         read("wmt16_en_ro")
@@ -242,7 +242,7 @@ def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.Mon
 
 def test_nothing_is_held_out_of_nothing() -> None:
     files: dict[str, Any] = {}
-    arrange(files, Layout("a/b", held_out=5), [])
+    apply_layout(files, Layout("a/b", held_out=5), [])
     assert files == {}
 
 
@@ -253,4 +253,4 @@ def test_a_run_of_a_task_of_the_hub(hub: list[Any], tmp_path: Path) -> None:
     assert {"validation", "test"} <= set(metrics)
     told = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
     assert told["source"] == "aps/super_glue:cb" and told["rows"] == {"train": 6, "validation": 6, "test": 12}
-    assert ready(tmp_path / "run").labels == ("entailment", "contradiction", "neutral")
+    assert load_run(tmp_path / "run").labels == ("entailment", "contradiction", "neutral")

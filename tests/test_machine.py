@@ -10,15 +10,15 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.training import distributed, hardware
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 ACCELERATED = torch.accelerator.is_available()
 
 
 def test_auto_is_the_accelerator_where_there_is_one() -> None:
-    assert (hardware.device().type != "cpu") == ACCELERATED
-    assert hardware.device("cpu") == torch.device("cpu")
+    assert (hardware.resolve_device().type != "cpu") == ACCELERATED
+    assert hardware.resolve_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("asked", ["cuba", "cuda:77", "gpu", "", "2 cpus"])
@@ -29,19 +29,19 @@ def test_devices_that_there_are_not(asked: str, tmp_path: Path) -> None:
 
 
 def test_bf16_where_the_device_has_it() -> None:
-    here = hardware.device()
-    assert hardware.precision("fp32", here) == "fp32"
-    assert hardware.precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
-    assert hardware.precision("auto", torch.device("cpu")) == "fp32"
+    here = hardware.resolve_device()
+    assert hardware.resolve_precision("fp32", here) == "fp32"
+    assert hardware.resolve_precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
+    assert hardware.resolve_precision("auto", torch.device("cpu")) == "fp32"
     with pytest.raises(DeltuneError, match="bf16 cannot be had on meta: give fp32, or auto"):
-        hardware.precision("bf16", torch.device("meta"))
+        hardware.resolve_precision("bf16", torch.device("meta"))
 
 
 @pytest.mark.skipif(not ACCELERATED, reason="needs an accelerator")
 @pytest.mark.parametrize("devices", ["auto", "cpu", "cuda", "cuda:0"])
 def test_a_run_says_where_it_was(devices: str, tmp_path: Path) -> None:
     train(tiny.spec(tmp_path, epochs=1, precision="auto"), tmp_path / "run", devices=devices)
-    facts = Run(tmp_path / "run").environment
+    facts = RunDir(tmp_path / "run").environment
     assert facts["device"].startswith("cpu") == (devices == "cpu")
     assert (facts["precision"] == "bf16") == (devices != "cpu")
 
@@ -49,16 +49,16 @@ def test_a_run_says_where_it_was(devices: str, tmp_path: Path) -> None:
 def test_what_was_taken_is_written(tmp_path: Path) -> None:
     spec = tiny.spec(tmp_path, epochs=1, precision="auto")
     train(spec, tmp_path / "run", devices="cpu")
-    facts = Run(tmp_path / "run").environment
+    facts = RunDir(tmp_path / "run").environment
     assert (facts["device"], facts["precision"]) == ("cpu", "fp32")
     assert spec.name != tiny.spec(tmp_path, epochs=1).name, "what it comes to is not known before"
 
 
 def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    distributed.join(torch.device("cuda:1"))  # alone, whatever it is
+    distributed.init_processes(torch.device("cuda:1"))  # alone, whatever it is
     monkeypatch.setenv("WORLD_SIZE", "99")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
     with pytest.raises(DeltuneError, match="cuda:1 is one device, and here are 99 processes: give cuda"):
-        distributed.join(torch.device("cuda:1"))
+        distributed.init_processes(torch.device("cuda:1"))
     with pytest.raises(DeltuneError, match="99 processes need as many devices"):
-        distributed.join(torch.device("cuda"))
+        distributed.init_processes(torch.device("cuda"))

@@ -9,14 +9,14 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 import tiny
 from deltune.models import Kept, load_model
-from deltune.training.model_cache import Parts
+from deltune.training.model_cache import ModelCache
 from deltune.training.train import train
 
 LAYERS = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 
 
 def test_a_head_of_another_seed_is_built_around_the_same_weights(tmp_path: Path) -> None:
-    place, parts = str(tiny.model(tmp_path / "model")), Parts()
+    place, parts = str(tiny.model(tmp_path / "model")), ModelCache()
     for seed in (0, 1, 0, 2):
         found = parts.model(place, "classification", ("a", "b", "c"), seed).state_dict()
         wanted = load_model(place, "classification", ("a", "b", "c"), "float32", seed).state_dict()
@@ -41,7 +41,7 @@ def test_what_is_built_around_kept_weights_is_what_the_files_say(tmp_path: Path)
 
 def test_runs_that_share_are_the_runs_alone(tmp_path: Path) -> None:
     """Several methods and seeds one after the other, full tuning among them: the same numbers, everything read once."""
-    parts = Parts()
+    parts = ModelCache()
     for method in ("full", "lora(rank=2)", "prefix(length=3) + layernorm", "bitfit", "head"):
         for seed in (0, 1):
             spec = tiny.spec(tmp_path, method=method, epochs=1, seed=seed)

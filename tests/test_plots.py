@@ -21,7 +21,7 @@ from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.report.figure_spec import Bars, Curves, Heat, Scatter
 from deltune.studies.report.figure_spec import Figure as View
 from deltune.studies.report.plots import draw, rendered, save
-from deltune.studies.report.style import COLOURS, canvas, ink, short
+from deltune.studies.report.style import COLOURS, canvas, series_style, short
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
@@ -280,7 +280,7 @@ def luminance(colour: str) -> float:
 
 
 def test_no_two_series_of_a_figure_look_alike() -> None:
-    looks = {(one.colour, one.marker, str(one.dash)) for one in map(ink, range(20))}
+    looks = {(one.colour, one.marker, str(one.dash)) for one in map(series_style, range(20))}
     assert len(looks) == 20
     assert all((1.0 + 0.05) / (luminance(colour) + 0.05) > 2 for colour in COLOURS), "pale on white"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deltune.studies.engine.scheduler import Drive
-from deltune.studies.engine.store import Results
-from deltune.training.progress import Bar
+from deltune.studies.engine.scheduler import Scheduler
+from deltune.studies.engine.store import ResultStore
+from deltune.training.progress import ProgressBar
 from test_engine import Here, drive, scores, study
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -19,14 +19,14 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     """A worker is killed in the middle, too."""
-    from deltune.studies.engine.ray_workers import Cluster
+    from deltune.studies.engine.ray_workers import RayPool
 
     works = [planned.work for planned in study(tmp_path).cells()]
-    with Results(tmp_path / "here.sqlite") as file:
+    with ResultStore(tmp_path / "here.sqlite") as file:
         drive(works, file, Here(file.runs))
         whole = {row.name: scores(row) for row in file.rows()}
-    with Results(tmp_path / "ray.sqlite") as file:
-        cluster = Cluster(2, file.runs)
+    with ResultStore(tmp_path / "ray.sqlite") as file:
+        cluster = RayPool(2, file.runs)
         killed: list[int] = []
         give, pids = cluster.give, cluster.pids()
 
@@ -38,8 +38,8 @@ def test_a_study_on_a_cluster(tmp_path: Path) -> None:
                 os.kill(pids[worker], signal.SIGKILL)
 
         cluster.give = give_and_kill  # type: ignore[method-assign, assignment]
-        made = Drive(lambda rows: works, file, cluster)
-        with Bar(False) as bar:
+        made = Scheduler(lambda rows: works, file, cluster)
+        with ProgressBar(False) as bar:
             made.run(bar)
         assert killed and made.done == 6 and not made.failed
         assert {row.name: scores(row) for row in file.rows()} == whole

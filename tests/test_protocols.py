@@ -14,8 +14,8 @@ from deltune.runtime.serialization import delta_folder
 from deltune.tasks.registry import TASKS
 from deltune.training.config import UNSEARCHED, RunSpec, read_spec
 from deltune.training.inference import evaluate, predict
-from deltune.training.presets import PROTOCOLS, over
-from deltune.training.run_dir import Run
+from deltune.training.presets import PROTOCOLS, merge_values
+from deltune.training.run_dir import RunDir
 from deltune.training.search import aggregate
 from deltune.training.train import train
 
@@ -75,7 +75,7 @@ def test_what_is_given_wins() -> None:
     assert spec(protocol="uv_xsum", task="xsum", epochs=2).steps is None
     assert spec(protocol="uv_xsum", task="xsum", template="{source} In short:").template == "{source} In short:"
     assert spec(protocol="uv_xsum", task="samsum").template is None  # that of its task
-    assert over({"steps": 9, "search": {"lr": [1, 2], "clip": [1]}}, {"epochs": 3, "lr": 1}) == {
+    assert merge_values({"steps": 9, "search": {"lr": [1, 2], "clip": [1]}}, {"epochs": 3, "lr": 1}) == {
         "epochs": 3, "lr": 1, "search": {"clip": [1]}
     }  # fmt: skip
 
@@ -130,8 +130,8 @@ def test_names_tell_runs_apart() -> None:
     own = {"data": "folder", "task": "classification"}
     assert spec(**own, data_root="a").name == spec(**own, data_root="b").name
     rates = (
-        over({"method": "layernorm", "lr": 1e-2}, {"method": "full"}),
-        over({"method": "layernorm", "lr": 3e-3}, {"method": "full"}),
+        merge_values({"method": "layernorm", "lr": 1e-2}, {"method": "full"}),
+        merge_values({"method": "layernorm", "lr": 3e-3}, {"method": "full"}),
     )
     assert [values.get("lr") for values in rates] == [None, 3e-3], "a rate that was the method's own goes with it"
 
@@ -168,7 +168,7 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
     two = [lines[name]["test"]["accuracy"] for name in ("seed0-try2", "seed1")]
     assert metrics["test"]["accuracy"] == pytest.approx(sum(two) / 2)
     assert metrics["best"]["lr"] == 1e-2 and metrics["seconds"] >= sum(line["seconds"] for line in lines.values()) - 1
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     best = min((lines["seed0-try2"], lines["seed1"]), key=lambda line: line["validation"]["loss"])
     assert run.kept.folder.name == metrics["best"]["run"] == best["run"]
     assert evaluate(run.folder)["test"] == pytest.approx(best["test"], abs=1e-6)
@@ -193,7 +193,7 @@ def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "_train", stopped)
     with pytest.raises(KeyboardInterrupt):
         train(several, tmp_path / "run")
-    assert not Run(tmp_path / "run").finished
+    assert not RunDir(tmp_path / "run").finished
     monkeypatch.setattr(module, "_train", lambda single, *rest: done.append(single.seed) or once(single, *rest))
     again = train(several, tmp_path / "run")
     assert done == [0, 1, 2], "nothing is run twice"
@@ -230,7 +230,7 @@ def test_validation_on_a_sample(root: Path, tmp_path: Path) -> None:
         train(
             tiny.spec(root, epochs=1, max_train_rows=9, validation_rows=5, test_rows=7, seed=seed), tmp_path / f"{seed}"
         )
-        run = Run(tmp_path / f"{seed}")
+        run = RunDir(tmp_path / f"{seed}")
         assert run.environment["data"]["rows"] == {"train": 9, "validation": 5, "test": 7}
         said.append([json.loads(line)["id"] for line in (run.predictions / "test.jsonl").read_text().splitlines()])
     assert said[0] == said[1], "whatever the seed, so that runs compare"

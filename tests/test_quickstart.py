@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from deltune.cli import quickstart
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 
 
 def test_its_story_on_a_tiny_model(
@@ -29,7 +29,7 @@ def test_its_story_on_a_tiny_model(
     told = capsys.readouterr().out
     for part in ("test accuracy", "trained scalars", "Please cancel my plan.", "deltune predict"):
         assert part in told, part
-    assert all(Run(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
+    assert all(RunDir(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
 
 
 def test_the_packaged_tickets_are_whole() -> None:

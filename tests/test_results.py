@@ -16,11 +16,11 @@ import pytest
 
 from deltune.errors import DeltuneError
 from deltune.studies.engine import store as module
-from deltune.studies.engine.store import MIGRATIONS, Results, Row
+from deltune.studies.engine.store import MIGRATIONS, JobRecord, ResultStore
 
 
-def row(name: str, error: str | None = None, size: int = 1) -> Row:
-    return Row(name, "run", {"a": name}, None if error else {"value": name * size}, error, 0.5)
+def row(name: str, error: str | None = None, size: int = 1) -> JobRecord:
+    return JobRecord(name, "run", {"a": name}, None if error else {"value": name * size}, error, 0.5)
 
 
 ROWS = [*(row(f"run{i}", size=500) for i in range(20)), row("broken", error="it broke")]
@@ -29,7 +29,7 @@ ROWS = [*(row(f"run{i}", size=500) for i in range(20)), row("broken", error="it 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A file of results of some pages, which nobody has open."""
-    with Results(tmp_path / "folder" / "r.sqlite") as results:
+    with ResultStore(tmp_path / "folder" / "r.sqlite") as results:
         for one in ROWS:
             results.put(one)
     return tmp_path / "folder" / "r.sqlite"
@@ -68,9 +68,9 @@ class Two:
         self.drivers = {}
         for name in self.clocks:
             self.on(name)
-            self.drivers[name] = Results(path)
+            self.drivers[name] = ResultStore(path)
 
-    def on(self, name: str) -> Results | None:
+    def on(self, name: str) -> ResultStore | None:
         self.patch.setattr(module, "time", self.clocks[name])
         self.patch.setattr(module, "_machine", lambda: name)
         return self.drivers.get(name)
@@ -130,7 +130,7 @@ def test_what_is_no_sign_of_an_owner_that_ended(case: str, tmp_path: Path, monke
 
 
 def test_claims_of_one_machine(tmp_path: Path) -> None:
-    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
         assert one.claim("a") and one.claim("a") and not two.claim("a") and two.claim("b")
         two.release()
         assert one.claim("b")
@@ -142,7 +142,7 @@ def test_claims_of_one_machine(tmp_path: Path) -> None:
 
 def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
     """As of a driver that was stopped for so long that another did its work."""
-    with Results(tmp_path / "r.sqlite") as one, Results(tmp_path / "r.sqlite") as two:
+    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
         assert one.claim("a")
         two.put(row("a"))
         one.put(row("a", error="its worker died"))
@@ -159,7 +159,7 @@ def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
 
 def test_reading_changes_nothing(file: Path) -> None:
     before = content(file.parent)
-    with Results(file, read_only=True) as results:
+    with ResultStore(file, read_only=True) as results:
         assert results.rows() == ROWS
         with pytest.raises(DeltuneError, match="cannot be written"):
             results.put(row("new"))
@@ -169,10 +169,10 @@ def test_reading_changes_nothing(file: Path) -> None:
 def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "MIGRATIONS", MIGRATIONS[:1])
-        with Results(tmp_path / "r.sqlite") as results:
+        with ResultStore(tmp_path / "r.sqlite") as results:
             results.put(row("a"))
     for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
-        with Results(tmp_path / "r.sqlite", read_only) as results:
+        with ResultStore(tmp_path / "r.sqlite", read_only) as results:
             assert results.rows() == [row("a")]
             assert results._open.execute("PRAGMA user_version").fetchone() == (schema,)
 
@@ -184,7 +184,7 @@ def test_a_file_beside_which_nothing_can_be_written(
     """It is read from a copy, with what a killed driver had only in the write-ahead log."""
     rows = list(ROWS)
     if left == "a log":
-        with Results(file) as results:
+        with ResultStore(file) as results:
             results.put(row("new"))
             shutil.copytree(file.parent, tmp_path / "copy")
         file, rows = tmp_path / "copy" / file.name, [*rows, row("new")]
@@ -194,7 +194,7 @@ def test_a_file_beside_which_nothing_can_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    with Results(file, read_only=True) as results:
+    with ResultStore(file, read_only=True) as results:
         assert results.rows() == rows
     assert content(file.parent) == before and not list(tmp_path.glob("deltune-*"))
 
@@ -281,7 +281,7 @@ def test_a_file_that_is_none_of_ours(name: str, read_only: bool, file: Path) -> 
     damage(file)
     before = content(file.parent)
     with pytest.raises(DeltuneError, match=message):
-        Results(file, read_only)
+        ResultStore(file, read_only)
     assert content(file.parent) == before, "it stays as it was"
 
 
@@ -309,7 +309,7 @@ def test_random_damage(kind: str, file: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                with Results(file, read_only=True) as results:
+                with ResultStore(file, read_only=True) as results:
                     rows = results.rows()
             except DeltuneError as error:
                 assert "\n" not in str(error), f"seed {seed}"
@@ -319,4 +319,4 @@ def test_random_damage(kind: str, file: Path) -> None:
             lost = len(ROWS) - len(rows)
             assert lost <= len([w for w in caught if "is corrupt" in str(w.message)]), f"seed {seed}: {lost} rows"
             for one in rows:
-                assert Row(*[*vars(one).values()][:5], 0.5) == known[one.name], f"seed {seed}"
+                assert JobRecord(*[*vars(one).values()][:5], 0.5) == known[one.name], f"seed {seed}"

@@ -11,7 +11,7 @@ import pytest
 from deltune.errors import DeltuneError
 from deltune.training import run_dir as runs
 from deltune.training.config import RunSpec
-from deltune.training.run_dir import Run, write
+from deltune.training.run_dir import RunDir, write
 
 SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
 METRICS: dict[str, Any] = {
@@ -21,8 +21,8 @@ FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    found = Run(tmp_path / "run")
+def run(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "run")
     with found.locked():
         found.begin(SPEC, FACTS)
     return found
@@ -32,8 +32,8 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-def test_states(run: Run, tmp_path: Path) -> None:
-    assert not Run(tmp_path / "none").exists
+def test_states(run: RunDir, tmp_path: Path) -> None:
+    assert not RunDir(tmp_path / "none").exists
     assert run.exists and not run.finished
     assert run.spec == SPEC.model_copy(update={"lr": 1e-2})
     with pytest.raises(DeltuneError, match="not finished"):
@@ -48,16 +48,16 @@ def test_states(run: Run, tmp_path: Path) -> None:
 def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(DeltuneError, match=r"thesis\.tex"):
-        Run(tmp_path).check(SPEC)
+        RunDir(tmp_path).check(SPEC)
     with pytest.raises(DeltuneError, match="is a file"):
-        Run(tmp_path / "thesis.tex").check(SPEC)
+        RunDir(tmp_path / "thesis.tex").check(SPEC)
     with pytest.raises(DeltuneError, match=r"spec\.yaml is missing.*thesis\.tex"):
-        _ = Run(tmp_path).spec
-    Run(tmp_path).clear()
+        _ = RunDir(tmp_path).spec
+    RunDir(tmp_path).clear()
     assert names(tmp_path) == {"thesis.tex"}
 
 
-def test_another_spec_is_told_by_its_fields(run: Run) -> None:
+def test_another_spec_is_told_by_its_fields(run: RunDir) -> None:
     run.check(SPEC)
     run.check(SPEC.model_copy(update={"report_to": ("wandb",)}))
     with pytest.raises(DeltuneError) as caught:
@@ -67,7 +67,7 @@ def test_another_spec_is_told_by_its_fields(run: Run) -> None:
     assert "lr: 0.01 there" not in str(caught.value), "it follows from the method"
 
 
-def test_changed_data_is_an_error(run: Run) -> None:
+def test_changed_data_is_an_error(run: RunDir) -> None:
     run.begin(SPEC, FACTS)
     with pytest.raises(DeltuneError, match="changed"):
         run.begin(SPEC, {"data": {"fingerprint": "xyz"}})
@@ -92,7 +92,7 @@ def test_other_refusals_of_the_system(tmp_path: Path) -> None:
         raise PermissionError(13, "forbidden")
 
 
-def test_what_an_interrupted_write_left_goes(run: Run) -> None:
+def test_what_an_interrupted_write_left_goes(run: RunDir) -> None:
     run.predictions.mkdir()
     for left in (".metrics.json-abc", ".delta-xyz", "predictions/.test.jsonl-1", ".delta-old-q"):
         (run.folder / left).write_text("x")
@@ -102,7 +102,7 @@ def test_what_an_interrupted_write_left_goes(run: Run) -> None:
     assert names(run.predictions) == set()
 
 
-def test_the_log_goes_back_to_a_step(run: Run) -> None:
+def test_the_log_goes_back_to_a_step(run: RunDir) -> None:
     for step in (0, 1, 2, 3):
         run.log({"step": step})
     with open(run.log_file, "a") as file:
@@ -111,20 +111,20 @@ def test_the_log_goes_back_to_a_step(run: Run) -> None:
     assert [line["step"] for line in run.logged()] == [0, 1, 2]
 
 
-def test_one_process_at_a_time(run: Run) -> None:
-    with run.locked(), pytest.raises(DeltuneError, match="another process"), Run(run.folder).locked():
+def test_one_process_at_a_time(run: RunDir) -> None:
+    with run.locked(), pytest.raises(DeltuneError, match="another process"), RunDir(run.folder).locked():
         pass
     with run.locked():
         pass
 
 
 def test_a_folder_made_for_nothing_goes_again(tmp_path: Path) -> None:
-    run = Run(tmp_path / "a" / "b")
+    run = RunDir(tmp_path / "a" / "b")
     with pytest.raises(ValueError), run.locked():
         raise ValueError
     assert names(tmp_path) == set()
     (tmp_path / "file").write_text("")
-    with pytest.raises(DeltuneError, match="cannot be made"), Run(tmp_path / "file" / "x").locked():
+    with pytest.raises(DeltuneError, match="cannot be made"), RunDir(tmp_path / "file" / "x").locked():
         pass
 
 
@@ -134,7 +134,7 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     monkeypatch.setattr(runs, "write", fail)
     with pytest.raises(DeltuneError, match="no space left"), runs.room(run.folder), run.locked():
         run.begin(SPEC, FACTS)

@@ -18,18 +18,18 @@ from deltune.studies.papers.registry.registry import CLAIMS, STUDIES, study
 import tiny
 from deltune.errors import DeltuneError
 from deltune.studies.claims.verdicts import findings
-from deltune.studies.engine.jobs import Work, of_run
+from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.engine.scheduler import Drive
-from deltune.studies.engine.store import Results, Row
+from deltune.studies.engine.scheduler import Scheduler
+from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.report import plots, tables
 from deltune.studies.report.figure_spec import Figure, Table, names
-from deltune.studies.scales import RATES, Place, choices, crossed, joined, rate
+from deltune.studies.scales import RATES, StudySetup, choices, crossed, joined, small_scale_rate
 from deltune.studies.study import Study, Want, told
 from deltune.studies.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
 from deltune.tasks.registry import TASKS
 from deltune.training.config import RunSpec
-from deltune.training.progress import Bar
+from deltune.training.progress import ProgressBar
 from test_engine import Here
 
 BOTH = [(name, scale) for name in STUDIES for scale in ("small", "paper")]
@@ -37,7 +37,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory) -> StudySetup:
     """Folders by their names alone: to build a study nothing in them is read."""
     root = tmp_path_factory.mktemp("shared")
     for task in TASKS.values():
@@ -45,17 +45,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for name in ("minilm-d128", "minilm-d192", "minilm-d256", "g2p-en-us-bart", "stories260k-llama"):
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / "config.json").write_text("{}")
-    return Place("small", str(root / "data"))
+    return StudySetup("small", str(root / "data"))
 
 
-def built(name: str, scale: str, place: Place) -> Study:
-    return study(name, place if scale == "small" else Place())
+def built(name: str, scale: str, place: StudySetup) -> Study:
+    return study(name, place if scale == "small" else StudySetup())
 
 
 # -- made-up results
 
 
-def result(work: Work) -> dict[str, Any]:
+def result(work: Job) -> dict[str, Any]:
     """What a work of each kind would answer."""
     chance = random.Random(work.name)
     if work.kind == "time":
@@ -97,12 +97,12 @@ def result(work: Work) -> dict[str, Any]:
     return {"scores": scores, "examples": examples, "count": count, "seconds": 1.0, "curve": curve, "best": best}
 
 
-def driven(made: Study) -> dict[str, Row]:
+def driven(made: Study) -> dict[str, JobRecord]:
     """All that a study asks for, answered, until it asks for nothing more."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, JobRecord] = {}
     while left := [work for work in made.plan(rows) for work in work.all() if work.name not in rows]:
         for work in left:
-            rows[work.name] = Row(work.name, work.kind, dict(work.spec), result(work), None, 1.0)
+            rows[work.name] = JobRecord(work.name, work.kind, dict(work.spec), result(work), None, 1.0)
     return rows
 
 
@@ -117,7 +117,7 @@ def metric_of(made: Study, outcomes: list[Outcome]) -> str | dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "scale"), BOTH)
-def test_a_study_is_whole(name: str, scale: str, place: Place) -> None:
+def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     """Specs are valid, cells are one of a kind, claims find their axes and labels, views can be drawn."""
     made = built(name, scale, place)
     assert made.name == name and made.asks and made.views
@@ -154,7 +154,7 @@ def test_a_study_is_whole(name: str, scale: str, place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_what_is_not_run_yet(name: str, place: Place) -> None:
+def test_what_is_not_run_yet(name: str, place: StudySetup) -> None:
     made = built(name, "small", place)
     assert all(outcome.error == "not run yet" for outcome in made.outcomes({}))
     assert made.plan({})
@@ -162,24 +162,24 @@ def test_what_is_not_run_yet(name: str, place: Place) -> None:
 
 def test_a_name_that_is_none() -> None:
     with pytest.raises(DeltuneError, match="Did you mean 'ln/nlu'"):
-        study("ln/nlo", Place())
+        study("ln/nlo", StudySetup())
     with pytest.raises(DeltuneError, match="Did you mean 'small'"):
-        Place("smal")  # type: ignore[arg-type]
+        StudySetup("smal")  # type: ignore[arg-type]
 
 
 def test_small_says_what_to_give(tmp_path: Path) -> None:
     for name in STUDIES:
         said = "--model-root" if name == "ln/time" else "(?s)--data-root.*--model-root"
         with pytest.raises(DeltuneError, match=said):
-            study(name, Place("small"))
+            study(name, StudySetup("small"))
     (tmp_path / "data" / "sick").mkdir(parents=True)
     with pytest.raises(DeltuneError, match=r"(?s)no folder sst2.*has no model minilm-d128: give --model-root"):
-        study("ln/unified", Place("small", str(tmp_path / "data")))
+        study("ln/unified", StudySetup("small", str(tmp_path / "data")))
 
 
 def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
     (tmp_path / "sick").mkdir()
-    place = Place("paper", str(tmp_path))
+    place = StudySetup("paper", str(tmp_path))
     assert place.task("sick")["data_root"] == str(tmp_path) and "data_root" not in place.task("sst2")
 
 
@@ -190,7 +190,7 @@ def test_works_are_the_same_from_wherever_their_folders_are_named(
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     named = {"model_root": ("models", tmp_path / "models"), "data_root": ("data", tmp_path / "data")}[root]
-    assert len({Place("small", **{root: str(folder)}).model("minilm-d128") for folder in named}) == 1
+    assert len({StudySetup("small", **{root: str(folder)}).model("minilm-d128") for folder in named}) == 1
 
 
 @pytest.mark.parametrize(("method", "wanted"), [
@@ -198,7 +198,7 @@ def test_works_are_the_same_from_wherever_their_folders_are_named(
     ("apet(bitfit, parameters=9)", RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),
 ])  # fmt: skip
 def test_a_sum_learns_at_the_lowest_rate(method: str, wanted: float) -> None:
-    assert rate(method) == wanted
+    assert small_scale_rate(method) == wanted
 
 
 def test_sizes_of_the_groups() -> None:
@@ -240,8 +240,8 @@ def test_bisection_finds_every_place(count: int) -> None:
 
 
 def climb(seed: int = 0, most: int = 2**14) -> Climb:
-    def work(n: int) -> Work:
-        return Work("score", {"n": n, "seed": seed})
+    def work(n: int) -> Job:
+        return Job("score", {"n": n, "seed": seed})
 
     return Climb({"model": "m", "method": "lora", "seed": seed}, powers(most), work, work(-1), 0.5)
 
@@ -250,7 +250,7 @@ def climb(seed: int = 0, most: int = 2**14) -> Climb:
 def test_thresholds_of_a_noisy_curve(seed: int) -> None:
     """Above chance from about 100 on, at full tuning's 0.9 from 4,000 on."""
     chance, one = random.Random(seed), climb(seed)
-    rows: dict[str, Row] = {}
+    rows: dict[str, JobRecord] = {}
     made = Study("t", "?", searched([one]), tell=bracketed)
     while left := [work for work in made.plan(rows) if work.name not in rows]:
         for work in left:
@@ -259,7 +259,7 @@ def test_thresholds_of_a_noisy_curve(seed: int) -> None:
             right = [float(i < 1000 * (truth + chance.uniform(-0.004, 0.004))) for i in range(1000)]
             held = {"scores": {"accuracy": sum(right) / 1000}, "examples": {"accuracy": right},
                     "count": {"denominator_size": 10**6}}  # fmt: skip
-            rows[work.name] = Row(work.name, "score", dict(work.spec), held, None, 1.0)
+            rows[work.name] = JobRecord(work.name, "score", dict(work.spec), held, None, 1.0)
     (found,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
     assert found.extra == {"low": [64, 128], "high": [2048, 4096]}
     assert len(rows) <= 2 + 2 * math.ceil(math.log2(len(one.sizes)))
@@ -270,7 +270,7 @@ def test_what_is_never_reached_has_no_bracket() -> None:
     for work in (one.full, one.run(2**14)):
         value = 0.9 if work is one.full else 0.6
         held = {"scores": {"accuracy": value}, "examples": {}, "count": {"denominator_size": 9}}
-        rows[work.name] = Row(work.name, "score", {}, held, None, 1.0)
+        rows[work.name] = JobRecord(work.name, "score", {}, held, None, 1.0)
     (last,) = [want for want in wants(one, rows) if "N" not in want.cell]
     assert last.work is None, "the low threshold is still looked for"
     assert last.extra == {"high": [2**14, None]}, "beyond every size"
@@ -278,7 +278,7 @@ def test_what_is_never_reached_has_no_bracket() -> None:
 
 def test_a_failed_run_is_told() -> None:
     one = climb()
-    failed = Row(one.run(2**14).name, "score", {}, None, "it broke", 1.0)
+    failed = JobRecord(one.run(2**14).name, "score", {}, None, "it broke", 1.0)
     made = Study("t", "?", searched([one]), tell=bracketed)
     errors = [outcome.error for outcome in made.outcomes({failed.name: failed}) if "N" not in outcome.cell]
     assert errors == ["it broke"]
@@ -313,19 +313,19 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
 
     def made(seed: int) -> Climb:
         return Climb({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers(64),
-                     lambda n: of_run(spec(f"apet(lora(rank=4), parameters={n})", seed)),
-                     of_run(spec("full", seed)), 1 / 3)  # fmt: skip
+                     lambda n: run_job(spec(f"apet(lora(rank=4), parameters={n})", seed)),
+                     run_job(spec("full", seed)), 1 / 3)  # fmt: skip
 
     climbing = Study("tiny/thresholds", "?", searched([made(0), made(1)]), tell=bracketed)
-    with Results(tmp_path / "r.sqlite") as file, Bar(False) as bar:
-        drive = Drive(climbing.plan, file, Here(file.runs))
+    with ResultStore(tmp_path / "r.sqlite") as file, ProgressBar(False) as bar:
+        drive = Scheduler(climbing.plan, file, Here(file.runs))
         drive.run(bar)
         assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)
         outcomes = climbing.outcomes(drive._rows)
     assert not [outcome.error for outcome in outcomes if outcome.error]
     assert {outcome.cell["N"] for outcome in outcomes if outcome.cell["method"] == "full"} == {outcomes[0].cell["N"]}
     with pytest.raises(DeltuneError, match="give --data-root"):
-        crossed(Place("small"), "x", {"a": "a"}, ("sst2",), choices({"full": "full"}))
+        crossed(StudySetup("small"), "x", {"a": "a"}, ("sst2",), choices({"full": "full"}))
     assert not joined()({})
 
 
@@ -340,7 +340,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
 def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]) -> None:
     """As of a file that another program, or somebody's hand, has written rightly but for this."""
     right = {"scores": {"accuracy": 0.5}, "count": {}, "examples": {"accuracy": [1]}, "curve": [], "seconds": 1.0}
-    (outcome,) = told(Want({"seed": 0}, None), Row("a", "run", {}, {**right, "more": 1}, None, 0.0))
+    (outcome,) = told(Want({"seed": 0}, None), JobRecord("a", "run", {}, {**right, "more": 1}, None, 0.0))
     assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
-    (outcome,) = told(Want({"seed": 0}, None), Row("a", "run", {}, {**right, **wrong}, None, 0.0))
+    (outcome,) = told(Want({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
     assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import made
 from deltune.errors import DeltuneError
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.report.aggregate import Unit, gather
+from deltune.studies.report.aggregate import Unit, aggregate
 from deltune.studies.report.figure_spec import Table
 from deltune.studies.report.table_formats import csv, escaped, latex, mark, markdown
 from deltune.studies.report.tables import Entry, Grid, flagged, grid, share
@@ -187,7 +187,7 @@ def test_relative_then_pooled() -> None:
         cell("c", "x", None),
     ]  # fmt: skip
     view = Table(columns=(), relative={"method": "full"}, pooled=("task",))
-    facts = gather(view, outcomes, "accuracy", ("method",))
+    facts = aggregate(view, outcomes, "accuracy", ("method",))
     assert facts[("a",)].mean == pytest.approx((80 + 50) / 2)
     assert facts[("b",)].mean == pytest.approx(100)
     assert any("x: not run" in why for why in facts[("b",)].absent)

@@ -22,7 +22,7 @@ from deltune.errors import DeltuneError
 from deltune.training import checkpoints
 from deltune.training import run_dir as runs
 from deltune.training.inference import evaluate
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 from deltune.training.trainer import DeltaTrainer
 
@@ -38,10 +38,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(root: Path) -> Run:
+def whole(root: Path) -> RunDir:
     """An uninterrupted run."""
     train(tiny.spec(root), root / "whole")
-    return Run(root / "whole")
+    return RunDir(root / "whole")
 
 
 def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -51,17 +51,17 @@ def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def log(run: Run) -> list[dict[str, Any]]:
+def log(run: RunDir) -> list[dict[str, Any]]:
     lines = tiny.objects(run.log_file)
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
-def same(one: Run, two: Run) -> None:
+def same(one: RunDir, two: RunDir) -> None:
     """Two runs that cannot be told apart but by the time they took."""
     assert lasting(one.metrics) == lasting(two.metrics)
     assert (one.delta / "delta.safetensors").read_bytes() == (two.delta / "delta.safetensors").read_bytes()
     for file in one.folder.rglob("log.jsonl"):
-        assert log(Run(file.parent)) == log(Run(two.folder / file.parent.relative_to(one.folder)))
+        assert log(RunDir(file.parent)) == log(RunDir(two.folder / file.parent.relative_to(one.folder)))
     for split in ("validation", "test"):
         assert (one.predictions / f"{split}.jsonl").read_text() == (two.predictions / f"{split}.jsonl").read_text()
 
@@ -73,7 +73,7 @@ def names(folder: Path) -> set[str]:
 # -- what a run leaves
 
 
-def test_a_run_holds_what_it_should(whole: Run, root: Path) -> None:
+def test_a_run_holds_what_it_should(whole: RunDir, root: Path) -> None:
     assert names(whole.folder) == set(runs.OWN) - {"checkpoint", "runs"}
     metrics = whole.metrics
     assert set(metrics) >= {"validation", "test", "seconds", "count", "best", "truncated", "signatures"}
@@ -91,7 +91,7 @@ def test_a_run_holds_what_it_should(whole: Run, root: Path) -> None:
     assert all(sum(row["scores"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
 
 
-def test_the_log_has_losses_and_validations(whole: Run) -> None:
+def test_the_log_has_losses_and_validations(whole: RunDir) -> None:
     lines = log(whole)
     none = {"train": 0, "validation": 0, "test": 0}
     assert lines[0] == {"step": 0, "event": "start", "truncated": none, "truncated_targets": none}
@@ -112,7 +112,7 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
     for row in rows[::4]:
         row["label"] = labels[labels.index(row["label"]) - 1]
     tiny.lines(tiny.data(tmp_path / "data") / "train.jsonl", rows)
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     spec = tiny.spec(
         root, data=str(tmp_path / "data"), method="full", epochs=12, lr=3e-3, schedule="constant", metric=metric
     )
@@ -130,7 +130,7 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
 
 
 def test_patience(root: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     spec = tiny.spec(root, method="full", epochs=30, lr=0.3, schedule="constant", metric="loss", patience=2)
     metrics = train(spec, run.folder)
     epochs = [line for line in log(run) if "eval_loss" in line]
@@ -185,7 +185,7 @@ def test_tensorboard(root: Path, tmp_path: Path) -> None:
 # -- again
 
 
-def test_a_finished_run_is_not_repeated(whole: Run, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_is_not_repeated(whole: RunDir, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = whole.metrics_file.stat().st_mtime_ns
     with caplog.at_level("INFO", "deltune"):
         assert train(tiny.spec(root, report_to="tensorboard"), whole.folder) == whole.metrics
@@ -198,21 +198,21 @@ def test_afresh(root: Path, tmp_path: Path) -> None:
     train(tiny.spec(root, epochs=1, seed=5), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     train(tiny.spec(root, epochs=1), tmp_path / "run", resume=False)
-    assert Run(tmp_path / "run").spec.seed == 0
+    assert RunDir(tmp_path / "run").spec.seed == 0
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
-def test_the_seed_decides(root: Path, tmp_path: Path, whole: Run) -> None:
+def test_the_seed_decides(root: Path, tmp_path: Path, whole: RunDir) -> None:
     train(tiny.spec(root), tmp_path / "same")
-    same(whole, Run(tmp_path / "same"))
+    same(whole, RunDir(tmp_path / "same"))
     train(tiny.spec(root, seed=1), tmp_path / "other")
-    assert lasting(Run(tmp_path / "other").metrics) != lasting(whole.metrics)
+    assert lasting(RunDir(tmp_path / "other").metrics) != lasting(whole.metrics)
 
 
 # -- interrupted
 
 
-def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Path]:
+def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDir, Path]:
     """A run that was stopped when a file or folder was about to take its place for the moment-th time, and which."""
     targets: list[Path] = []
     replace = os.replace
@@ -227,12 +227,12 @@ def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.Monke
         patch.setattr(os, "replace", counted)
         with pytest.raises(KeyboardInterrupt):
             train(tiny.spec(root), folder)
-    return Run(folder), targets[-1]
+    return RunDir(folder), targets[-1]
 
 
 @pytest.mark.parametrize("moment", range(1, 22))
 def test_interrupted_at_any_write(
-    moment: int, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: int, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run again, it is the same run in the end."""
     run, missed = interrupted(root, tmp_path / "run", moment, monkeypatch)
@@ -243,7 +243,7 @@ def test_interrupted_at_any_write(
 
 @pytest.mark.parametrize("lost", ["the answers", "the file", "the delta they were of"])
 def test_answers_that_are_not_of_the_delta_are_made_anew(
-    lost: str, root: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: str, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the best epoch answered is taken over only with the very delta, as after a kill between both."""
     run, _ = interrupted(root, tmp_path / "run", 21, monkeypatch)
@@ -258,7 +258,7 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
     else:
         facts["best"]["answered"]["delta"] = "0" * 64
     facts_file.write_text(json.dumps(facts))
-    checkpoints.seal(facts_file.parent)
+    checkpoints.write_checksums(facts_file.parent)
     train(tiny.spec(root), run.folder)
     same(whole, run)
 
@@ -280,7 +280,7 @@ def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Pat
     """SIGKILL after the first checkpoint: the same numbers as without."""
     spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
     (tmp_path / "spec.yaml").write_text(spec.yaml())
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
     try:
         while not list(run.folder.rglob("checkpoint/*")):
@@ -292,7 +292,7 @@ def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Pat
     assert not run.finished
     train(spec, run.folder)
     train(spec, tmp_path / "whole")
-    same(Run(tmp_path / "whole"), run)
+    same(RunDir(tmp_path / "whole"), run)
 
 
 @pytest.mark.slow
@@ -300,25 +300,25 @@ def test_killed_again_and_again(root: Path, tmp_path: Path) -> None:
     """SIGKILL at whatever moment, seven times."""
     spec = tiny.spec(root, epochs=60, method="full")
     (tmp_path / "spec.yaml").write_text(spec.yaml())
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     for i in range(7):
         process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
-        while checkpoints.latest(run.checkpoint) is None and process.poll() is None:
+        while checkpoints.latest_checkpoint(run.checkpoint) is None and process.poll() is None:
             time.sleep(0.01)
         time.sleep(5 + 0.37 * i if i else 0.2)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     train(spec, run.folder)
     train(spec, tmp_path / "whole")
-    same(Run(tmp_path / "whole"), run)
+    same(RunDir(tmp_path / "whole"), run)
 
 
 def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
     spec = tiny.spec(root, epochs=200)
     (tmp_path / "spec.yaml").write_text(spec.yaml())
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE, text=True)
-    while checkpoints.latest(run.checkpoint) is None and process.poll() is None:
+    while checkpoints.latest_checkpoint(run.checkpoint) is None and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
@@ -341,10 +341,10 @@ def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypa
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "finish", interrupted)
+    monkeypatch.setattr(RunDir, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tiny.spec(root, method="lora(rank=2)"), tmp_path / "run")
-    checkpoint = checkpoints.latest(Run(tmp_path / "run").checkpoint)
+    checkpoint = checkpoints.latest_checkpoint(RunDir(tmp_path / "run").checkpoint)
     assert checkpoint is not None and names(checkpoint) == {
         "facts.json", "tensors.safetensors", "trainer_state.json", "SHA256SUMS",
     }  # fmt: skip
@@ -354,7 +354,7 @@ def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypa
     (checkpoint / "tensors.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(DeltuneError, match=r"--fresh.*tensors\.safetensors is not the file that was written"):
         train(tiny.spec(root, method="lora(rank=2)", epochs=3), tmp_path / "run")
-    checkpoints.seal(checkpoint)
+    checkpoints.write_checksums(checkpoint)
     with pytest.raises(DeltuneError, match="cannot be read"):
         train(tiny.spec(root, method="lora(rank=2)", epochs=3), tmp_path / "run")
 
@@ -370,7 +370,7 @@ def test_a_loss_that_is_no_number(method: str, root: Path, tmp_path: Path) -> No
 
 
 def test_diverging_late_keeps_the_best(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     compute = DeltaTrainer.compute_loss
 
     def spoiled(self: DeltaTrainer, *args: Any, **kwargs: Any) -> Any:
@@ -397,10 +397,10 @@ def small_disk() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("size", "left"), [(100, set()), (1300, {"spec.yaml"}), (6000, {"spec.yaml"}), (15000, None)])
 def test_no_space_left(
-    size: int, left: set[str] | None, root: Path, whole: Run, tmp_path: Path, small_disk: Any
+    size: int, left: set[str] | None, root: Path, whole: RunDir, tmp_path: Path, small_disk: Any
 ) -> None:
     """The folder is whole whatever could not be written, and the run goes on when there is room."""
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     small_disk(size)
     try:
         with pytest.raises(DeltuneError, match=r"(?i)no space|too large") as caught:
@@ -451,7 +451,7 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
     data = tiny.data(tmp_path / "data")
     spec = tiny.spec(root, data=str(data), epochs=1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "finish", interrupted)
+        patch.setattr(RunDir, "finish", interrupted)
         train(spec, tmp_path / "run")
     shutil.copy(data / "test.jsonl", data / "train.jsonl")
     with pytest.raises(DeltuneError, match=r"changed since .* train \(48 rows then, 24 now\). Bring back"):
@@ -461,7 +461,7 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
 def test_a_finished_run_needs_no_data(tmp_path: Path) -> None:
     first = train(tiny.spec(tmp_path, epochs=1), tmp_path / "run")
     (tmp_path / "data").rename(tmp_path / "moved")
-    assert train(Run(tmp_path / "run").spec, tmp_path / "run") == first
+    assert train(RunDir(tmp_path / "run").spec, tmp_path / "run") == first
 
 
 @pytest.mark.parametrize("several", [{}, {"seeds": (0, 1)}])

@@ -19,15 +19,15 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.models import fit_padding, load_model, load_tokenizer
 from deltune.runtime.attaching import attach
-from deltune.runtime.frozen_layers import Trunk
+from deltune.runtime.frozen_layers import FrozenLayers
 from deltune.tasks import token_cache
-from deltune.tasks.base import Limits, Use
+from deltune.tasks.base import InferenceContext, Limits
 from deltune.tasks.classification import CLASSIFICATION
 from deltune.tasks.encoding import collate
 from deltune.training import checkpoints
-from deltune.training.activation_cache import Shortened, shortened
+from deltune.training.activation_cache import CachedRows, with_cached_activations
 from deltune.training.config import RunSpec
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 UPPER = "layernorm(layers='upper half')"
@@ -56,7 +56,7 @@ def spec(root: Path, **changes: Any) -> RunSpec:
     return tiny.spec(root, **{"method": UPPER, "trunk_dropout": "off", "epochs": 2, **changes})
 
 
-def alike(one: Run, two: Run) -> None:
+def alike(one: RunDir, two: RunDir) -> None:
     """Two runs of the same numbers, up to rounding, all along."""
     for split in ("validation", "test"):
         assert one.metrics[split] == pytest.approx(two.metrics[split], abs=1e-5)
@@ -100,7 +100,7 @@ def test_a_run_from_states_is_the_same_run(
     train(without, tmp_path / "run")
     runs = [sorted(path.parent for path in (tmp_path / name).rglob("log.jsonl")) for name in ("kept", "run")]
     for one, two in zip(*runs, strict=True):
-        alike(Run(one), Run(two))
+        alike(RunDir(one), RunDir(two))
 
 
 def test_dropout_of_the_trunk_is_what_off_takes_away(root: Path, tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
     asked = spec(root, epochs=60)
     (tmp_path / "spec.yaml").write_text(asked.yaml())
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     command = [sys.executable, "-m", "deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
-        while checkpoints.latest(run.checkpoint) is None:
+        while checkpoints.latest_checkpoint(run.checkpoint) is None:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
     finally:
@@ -127,7 +127,7 @@ def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(asked, run.folder)
     train(asked.model_copy(update={"trunk_cache": 0.0}), tmp_path / "whole")
-    alike(Run(tmp_path / "whole"), run)
+    alike(RunDir(tmp_path / "whole"), run)
     assert {path.name: path.read_bytes() for path in place.glob("*.safetensors")} == made
 
 
@@ -157,7 +157,7 @@ def test_runs_share_states_by_content(root: Path, place: Path, tmp_path: Path) -
 # -- what is kept
 
 
-def parts(root: Path, family: str, method: str) -> tuple[Trunk, Use, Any]:
+def parts(root: Path, family: str, method: str) -> tuple[FrozenLayers, InferenceContext, Any]:
     model_folder = root / family
     if not model_folder.exists():
         tiny.model(model_folder, family)
@@ -166,7 +166,7 @@ def parts(root: Path, family: str, method: str) -> tuple[Trunk, Use, Any]:
     fit_padding(model, tokenizer)
     tuned = attach(model, method)
     encoded = CLASSIFICATION.encode(tokenizer, model, COLUMNS, Limits(max_length=16), True)
-    return Trunk(tuned), Use(model, tokenizer, ["a", "b", "c"], batch_size=4), encoded
+    return FrozenLayers(tuned), InferenceContext(model, tokenizer, ["a", "b", "c"], batch_size=4), encoded
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_as_little_as_is_read_is_kept(
 ) -> None:
     """Real tokens alone, of one layer boundary; of the one token, where a head reads one; memory-mapped."""
     trunk, use, encoded = parts(root, family, method)
-    found = shortened(trunk, use, {"train": encoded}, 1)["train"]
-    assert isinstance(found, Shortened) and found.states is not None
+    found = with_cached_activations(trunk, use, {"train": encoded}, 1)["train"]
+    assert isinstance(found, CachedRows) and found.states is not None
     (tensor,) = found.states.values()
     tokens = len(encoded) if reads != "all" else sum(encoded.lengths)
     assert found.reads == reads and tuple(tensor.shape) == (tokens, states, 32)
@@ -211,7 +211,7 @@ def test_a_finished_run_outlives_a_refusal(root: Path, place: Path, tmp_path: Pa
     first = train(spec(root, trunk_dropout="on", epochs=1), tmp_path / "run")
     with pytest.raises(DeltuneError, match="trunk_cache=1"):
         train(spec(root, trunk_cache=1e-6), tmp_path / "run", resume=False)
-    assert Run(tmp_path / "run").metrics == first
+    assert RunDir(tmp_path / "run").metrics == first
 
 
 def test_a_folder_that_cannot_be_written_costs_time_alone(
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "file"))
     trunk, use, encoded = parts(root, "bert", "three_vectors")
     with caplog.at_level("INFO"):
-        assert shortened(trunk, use, {"train": encoded}, 1) == {"train": encoded}
+        assert with_cached_activations(trunk, use, {"train": encoded}, 1) == {"train": encoded}
     trunk.remove()
     assert "no states can be written" in caplog.text
 
@@ -229,22 +229,22 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
 def test_what_was_used_longest_ago_goes(root: Path, place: Path) -> None:
     """The newest stay whole, whatever they take."""
     trunk, use, encoded = parts(root, "bert", "three_vectors")
-    shortened(trunk, use, {"train": encoded}, 1)
+    with_cached_activations(trunk, use, {"train": encoded}, 1)
     (first,) = files(place)
     size = (place / first).stat().st_size
     trunk.remove()
     trunk, use, encoded = parts(root, "gpt2", "three_vectors")
-    shortened(trunk, use, {"train": encoded}, size * 1.5 / 2**30)
+    with_cached_activations(trunk, use, {"train": encoded}, size * 1.5 / 2**30)
     assert len(files(place)) == 1 and first not in files(place)
 
 
 def test_a_torn_file_is_made_anew(root: Path, place: Path) -> None:
     trunk, use, encoded = parts(root, "bert", UPPER)
-    shortened(trunk, use, {"train": encoded}, 1)
+    with_cached_activations(trunk, use, {"train": encoded}, 1)
     (file,) = place.glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:200])
-    shortened(trunk, use, {"train": encoded}, 1)
+    with_cached_activations(trunk, use, {"train": encoded}, 1)
     assert file.read_bytes() == whole
 
 
@@ -255,9 +255,9 @@ def test_what_cannot_be_kept_is_told(
     monkeypatch.setenv(token_cache.VARIABLE, "off")
     trunk, use, encoded = parts(root, "bert", UPPER)
     with caplog.at_level(logging.INFO, "deltune"):
-        assert shortened(trunk, use, {"train": encoded}, 1)["train"] is encoded
+        assert with_cached_activations(trunk, use, {"train": encoded}, 1)["train"] is encoded
         monkeypatch.setenv(token_cache.VARIABLE, str(root / "cache"))
-        assert shortened(trunk, use, {"train": encoded}, 0)["train"] is encoded
+        assert with_cached_activations(trunk, use, {"train": encoded}, 0)["train"] is encoded
         upper = use.model.get_submodule("bert.encoder.layer.1")
         lower = use.model.get_submodule("bert.encoder.layer.0.attention.self.value")
         handles = [  # a layer that minds what another computes, past the graph of layers
@@ -265,7 +265,7 @@ def test_what_cannot_be_kept_is_told(
             lower.register_forward_hook(lambda *_: upper.__dict__.update(seen=2.0)),
             upper.register_forward_hook(lambda m, a, o: o * upper.__dict__.pop("seen", 1.0)),
         ]
-        assert shortened(trunk, use, {"train": encoded}, 1)["train"] is encoded
+        assert with_cached_activations(trunk, use, {"train": encoded}, 1)["train"] is encoded
     for handle in handles:
         handle.remove()
     trunk.remove()

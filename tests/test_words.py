@@ -23,13 +23,13 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.models import fit_padding
 from deltune.tasks.answer_ranking import CHOICES, CLASSES, CLASSES_AFTER, split
-from deltune.tasks.base import Limits, Use
+from deltune.tasks.base import InferenceContext, Limits
 from deltune.tasks.encoding import IGNORED
 from deltune.tasks.entity_listing import entities, listed, tags_of, type_of
 from deltune.tasks.generation import CAUSAL, SEQ2SEQ
-from deltune.tasks.text_inputs import joined
-from deltune.training.inference import evaluate, predict, ready
-from deltune.training.run_dir import Run
+from deltune.tasks.text_inputs import join_prompt_and_target
+from deltune.training.inference import evaluate, load_run, predict
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 from test_kinds import places
 
@@ -51,12 +51,12 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
     """Prompt and word together are the tokens of their text; the prompt's own are the same for every word."""
     if name == "byte level":
         tokenizer: Any = byte_level()
-        alone, wholes, _ = next(joined(tokenizer, ["It was "], [["great"]]))
+        alone, wholes, _ = next(join_prompt_and_target(tokenizer, ["It was "], [["great"]]))
         assert tokenizer.convert_ids_to_tokens(split(alone, wholes)[1][0]) == ["Ġgreat"]
     else:
         tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
     for prompt, word in PAIRS:
-        alone, wholes, end = next(joined(tokenizer, [prompt], [[word, "bad"]]))
+        alone, wholes, end = next(join_prompt_and_target(tokenizer, [prompt], [[word, "bad"]]))
         start, owns = split(alone, wholes)
         text = prompt + ("" if not prompt or prompt[-1].isspace() else " ") + word
         assert [*start, *owns[0]] == tokenizer(text)["input_ids"] and end == (tokenizer.eos_token_id,)
@@ -66,7 +66,7 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
 def test_the_end_is_the_tokenizers_own(shared: Path) -> None:
     """Of an encoder-decoder the target stands between the tokens that the tokenizer puts around it."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "g2p-en-us-bart")
-    alone, wholes, end = next(joined(tokenizer, [""], [["abc", "ab"]], "text_target"))
+    alone, wholes, end = next(join_prompt_and_target(tokenizer, [""], [["abc", "ab"]], "text_target"))
     start, owns = split(alone, wholes)
     ids = tokenizer.convert_tokens_to_ids
     assert (start, end) == ((ids("<s>"),), (ids("</s>"),)) and owns == [tuple(ids([*"abc"])), tuple(ids([*"ab"]))]
@@ -122,7 +122,7 @@ def test_words_of_a_real_decoder(shared: Path) -> None:
     texts = [row["sentence"] for row in read(shared, "sst2", 24)]
     limits = Limits(max_length=256, template="{text} It was", words=words)
     encoded = CLASSES_AFTER.encode(tokenizer, model, {"text": texts}, limits, False)
-    found = CLASSES_AFTER.answers(Use(model, tokenizer, list(words), limits, 7), encoded)
+    found = CLASSES_AFTER.answers(InferenceContext(model, tokenizer, list(words), limits, 7), encoded)
     for text, best, scores in zip(texts, found.predictions, found.scores, strict=True):
         plain = []
         for word in words.values():
@@ -144,7 +144,7 @@ def test_choices_of_a_real_encoder_decoder(shared: Path) -> None:
     columns = {"question": [row["source"] for row in rows], "choices": choices, "answer": [0] * len(rows)}
     limits = Limits(max_length=32, target_length=32)
     encoded = CHOICES.encode(tokenizer, model, columns, limits, False)
-    found = CHOICES.answers(Use(model, tokenizer, (), limits, 9), encoded)
+    found = CHOICES.answers(InferenceContext(model, tokenizer, (), limits, 9), encoded)
     assert sum(best == 0 for best in found.predictions) >= 46 and found.loss is not None and found.loss < 0.2
     for i in range(4):
         plain = []
@@ -180,7 +180,7 @@ def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     metrics = train(spec, tmp_path / "run", progress=False)
     assert metrics["count"]["head"] == 0 and metrics["count"]["method"] == 11 * 64
     rows = read(shared, "sst2", 20)
-    lines = Run(tmp_path / "run").predictions / "test.jsonl"
+    lines = RunDir(tmp_path / "run").predictions / "test.jsonl"
     said = tiny.objects(lines)[:20]
     assert set(said[0]["scores"]) == {"negative", "positive"} and said[0]["prediction"] in said[0]["scores"]
     tiny.lines(tmp_path / "other" / "test.jsonl", [{"sentence": r["sentence"], "label": r["label"]} for r in rows])
@@ -253,7 +253,7 @@ def test_words_of_one_token_need_one_pass(places: Path) -> None:
                 hook = model.get_encoder().register_forward_pre_hook(
                     lambda module, args, given, seen=seen: seen.append(len(given["input_ids"])), with_kwargs=True
                 )
-                kind.answers(Use(model, tokenizer, "abc", limits), encoded)
+                kind.answers(InferenceContext(model, tokenizer, "abc", limits), encoded)
                 hook.remove()
                 assert seen == [3]
 
@@ -284,7 +284,7 @@ INPUTS: dict[str, tuple[str, list[Any], str, Any]] = {
 def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
     """The ways of writing an input mean the same; what is none is refused with its number."""
     model, inputs, message, wrong = INPUTS[kind]
-    run = ready(trained(places, tmp_path / "run", kind, model))
+    run = load_run(trained(places, tmp_path / "run", kind, model))
     found = predict(run, inputs)
     assert len(found) == len(inputs) and all(answer == found[0] for answer in found)
     key = "label" if run.kind.labelled else "prediction"

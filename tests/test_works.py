@@ -12,10 +12,10 @@ import tiny
 from deltune.data import loading as reading
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.studies.engine.jobs import do, of_run, of_terms, of_time, of_transfer
-from deltune.studies.engine.timing import turns
+from deltune.studies.engine.jobs import execute, run_job, term_change_job, timing_job, transfer_job
+from deltune.studies.engine.timing import time_methods
 from deltune.training.inference import evaluate
-from deltune.training.model_cache import Parts
+from deltune.training.model_cache import ModelCache
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +35,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_labels_get_one_set_of_names(root: Path) -> None:
-    found = reading.load(str(root / "data"))
-    one = reading.relabelled(found, {"fruit": "1", "beast": "0", "tool": "0"})
+    found = reading.load_data(str(root / "data"))
+    one = reading.with_label_names(found, {"fruit": "1", "beast": "0", "tool": "0"})
     assert one.labels == ("0", "1") and one.fingerprint != found.fingerprint
     for split, rows in found.splits.items():
         assert [found.labels[i] == "fruit" for i in rows["label"]] == [i == 1 for i in one.splits[split]["label"]]
     with pytest.raises(DeltuneError, match=r"(?s)unknown label 'fruits'.*'fruit' has no new name"):
-        reading.relabelled(found, {"fruits": "1", "beast": "0", "tool": "0"})
+        reading.with_label_names(found, {"fruits": "1", "beast": "0", "tool": "0"})
     with pytest.raises(DeltuneError, match="two are needed"):
-        reading.relabelled(found, dict.fromkeys(found.labels, "1"))
+        reading.with_label_names(found, dict.fromkeys(found.labels, "1"))
 
 
 def test_transfer(root: Path, tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
     spec = tiny.spec(
         root, data=None, task="sst2", data_root=str(root), relabel=unify, method="full", lr=5e-3, epochs=6,
     )  # fmt: skip
-    parts = Parts()
-    do(of_run(spec), tmp_path, parts)
+    parts = ModelCache()
+    execute(run_job(spec), tmp_path, parts)
     target = {"task": "rotten_tomatoes", "data_root": str(root), "relabel": unify}
-    found = do(of_transfer(spec, target), tmp_path, parts)
+    found = execute(transfer_job(spec, target), tmp_path, parts)
     own = evaluate(tmp_path / spec.name)["test"]
     assert found["scores"].keys() == own.keys() and 0 <= found["scores"]["accuracy"] <= 1
-    assert of_transfer(spec, target).needs == (of_run(spec),)
-    same = do(of_transfer(spec, {**target, "task": "sst2"}), tmp_path, parts)
+    assert transfer_job(spec, target).needs == (run_job(spec),)
+    same = execute(transfer_job(spec, {**target, "task": "sst2"}), tmp_path, parts)
     assert same["scores"] == pytest.approx(own)
     with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
         evaluate(tmp_path / spec.name, other={**target, "relabel": {"negative": "no", "positive": "yes"}})
@@ -68,8 +68,8 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
 def test_terms(root: Path, tmp_path: Path) -> None:
     """The mean absolute change of every gain and bias, computed straight from the tensors."""
     spec = tiny.spec(root, method="layernorm(layers='upper half')", epochs=2)
-    do(of_run(spec), tmp_path, Parts())
-    found = do(of_terms(spec), tmp_path, Parts())["changes"]
+    execute(run_job(spec), tmp_path, ModelCache())
+    found = execute(term_change_job(spec), tmp_path, ModelCache())["changes"]
     places = {(row["layer"], row["module"], row["term"]) for row in found}
     assert places == {(1, module, term) for module in ("attention", "ffn") for term in ("gain", "bias")}
     from deltune import load
@@ -85,10 +85,10 @@ def test_terms(root: Path, tmp_path: Path) -> None:
 def test_time(root: Path, tmp_path: Path) -> None:
     """Every method has its turns in every round; the bare model has no step."""
     methods = {"full": "full", "ours": "lora(rank=2)"}
-    work = of_time(str(root / "model"), methods, rows=2, tokens=8, repeats=3)
-    found = do(work, tmp_path, Parts())["turns"]
+    work = timing_job(str(root / "model"), methods, rows=2, tokens=8, repeats=3)
+    found = execute(work, tmp_path, ModelCache())["turns"]
     assert set(found) == {"full", "ours", "bare"} and "step" not in found["bare"]
     assert all(len(seconds) == 3 for one in found.values() for seconds in one["turns"].values())
     assert found["ours"]["kept"] < found["full"]["kept"] and found["ours"]["percent"] > 0
     torch.manual_seed(0)
-    assert turns(str(root / "model"), {}, rows=2, tokens=8, repeats=1).keys() == {"bare"}
+    assert time_methods(str(root / "model"), {}, rows=2, tokens=8, repeats=1).keys() == {"bare"}

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deltune.filesystem import read_objects
+from deltune.filesystem import read_jsonl
 from deltune.training.config import RunSpec
 
 WORDS = {
@@ -42,7 +42,7 @@ def sentences(rows: int, seed: int) -> list[dict[str, Any]]:
 
 def objects(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file."""
-    return [value for _, value in read_objects(path)]
+    return [value for _, value in read_jsonl(path)]
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> Path:

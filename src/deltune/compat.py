@@ -17,17 +17,17 @@ def call_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return type(module)._call_impl(module, *args, **kwargs)
 
 
-def overridden_call(module: nn.Module) -> Any:
+def get_call_override(module: nn.Module) -> Any:
     """The override in place, or None."""
     return module.__dict__.get(_CALL)
 
 
-def override_call(module: nn.Module, call: Any) -> None:
+def set_call_override(module: nn.Module, call: Any) -> None:
     """Run `call` instead whenever the module is called."""
     module.__dict__[_CALL] = call
 
 
-def remove_override(module: nn.Module, call: Any, before: Any) -> None:
+def remove_call_override(module: nn.Module, call: Any, before: Any) -> None:
     """Take `call` away again and restore what it replaced; one that somebody else wrapped since then stays."""
     if module.__dict__.get(_CALL) is call:
         if before is None:
@@ -36,19 +36,19 @@ def remove_override(module: nn.Module, call: Any, before: Any) -> None:
             module.__dict__[_CALL] = before
 
 
-def keep(store: nn.ParameterDict, key: str, parameter: nn.Parameter) -> None:
+def set_in_parameter_dict(store: nn.ParameterDict, key: str, parameter: nn.Parameter) -> None:
     """Put a parameter into a ParameterDict. Its own `__setitem__` takes steps that an interruption can come between."""
     store._parameters[key] = parameter
     store._keys[key] = None
 
 
-def drop(store: nn.ParameterDict, key: str) -> None:
+def delete_from_parameter_dict(store: nn.ParameterDict, key: str) -> None:
     """Take a parameter out of a ParameterDict, also one that was put in or taken out in part."""
     store._keys.pop(key, None)
     store._parameters.pop(key, None)
 
 
-def kept(store: nn.ParameterDict) -> dict[str, nn.Parameter]:
+def parameters_of_dict(store: nn.ParameterDict) -> dict[str, nn.Parameter]:
     """The parameters of a ParameterDict by key; not to be changed."""
     return store._parameters  # type: ignore[return-value]
 
@@ -74,7 +74,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 `forward`, not its call, so that only what surrounds this function sees the layer computed again."""
 
 
-def checkpoint_function(module: nn.Module) -> Any:
+def get_checkpoint_function(module: nn.Module) -> Any:
     """The function that computes a layer under gradient checkpointing, or None."""
     return module.__dict__.get(_CHECKPOINT)
 

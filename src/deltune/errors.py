@@ -21,15 +21,15 @@ class DeltuneError(Exception):
     """A mistake of the user, or a thing that cannot be had here; the command line prints it and exits with 2."""
 
 
-class Busy(DeltuneError):
+class BusyError(DeltuneError):
     """Another process is at work on it."""
 
 
-class Full(DeltuneError):
+class DiskFullError(DeltuneError):
     """No space is left for what was to be written."""
 
 
-class Diverged(DeltuneError):
+class DivergedError(DeltuneError):
     """A loss that is no number."""
 
 
@@ -59,12 +59,12 @@ def excerpt(value: object, length: int = 80) -> str:
     return text if len(text) <= length else f"{text[: length - 11]}...{text[-8:]}"
 
 
-def first_line(error: BaseException | str) -> str:
+def error_summary(error: BaseException | str) -> str:
     """Return the first line of an error's message, or its type where it has none."""
     return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def closest_match(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to `name`, or None when nothing is close."""
     if len(str(name)) > LONGEST:
         return None
@@ -72,17 +72,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def unknown(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
+def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
     """Message for an unknown name: what was asked, the nearest name, everything that exists."""
     names = sorted(str(k) for k in known)
     listed = ", ".join(name if len(name) <= LONGEST else excerpt(name) for name in names[:LISTED]) or "nothing"
     more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    guess = nearest(name, names) if isinstance(name, str) else None
+    guess = closest_match(name, names) if isinstance(name, str) else None
     hint = f" Did you mean {guess!r}?" if guess else ""
     return f"unknown {kind} {excerpt(name, LONGEST)}{f' in {where}' if where else ''}.{hint} Known: {listed}{more}."
 
 
-def all_problems(title: str, problems: list[str]) -> DeltuneError:
+def error_from_problems(title: str, problems: list[str]) -> DeltuneError:
     """One error that lists every problem found, so that a spec is mended in one go."""
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DeltuneError, Full, excerpt, first_line
+from .errors import DeltuneError, DiskFullError, error_summary, excerpt
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SAID = ("no space", "file too large", "is full")
@@ -26,29 +26,29 @@ UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """What file systems answer that cannot sync a folder."""
 
 
-def refused(where: str | Path, error: Exception, whole: str = "what is there is whole") -> DeltuneError:
+def write_error(where: str | Path, error: Exception, whole: str = "what is there is whole") -> DeltuneError:
     """The error for a write that the system, or safetensors or SQLite for it, refused; whole: what is not lost."""
     number = getattr(error, "errno", None)
     if number in FULL or (number is None and any(said in str(error).lower() for said in SAID)):
-        return Full(f"no space left for {where}; {whole}. Make room and run the same command again")
+        return DiskFullError(f"no space left for {where}; {whole}. Make room and run the same command again")
     return DeltuneError(f"{where} cannot be written or read: {error}; {whole}")
 
 
 @contextlib.contextmanager
-def room(where: str | Path) -> Iterator[None]:
+def clear_write_errors(where: str | Path) -> Iterator[None]:
     """Turn a refusal of the file system inside the context, such as a full disk, into one clear error."""
     try:
         yield
     except (ConnectionError, TimeoutError):  # of a tracker, not of the disk
         raise
     except OSError as error:
-        raise refused(where, error) from error
+        raise write_error(where, error) from error
 
 
 # -- paths
 
 
-def local_path(path: object, option: str = "path") -> Path:
+def user_path(path: object, option: str = "path") -> Path:
     """Expand `~` in a path that a user gave, and check that the file system takes it; nothing need be there.
 
     Args:
@@ -71,7 +71,7 @@ def local_path(path: object, option: str = "path") -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        reason = error.strerror if isinstance(error, OSError) else error_summary(error)
         raise DeltuneError(f"{option} {shown} cannot be used as a path: {reason}; give another one") from error
     return expanded
 
@@ -79,7 +79,7 @@ def local_path(path: object, option: str = "path") -> Path:
 # -- reading
 
 
-def file_in(folder: Path, name: str) -> Path | None:
+def find_file(folder: Path, name: str) -> Path | None:
     """The path of a regular file of a folder, or None if the folder has no such file.
 
     A symbolic link is followed if its target lies inside the folder. In a snapshot of the Hugging Face cache, whose
@@ -147,7 +147,7 @@ def read_json(path: Path) -> Any:
         raise DeltuneError(f"{path} cannot be read: {error}") from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
@@ -159,7 +159,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read a file of JSON lines as `write_lines` writes it; yields the number of each line and its object.
 
     Only a line feed ends a line: U+2028 and its like stand in texts, where `str.splitlines` would cut.
@@ -202,7 +202,7 @@ def fsync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def file_mode(folder: Path) -> int:
+def new_file_mode(folder: Path) -> int:
     """Return the permissions that a new file gets in a folder, as the umask leaves them.
 
     They are found by making a file: to read the umask a process must set it, and other threads would see that.
@@ -217,7 +217,7 @@ def file_mode(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
+def atomic_open(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
     """Open a file that takes the place of `path` when the context ends well: whole, synced, or not at all.
 
     Args:
@@ -238,24 +238,24 @@ def replacing(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
     fsync_directory(path.parent)
 
 
-def write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    with replacing(path) as file:
+    with atomic_open(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, whole or not at all."""
-    write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as JSON lines, whole or not at all."""
-    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Give a fresh folder to fill, and put it in the place of `target` if nothing went wrong inside the context.
 
     The files get the permissions that the process's umask leaves, like every file it creates. They, their folders and
@@ -309,7 +309,7 @@ def _flush(folder: Path) -> None:
 
     safetensors keeps its files to their owner whatever the umask is.
     """
-    mode = file_mode(folder)
+    mode = new_file_mode(folder)
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
             os.chmod(os.path.join(root, name), mode)

@@ -14,8 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DeltuneError, first_line, unknown
-from .filesystem import local_path
+from .errors import DeltuneError, error_summary, unknown_name
+from .filesystem import user_path
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ SPEAKING = ("causal-lm", "seq2seq-lm")
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelSource:
     """Where a model lies: `name` as transformers takes it (folder, file or hub id) and its config.json.
 
     local: on this disk, not on the hub. cached: the hub cannot be asked, only its local copy may be read.
@@ -90,12 +90,12 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
     except RepositoryNotFoundError:
         return f"the hub has no such {repo_type} either (or it is private or gated: hf auth login)"
     except Exception as error:  # whatever the HTTP client raises: no network, a proxy's refusal, a time-out
-        offline = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else first_line(error)
+        offline = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else error_summary(error)
         return f"the hub {constants.ENDPOINT} cannot be reached from here (offline: {offline})"
     return ""
 
 
-def locate(name: str) -> Place:
+def locate(name: str) -> ModelSource:
     """Find MODEL: `minilm`, an existing folder or config.json, else a hub id.
 
     `minilm` always names the packaged model; write ./minilm for a folder of that name. Without a network a hub id is
@@ -103,23 +103,23 @@ def locate(name: str) -> Place:
     """
     from huggingface_hub import constants, hf_hub_download
 
-    path = packaged() if name == "minilm" else local_path(name, "model")
+    path = packaged() if name == "minilm" else user_path(name, "model")
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        return Place(str(path), file)
+        return ModelSource(str(path), file)
     if path.is_dir():
         held = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
         raise DeltuneError(f"folder {path} has no config.json, so it is no model; it holds: {held}.")
     reason = why_not_on_hub(name)
     try:
         file = Path(hf_hub_download(name, "config.json", local_files_only=bool(reason)))
-        return Place(name, file, local=False, cached=bool(reason))
+        return ModelSource(name, file, local=False, cached=bool(reason))
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
         here = [str(p.parent) for p in path.parent.glob("*/config.json")] if path.parent.is_dir() else []
         cache = Path(constants.HF_HUB_CACHE).glob("models--*")
         cached = [p.name.removeprefix("models--").replace("--", "/") for p in cache]
-        problem = unknown("model", name, ["minilm", *sorted(here)[:20], *sorted(cached)[:20]])
-        reason = reason or f"the hub gives no config.json for it ({first_line(error)})"
+        problem = unknown_name("model", name, ["minilm", *sorted(here)[:20], *sorted(cached)[:20]])
+        reason = reason or f"the hub gives no config.json for it ({error_summary(error)})"
         todo = "Give a folder with config.json and model.safetensors, a config.json, a hub id or minilm"
         raise DeltuneError(f"{problem} There is no such file or folder here, and {reason}. {todo}.") from error
 
@@ -145,7 +145,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             source, trust_remote_code=trust_remote_code, local_files_only=place.cached
         )
     except Exception as error:  # OSError, ValueError, or the bare Exception of the tokenizers library
-        raise DeltuneError(f"{source} has no readable tokenizer: {first_line(error)}") from error
+        raise DeltuneError(f"{source} has no readable tokenizer: {error_summary(error)}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):  # without its files transformers makes an empty one
         raise DeltuneError(f"{source} has no tokenizer: no tokenizer.json or other vocabulary file.")
     return tokenizer
@@ -173,9 +173,9 @@ def load_model(
     from safetensors import SafetensorError
 
     if kind not in KINDS:
-        raise DeltuneError(unknown("kind of model", kind, KINDS))
+        raise DeltuneError(unknown_name("kind of model", kind, KINDS))
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise DeltuneError(unknown("dtype", dtype, DTYPES))
+        raise DeltuneError(unknown_name("dtype", dtype, DTYPES))
     if labels is not None and kind not in (*LABELLED, *SPEAKING):
         raise DeltuneError(f"labels were given for {name!r} as {kind}; only a classifier or tagger has labels.")
     check_transformers()
@@ -207,7 +207,7 @@ def load_model(
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise DeltuneError(_weights_problem(place, error)) from error
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DeltuneError(f"{name!r} cannot be built from its configuration: {first_line(error)}") from error
+        raise DeltuneError(f"{name!r} cannot be built from its configuration: {error_summary(error)}") from error
     _check_loaded(model, info, name, fresh_head=kind in (*LABELLED, "choice"), speaking=kind in SPEAKING)
     if kept is not None and kept.made is None:
         fresh = {*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])}
@@ -233,7 +233,7 @@ def fit_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
         model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
+def _config(place: ModelSource, trust_remote_code: bool) -> PreTrainedConfig:
     """Read config.json; refuse a broken one, and a model_type transformers does not know (the nearest are named)."""
     import transformers
 
@@ -243,7 +243,7 @@ def _config(place: Place, trust_remote_code: bool) -> PreTrainedConfig:
     except json.JSONDecodeError as error:
         raise DeltuneError(f"{file} line {error.lineno}: broken JSON ({error.msg}). Get the file again.") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise DeltuneError(f"{file} cannot be read as config.json: {first_line(error)}") from error
+        raise DeltuneError(f"{file} cannot be read as config.json: {error_summary(error)}") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str):
         raise DeltuneError(f'{file} has no "model_type", so it is not the configuration of a transformers model.')
@@ -282,14 +282,14 @@ def quiet() -> Iterator[None]:
             hf.enable_progress_bar()
 
 
-def _weights_problem(place: Place, error: BaseException) -> str:
+def _weights_problem(place: ModelSource, error: BaseException) -> str:
     """The message for weights that are missing, truncated or stored as pickle."""
     if not place.local:
-        return f"the weights of {place.name!r} cannot be had from the hub as safetensors: {first_line(error)}"
+        return f"the weights of {place.name!r} cannot be had from the hub as safetensors: {error_summary(error)}"
     names = sorted(p.name for p in Path(place.name).iterdir())
     pickles = ", ".join(n for n in names if n.endswith((".bin", ".pt", ".pth")))
     if any(n.endswith(".safetensors") for n in names):
-        return f"the weights in {place.name} are truncated or incomplete ({first_line(error)}). Get the files again."
+        return f"the weights in {place.name} are truncated or incomplete ({error_summary(error)}). Get the files again."
     if pickles:
         todo = "convert it once where you trust it: AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
         return f"{place.name} has its weights only as pickle ({pickles}), which can run code and is not read; {todo}."

@@ -14,7 +14,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from .errors import DeltuneError, all_problems
+from .errors import DeltuneError, error_from_problems
 
 MOST_HEADER = 32 << 20
 """Bytes of the longest safetensors header that is read; one of a hundred thousand tensors has half of that."""
@@ -53,7 +53,7 @@ class TensorFacts:
         return math.prod(self.shape)
 
 
-def facts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
+def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
     """The facts of tensors that are there already."""
     return {
         name: TensorFacts(_NAMES.get(t.dtype, str(t.dtype).removeprefix("torch.")), tuple(t.shape))
@@ -61,7 +61,7 @@ def facts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorFacts]:
     }
 
 
-def header(path: Path) -> dict[str, TensorFacts]:
+def read_header(path: Path) -> dict[str, TensorFacts]:
     """Read the names, types and shapes of a safetensors file, after checking that its bytes can hold them.
 
     Raises:
@@ -86,7 +86,7 @@ def header(path: Path) -> dict[str, TensorFacts]:
     return facts
 
 
-def load(path: Path) -> dict[str, torch.Tensor]:
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file. Its header is expected to have been read.
 
     Raises:
@@ -98,7 +98,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
         raise _truncated(path, error) from error
 
 
-def load_numbers(path: Path) -> dict[str, torch.Tensor]:
+def load_float_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The floating-point tensors of a file of safetensors or of torch.save, none of them empty.
 
     A file of torch.save is mapped into memory, so that nothing in it can claim more than the file has, and only
@@ -108,11 +108,11 @@ def load_numbers(path: Path) -> dict[str, torch.Tensor]:
         DeltuneError: The file is truncated, or holds anything but floating-point tensors by name.
     """
     safe = path.suffix == ".safetensors"
-    facts = header(path) if safe else {}
-    tensors = {} if facts and _strange(facts) else load(path) if safe else _load_torch(path)
-    problems = _strange(facts or facts_of(tensors))
+    facts = read_header(path) if safe else {}
+    tensors = {} if facts and _strange(facts) else load_tensors(path) if safe else _load_torch(path)
+    problems = _strange(facts or tensor_facts(tensors))
     if problems:
-        raise all_problems(f"{path} does not hold floating-point tensors only", problems)
+        raise error_from_problems(f"{path} does not hold floating-point tensors only", problems)
     return tensors
 
 

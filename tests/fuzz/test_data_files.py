@@ -20,8 +20,8 @@ from pyarrow import parquet
 from deltune.data import loading, readers
 from deltune.errors import DeltuneError
 from deltune.training.config import RunSpec
-from deltune.training.prediction_inputs import of_file
-from deltune.training.run_dir import Run, environment
+from deltune.training.prediction_inputs import inputs_from_file
+from deltune.training.run_dir import RunDir, environment
 
 from .damage import contents, mutated_bytes, mutated_file, mutated_json, outcome, text_of
 
@@ -74,7 +74,7 @@ def read_again(seed: int, root: Path) -> str:
         mutated_file(path, chance)
 
     def load() -> None:
-        facts = loading.load(str(folder), kind=chance.choice((None, kind))).facts
+        facts = loading.load_data(str(folder), kind=chance.choice((None, kind))).facts
         json.dumps(environment({"data": facts}), ensure_ascii=False).encode()
 
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ READ: dict[str, tuple[str, bytes, list[str]]] = {
 def test_what_is_read(name: str, tmp_path: Path) -> None:
     file, content, expected = READ[name]
     (tmp_path / file).write_bytes(content)
-    assert loading.load(str(tmp_path)).splits["train"]["text"][:] == expected
+    assert loading.load_data(str(tmp_path)).splits["train"]["text"][:] == expected
 
 
 def ragged(path: Path) -> bytes:
@@ -216,7 +216,7 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     before, began = contents(tmp_path), time.process_time()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DeltuneError, match=expected) as caught:
-        loading.load(str(tmp_path))
+        loading.load_data(str(tmp_path))
     assert file in str(caught.value) and len(str(caught.value)) < 3000
     assert contents(tmp_path) == before
     assert time.process_time() - began < 60, "hours, without bounds"
@@ -226,13 +226,13 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_superscript_is_no_index(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "q", "choices": ["a", "b"], "answer": "²"}\n')
     with pytest.raises(DeltuneError, match=r"train\.jsonl line 1: column 'answer' is not the index"):
-        loading.load(str(tmp_path), kind="choice")
+        loading.load_data(str(tmp_path), kind="choice")
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").mkdir()
     with pytest.raises(DeltuneError, match="is no file"):
-        loading.load(str(tmp_path))
+        loading.load_data(str(tmp_path))
 
 
 # -- texts to predict
@@ -240,7 +240,7 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    found = Run(tmp_path / "run")
+    found = RunDir(tmp_path / "run")
     with found.locked():
         found.begin(
             RunSpec(model="m", data="d", method="lora"), {"data": {"fingerprint": "abc", "columns": {"text": "text"}}}
@@ -269,6 +269,6 @@ def test_texts_are_lines(content: bytes, expected: Any, run: Path, tmp_path: Pat
     (tmp_path / "texts.txt").write_bytes(content)
     if isinstance(expected, str):
         with pytest.raises(DeltuneError, match=expected):
-            of_file(tmp_path / "texts.txt", run)
+            inputs_from_file(tmp_path / "texts.txt", run)
     else:
-        assert [(row["id"], row["input"]) for row in of_file(tmp_path / "texts.txt", run)] == expected
+        assert [(row["id"], row["input"]) for row in inputs_from_file(tmp_path / "texts.txt", run)] == expected

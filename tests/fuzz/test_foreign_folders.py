@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import deltune
-from deltune.runtime.conversion import kind_of
+from deltune.runtime.conversion import foreign_model_kind
 from laws.families import FAMILIES
 from laws.specimens import build
 
@@ -389,10 +389,10 @@ def test_patterns_go_by_the_rule_of_peft(peft: dict[str, list[Path]], tmp_path: 
 def test_what_a_folder_wants_is_bounded_too(peft: dict[str, list[Path]], tmp_path: Path) -> None:
     """`deltune import` asks a folder for its number of labels before there is a model."""
     folder = Path(shutil.copytree(peft["bert"][0], tmp_path / "peft"))
-    assert kind_of(folder) == ("classification", 2)
+    assert foreign_model_kind(folder) == ("classification", 2)
     tensors("classifier.weight", lambda t: torch.empty(10**9, 0))(folder)
     with pytest.raises(deltune.DeltuneError, match="is empty"):
-        kind_of(folder)
+        foreign_model_kind(folder)
 
 
 def test_a_head_that_is_not_in_the_folder_stays(peft: dict[str, list[Path]], tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.training import checkpoints, prediction_inputs
 from deltune.training.config import RunSpec
-from deltune.training.exporting import export, merge
-from deltune.training.inference import evaluate, predicted, rescore
-from deltune.training.prediction_inputs import of_file, roles
-from deltune.training.run_dir import Run
+from deltune.training.exporting import export_run, merge_run
+from deltune.training.inference import evaluate, predict_rows, rescore
+from deltune.training.prediction_inputs import input_columns, inputs_from_file
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 from .damage import contents, mutated_file, outcome
@@ -43,7 +43,7 @@ class Folders:
         self.finished, self.of_several, self.stopped = (root / name for name in ("finished", "several", "stopped"))
         train(self.spec, self.finished)
         train(self.several, self.of_several)
-        save = checkpoints.save
+        save = checkpoints.save_checkpoint
 
         def stopping(*arguments: Any) -> None:
             save(*arguments)
@@ -88,10 +88,10 @@ def of_run(seed: int, folders: Folders, to: Path) -> list[str]:
     lost = damaged(folder, files, chance)
 
     def facts() -> None:
-        run = Run(folder)
+        run = RunDir(folder)
         run.check(spec)
         assert run.spec.name and isinstance(run.metrics["seconds"], float)
-        roles(run.kept.data.kind, run.kept)
+        input_columns(run.kept.data.kind, run.kept)
         run.kept.logged()
 
     outcomes = [outcome(facts, folder), outcome(lambda: rescore(folder), folder)]
@@ -104,13 +104,13 @@ def of_checkpoint(seed: int, folders: Folders, to: Path, sealed: bool = False) -
     """A resumption from a damaged checkpoint; sealed: with checksums that fit it all the same."""
     chance = random.Random(seed)
     folder = copied(folders.stopped, to)
-    checkpoint = checkpoints.latest(folder / "checkpoint")
+    checkpoint = checkpoints.latest_checkpoint(folder / "checkpoint")
     assert checkpoint is not None
     names = [name for name in sorted(checkpoint.iterdir()) if not sealed or name.name != checkpoints.SUMS]
     damaged(folder, names, chance)
     if sealed:
         try:
-            checkpoints.seal(checkpoint)
+            checkpoints.write_checksums(checkpoint)
         except OSError:
             return "refused"
     return outcome(lambda: train(folders.spec, folder, progress=False), None if sealed else folder)
@@ -145,7 +145,7 @@ def test_any_checkpoint_whose_checksums_fit(seeds: range, folders: Folders, tmp_
 
 def rest(folder: Path) -> Any:
     """What is the same of a run, however often it was stopped."""
-    metrics = Run(folder).metrics
+    metrics = RunDir(folder).metrics
     return {name: metrics[name] for name in ("validation", "test", "best")}
 
 
@@ -154,7 +154,7 @@ def rest(folder: Path) -> Any:
 
 def test_texts_with_line_separators_are_scored_again(folders: Folders) -> None:
     """U+2028, U+0085 and a form feed stand in a prediction's input; they end no line."""
-    assert rescore(folders.finished)["test"]["accuracy"] == Run(folders.finished).metrics["test"]["accuracy"]
+    assert rescore(folders.finished)["test"]["accuracy"] == RunDir(folders.finished).metrics["test"]["accuracy"]
     lines = (folders.finished / "predictions" / "test.jsonl").read_text(encoding="utf-8")
     assert "\u2028" in lines and len(lines.splitlines()) > lines.count("\n") == 12
 
@@ -162,7 +162,7 @@ def test_texts_with_line_separators_are_scored_again(folders: Folders) -> None:
 def test_texts_with_line_separators_are_predicted(folders: Folders, tmp_path: Path) -> None:
 
     (tmp_path / "texts.txt").write_text(f"{STRANGE}\nthe hammer\n", encoding="utf-8")
-    rows = predicted(folders.finished, of_file(tmp_path / "texts.txt", folders.finished))
+    rows = predict_rows(folders.finished, inputs_from_file(tmp_path / "texts.txt", folders.finished))
     assert [row["input"] for row in rows] == [STRANGE, "the hammer"]
 
 
@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_not_used(name: str, folders: Folders, tmp_path:
     """It is refused before anything is written, and --fresh starts anew."""
     folder = copied(folders.stopped, tmp_path / "run")
     damage, expected = DAMAGES[name]
-    damage(checkpoints.latest(folder / "checkpoint"))
+    damage(checkpoints.latest_checkpoint(folder / "checkpoint"))
     before = contents(folder)
     with pytest.raises(DeltuneError, match=f"(?s){expected}") as caught:
         train(folders.spec, folder)
@@ -274,10 +274,10 @@ def test_answers_that_were_changed_are_made_anew(folders: Folders, tmp_path: Pat
 @pytest.mark.parametrize("name", ["a file", "²", "-1", "1e3"])
 def test_what_is_no_checkpoint_is_passed_over(name: str, folders: Folders, tmp_path: Path) -> None:
     folder = copied(folders.stopped, tmp_path / "run")
-    newest = checkpoints.latest(folder / "checkpoint")
+    newest = checkpoints.latest_checkpoint(folder / "checkpoint")
     (folder / "checkpoint" / name).mkdir()
     (folder / "checkpoint" / "999").write_text("")
-    assert checkpoints.latest(folder / "checkpoint") == newest
+    assert checkpoints.latest_checkpoint(folder / "checkpoint") == newest
 
 
 # -- permissions and power
@@ -291,7 +291,7 @@ def test_the_umask_holds(mask: int, folders: Folders, tmp_path: Path) -> None:
         folder = copied(folders.stopped, tmp_path / "run")
         shutil.rmtree(folder)
         spec = RunSpec(**{**folders.spec.model_dump(), "epochs": 1})
-        keep, checkpoints_seen = checkpoints.seal, []
+        keep, checkpoints_seen = checkpoints.write_checksums, []
 
         def seal(checkpoint: Path) -> None:
             keep(checkpoint)
@@ -341,13 +341,13 @@ def test_outputs_that_the_file_system_refuses(path: str, folders: Folders, tmp_p
     before = contents(folders.finished)
     for call in (
         lambda: evaluate(folders.finished, output=path),
-        lambda: merge(folders.finished, path),
-        lambda: export(folders.finished, path),
-        lambda: prediction_inputs.write(Path(path), [{"id": "1"}]),
+        lambda: merge_run(folders.finished, path),
+        lambda: export_run(folders.finished, path),
+        lambda: prediction_inputs.write_predictions(Path(path), [{"id": "1"}]),
         lambda: train(folders.spec, path),
     ):
         with pytest.raises(DeltuneError):
             call()
     with pytest.raises(DeltuneError):
-        prediction_inputs.write(Path("."), [{"id": "1"}])
+        prediction_inputs.write_predictions(Path("."), [{"id": "1"}])
     assert contents(folders.finished) == before

@@ -13,10 +13,10 @@ import yaml
 from deltune import models
 from deltune.data import loading
 from deltune.errors import DeltuneError
-from deltune.tasks.registry import find
+from deltune.tasks.registry import find_task
 from deltune.training.config import RunSpec, read_spec
-from deltune.training.prediction_inputs import of_file
-from deltune.training.run_dir import Run
+from deltune.training.prediction_inputs import inputs_from_file
+from deltune.training.run_dir import RunDir
 
 from .damage import mutated_bytes, mutated_json, outcome
 
@@ -140,12 +140,12 @@ PATHS = ("~nosuch/x", "x" * 300, "/".join(["d" * 200] * 30), "a\0b", "\ud800")
 @pytest.mark.parametrize("path", PATHS, ids=["no user", "a long name", "a long path", "NUL", "half a character"])
 def test_paths_that_the_file_system_refuses(path: str, tmp_path: Path) -> None:
     for call in (
-        lambda: Run(path),
+        lambda: RunDir(path),
         lambda: read_spec(path),
-        lambda: loading.load(path),
+        lambda: loading.load_data(path),
         lambda: models.locate(path),
-        lambda: find("sick", path),
-        lambda: of_file(Path(f"{path}.txt"), tmp_path),
+        lambda: find_task("sick", path),
+        lambda: inputs_from_file(Path(f"{path}.txt"), tmp_path),
         lambda: RunSpec(model=path, data="d", method="lora"),
         lambda: RunSpec(model="m", data=path, method="lora"),
         lambda: RunSpec(model="m", task="sick", data_root=path, method="lora"),

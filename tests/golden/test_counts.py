@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import deltune
-from deltune.anatomy.tracing import skeleton
+from deltune.anatomy.tracing import meta_model
 
 
 def _t5(width: int, inner: int, layers: int, heads: int) -> T5Config:
@@ -53,7 +53,7 @@ def configuration(name: str) -> PreTrainedConfig:
 @functools.cache
 def observed(name: str) -> PreTrainedModel:
     """What count makes of a configuration, kept, so that it is observed once for all rows."""
-    return skeleton(configuration(name))
+    return meta_model(configuration(name))
 
 
 SIZES = (

@@ -25,7 +25,7 @@ import yaml
 from safetensors.torch import load_file
 
 from deltune.training import checkpoints
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 
 HANG = 300.0
 """Seconds after which a process of a few is said to hang."""
@@ -145,7 +145,7 @@ def whole(folder: Path) -> None:
 
     What a finished run may still have of a checkpoint, killed while it removed it, is not read by anybody.
     """
-    run = Run(folder)
+    run = RunDir(folder)
     for path in folder.rglob("*") if folder.is_dir() else ():
         if run.finished and run.checkpoint in path.parents:
             continue
@@ -161,9 +161,9 @@ def whole(folder: Path) -> None:
                 json.loads(line)
     if run.delta.exists():
         assert {path.name for path in run.delta.iterdir()} == {"delta.json", "delta.safetensors"}
-    checkpoint = checkpoints.latest(run.checkpoint)
+    checkpoint = checkpoints.latest_checkpoint(run.checkpoint)
     if checkpoint is not None and not run.finished:
-        checkpoints.facts(checkpoint)
+        checkpoints.read_progress(checkpoint)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ import tiny
 from deltune import attach
 from deltune.errors import DeltuneError
 from deltune.training.config import read_spec
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 PAGE = 4  # kilobytes
@@ -42,7 +42,7 @@ def _refused(spec_file: str, folder: str) -> bool:
     except DeltuneError as error:
         assert "no space left" in str(error).lower() and "\n" not in str(error), error
         whole(Path(folder))
-        assert not Run(folder).finished
+        assert not RunDir(folder).finished
         held = content(Path(folder)) if Path(folder).is_dir() else {}
         assert {name for name in before if name.startswith("delta")} <= held.keys()
         return True

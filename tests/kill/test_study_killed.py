@@ -14,7 +14,7 @@ import pytest
 from strikes import HANG, chance, content
 
 import tiny
-from deltune.studies.engine.store import Results
+from deltune.studies.engine.store import ResultStore
 from test_engine import drive, driver, finished, scores, study
 
 STRIKES_OF_WORKERS = 2
@@ -64,7 +64,7 @@ def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
     numbers, struck = chance(f"study {kills}"), 0
     tiny.model(tmp_path / "model")
     works = [planned.work for planned in study(tmp_path).cells()]
-    with Results(tmp_path / "whole.sqlite") as results:
+    with ResultStore(tmp_path / "whole.sqlite") as results:
         assert drive(works, results).done == 6
         known: dict[str, Any] = {row.name: scores(row) for row in results.rows()}
     runs = sorted((tmp_path / "whole.runs").iterdir())
@@ -79,7 +79,7 @@ def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
             assert time.monotonic() - began < 4 * HANG, history
         struck += sum(workers + driver for workers, driver, _ in history)
         print(f"kills of workers, of the driver, then finished: {history}")
-        with Results(file) as results:
+        with ResultStore(file) as results:
             assert {row.name: scores(row) for row in results.rows()} == known, history
             assert results._open.execute("SELECT count(*) FROM claims").fetchone() == (0,)
         assert [run.name for run in runs] == sorted(path.name for path in place.iterdir())

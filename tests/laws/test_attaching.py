@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.anatomy.tracing import skeleton
+from deltune.anatomy.tracing import meta_model
 from deltune.methods.registry import TABLE
 
 from .families import FAMILIES, Family
@@ -63,7 +63,7 @@ def of_the_base(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """Parameters of the base model; of a class that is its own base, those that AutoModel has too."""
     if model.base_model is not model:
         return dict(model.base_model.named_parameters())
-    names = {name for name, _ in skeleton(model.config).named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in meta_model(model.config).named_parameters(remove_duplicate=False)}
     return {name: p for name, p in model.named_parameters() if name in names}
 
 

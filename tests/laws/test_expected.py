@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import deltune
-from deltune.runtime.delta_schema import check, expected
-from deltune.tensor_files import facts_of
+from deltune.runtime.delta_schema import check_tensors, expected_tensors
+from deltune.tensor_files import tensor_facts
 
 from .families import Family
 from .methods import Row, cells
@@ -18,9 +18,9 @@ def test_a_file_is_what_arithmetic_expects(family: Family, row: Row) -> None:
     model = specimen(family.name, main_role(family))
     tuned = deltune.attach(model, row.text)
     delta = tuned.delta()
-    needed = expected(tuned.anatomy, delta.planned, delta.owned, delta.head)
+    needed = expected_tensors(tuned.anatomy, delta.planned, delta.owned, delta.head)
     tensors = tuned.tensors(delta)
-    check(needed, facts_of(tensors), Path("file"))
+    check_tensors(needed, tensor_facts(tensors), Path("file"))
     dense = {name: tuple(t.shape) for name, t in tensors.items() if name in needed.shapes}
     assert dense == {n: s if s is not None else dense[n] for n, s in needed.shapes.items()}
     drawn = {name for name in tensors if name not in dense}

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 import deltune
 from deltune.anatomy.types import Tensor
-from deltune.runtime.hard_concrete import BETA, GAMMA, ZETA, Gates, _Penalised
+from deltune.runtime.hard_concrete import BETA, GAMMA, ZETA, HardConcreteGates, _Penalised
 
 from .families import FAMILIES
 from .specimens import batch, build, distance, equal, forward, loss, run, stir
@@ -33,7 +33,7 @@ def trained(share: float = 1.0, steps: int = 20) -> tuple[deltune.Tuned, dict[st
     return tuned, inputs
 
 
-def gates(tuned: deltune.Tuned) -> Gates:
+def gates(tuned: deltune.Tuned) -> HardConcreteGates:
     return dict(tuned.delta().all_gates())["0"]
 
 
@@ -93,7 +93,7 @@ def test_the_penalty_closes_gates_and_grows() -> None:
 def test_the_penalty_is_the_derivative_of_the_expected_count() -> None:
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
     tensor = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    found = Gates((Tensor("w", (7,), "layers", "linear.weight"),), 2, folded=False)
+    found = HardConcreteGates((Tensor("w", (7,), "layers", "linear.weight"),), 2, folded=False)
     found.advance(0.25)
     assert gradcheck(lambda t: _Penalised.apply(t, logits.detach(), found, "v"), (tensor,))
     _Penalised.apply(tensor, logits, found, "w").sum().backward()

@@ -11,8 +11,8 @@ import torch
 
 import deltune
 from deltune.methods.forms import Widths
-from deltune.methods.masks import Side, Unit, draw, split
-from deltune.methods.spec import Masked
+from deltune.methods.masks import Factor, MaskUnit, draw_indices, split_budget
+from deltune.methods.spec import MaskedMethod
 
 from .families import FAMILIES
 from .specimens import batch, build, differences, equal, facts, forward, loss, specimen, stir
@@ -20,8 +20,8 @@ from .specimens import batch, build, differences, equal, facts, forward, loss, s
 PATTERNS = [(p, a) for p in ("discrete", "adjacent") for a in ("rows", "columns")]
 
 
-def pair(name: str, rank: int, wide: int, high: int) -> Unit:
-    return Unit(name, rank=rank, down=(Side("down", wide, wide, 1),), up=(Side("up", high, 1, rank),))
+def pair(name: str, rank: int, wide: int, high: int) -> MaskUnit:
+    return MaskUnit(name, rank=rank, down=(Factor("down", wide, wide, 1),), up=(Factor("up", high, 1, rank),))
 
 
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
@@ -30,7 +30,7 @@ def test_a_product_keeps_exactly_n_live_scalars(rank: int, wide: int, high: int,
     """Every kept entry of one factor has a kept partner of its rank in the other, for every N."""
     unit = pair("w", rank, wide, high)
     for count in range(2, unit.size + 1):
-        kept = draw(unit, count, pattern, along, seed=3)
+        kept = draw_indices(unit, count, pattern, along, seed=3)
         down, up = kept["down"], kept["up"]
         assert len(set(down)) + len(set(up)) == len(down) + len(up) == count
         assert set(down // wide) == set(up % rank)
@@ -45,7 +45,9 @@ def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern:
     unit = pair("w", rank, wide, high)
     before: set[tuple[str, int]] = set()
     for count in range(2, unit.size + 1):
-        kept = {(leaf, i) for leaf, index in draw(unit, count, pattern, along, seed).items() for i in index.tolist()}
+        kept = {
+            (leaf, i) for leaf, index in draw_indices(unit, count, pattern, along, seed).items() for i in index.tolist()
+        }
         by_rank = pattern == "adjacent" and along == "rows"
         opens = count % (wide + high) in (1, 2) if by_rank else count <= 2 * rank
         if opens:
@@ -59,10 +61,10 @@ def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern:
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])
 def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> None:
     """Exactly N entries; discrete draws are nested in N; adjacent ones are one run of rows or columns."""
-    unit = Unit("x", shape, "w")
+    unit = MaskUnit("x", shape, "w")
     before: set[int] = set()
     for count in range(1, unit.size + 1):
-        kept = draw(unit, count, pattern, along, seed=1)["w"]
+        kept = draw_indices(unit, count, pattern, along, seed=1)["w"]
         assert len(set(kept)) == count and kept.max() < unit.size
         if pattern == "discrete":
             assert before <= set(kept)
@@ -77,10 +79,10 @@ def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> Non
 
 def test_discrete_is_uniform_and_known() -> None:
     """Golden indices (the same on every machine), and every entry of a weight is as likely as any other."""
-    assert draw(Unit("x", (100,), "w"), 5, "discrete", "rows", 0)["w"].tolist() == GOLDEN
+    assert draw_indices(MaskUnit("x", (100,), "w"), 5, "discrete", "rows", 0)["w"].tolist() == GOLDEN
     hits = np.zeros(50)
     for seed in range(2000):
-        hits[draw(Unit("x", (50,), "w"), 10, "discrete", "rows", seed)["w"]] += 1
+        hits[draw_indices(MaskUnit("x", (50,), "w"), 10, "discrete", "rows", seed)["w"]] += 1
     # 2000 draws of share 1/5: 400 each, standard deviation 18; five of them bound 50 entries
     assert abs(hits - 400).max() < 90
 
@@ -89,29 +91,29 @@ GOLDEN = [2, 17, 44, 58, 65]
 
 
 def test_the_split_is_exact() -> None:
-    units = [pair(f"w{i}", 4, 6, 5) for i in range(5)] + [Unit("s", (3,), "v")]
+    units = [pair(f"w{i}", 4, 6, 5) for i in range(5)] + [MaskUnit("s", (3,), "v")]
     whole = sum(unit.size for unit in units)
     for total in range(1, whole + 1):
-        quotas = split(units, total)
+        quotas = split_budget(units, total)
         assert sum(quotas) == total
         assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
     for wrong in (0, whole + 1):
         with pytest.raises(deltune.DeltuneError, match=f"give 1 to {whole}"):
-            split(units, wrong)
+            split_budget(units, wrong)
 
 
 def test_what_acts_through_others_gets_none_without_them() -> None:
     """Gates and learned scales, for every total."""
-    units = [pair("a", 2, 3, 3), pair("b", 1, 5, 4), Unit("gate", (6,), "gate"), Unit("scale", (), "scale")]
+    units = [pair("a", 2, 3, 3), pair("b", 1, 5, 4), MaskUnit("gate", (6,), "gate"), MaskUnit("scale", (), "scale")]
     needs = {2: [0, 1], 3: [1]}
     whole = sum(unit.size for unit in units)
     for total in range(2, whole + 1):
-        quotas = split(units, total, needs)
+        quotas = split_budget(units, total, needs)
         assert sum(quotas) == total
         assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
         assert all(not quotas[i] or any(quotas[j] for j in others) for i, others in needs.items())
     with pytest.raises(deltune.DeltuneError, match=f"give 2 to {whole}"):
-        split(units, 1, needs)
+        split_budget(units, 1, needs)
 
 
 @pytest.mark.parametrize("pattern", ["discrete", "adjacent"])
@@ -119,11 +121,11 @@ def test_what_acts_through_others_gets_none_without_them() -> None:
 def test_no_rank_is_kept_by_its_bias_alone(pattern: str, along: str) -> None:
     """f(0 + b) is 0 at the start and up too, so that neither would ever have a gradient."""
     rank, wide, high = 4, 3, 2
-    down = (Side("down", wide, wide, 1), Side("down_bias", 1, 1, 1, constant=True))
+    down = (Factor("down", wide, wide, 1), Factor("down_bias", 1, 1, 1, constant=True))
     for seed in range(20):
-        unit = Unit(f"w{seed}", rank=rank, down=down, up=(Side("up", high, 1, rank),))
+        unit = MaskUnit(f"w{seed}", rank=rank, down=down, up=(Factor("up", high, 1, rank),))
         for count in range(2, unit.size + 1):
-            kept = draw(unit, count, pattern, along, seed)
+            kept = draw_indices(unit, count, pattern, along, seed)
             assert sum(map(len, kept.values())) == count
             assert set(kept["down"] // wide) == set(kept["up"] % rank) >= set(kept.get("down_bias", ()))
 
@@ -132,7 +134,7 @@ def test_no_rank_is_kept_by_its_bias_alone(pattern: str, along: str) -> None:
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
 def test_a_huge_rank_costs_what_is_kept(rank: int, pattern: str, along: str) -> None:
     began = time.monotonic()
-    kept = draw(pair("w", rank, 768, 768), 1000, pattern, along, seed=0)
+    kept = draw_indices(pair("w", rank, 768, 768), 1000, pattern, along, seed=0)
     assert sum(map(len, kept.values())) == 1000 and time.monotonic() - began < 5
 
 
@@ -170,7 +172,7 @@ def test_a_head_keeps_keys_and_values(form: deltune.MultiHead | deltune.Prefix, 
     widths = Widths(8, 8, heads=4, kv_heads=2, head_width=5, value_width=3)
     rank, down, up = form.product(widths)
     for count in range(2, rank * 8 + 1):
-        kept = draw(Unit("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
+        kept = draw_indices(MaskUnit("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
         assert set(kept["keys"] // 5) == set(kept["values"] // 3)
         assert sum(map(len, kept.values())) == count
 
@@ -201,7 +203,7 @@ def test_what_the_model_computes_is_not_trained(name: str) -> None:
 
 def test_ten_thousand_of_seven_billion() -> None:
     """Drawing costs what is drawn, not what it is drawn from."""
-    kept = draw(Unit("big", (4096 * 32, 11008 * 5), "w"), 10_000, "discrete", "rows", 0)["w"]
+    kept = draw_indices(MaskUnit("big", (4096 * 32, 11008 * 5), "w"), 10_000, "discrete", "rows", 0)["w"]
     assert len(set(kept)) == 10_000 and kept.max() > 2**32
 
 
@@ -231,7 +233,7 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     expected = forward(model, inputs)
     values = {k: t.clone() for k, t in tuned.delta().kept().items()}
     tuned.detach()
-    masked = deltune.attach(model, Masked(deltune.parse(method), whole))
+    masked = deltune.attach(model, MaskedMethod(deltune.parse(method), whole))
     assert masked.count().method == whole == sum(p.numel() for p in masked.parameters()) - masked.count().head
     with torch.no_grad():
         for key, edit in masked.delta().named_edits():

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.runtime.attention import LONG, How
-from deltune.runtime.block_attention import Block, hidden, kernel_for, merged
+from deltune.runtime.block_attention import Block, finite_mask, kernel_for, merged_attention
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, forward, loss, main_role, stir
@@ -117,7 +117,7 @@ def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
     if kind in ("masked", "one query"):
         shown[0, ..., 4:], shown[1, ..., :2] = False, False
         shown[1, :, :1] = False
-        mask = hidden(shown, dtype)
+        mask = finite_mask(shown, dtype)
     if kind == "added":
         mask = torch.randn(1, 4, 6, 6, generator=made).to(dtype)
     if kind == "causal":
@@ -130,7 +130,7 @@ def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
         own, other = Block(*tensors[1:3], mask, kind == "causal"), Block(*map(by_row, tensors[3:]), None, False)
         kernel = kernel_for(tensors[0], (own, other))
         assert kernel is not None
-        return merged(tensors[0], own, other, 0.3, kernel, may_see_nothing=False)
+        return merged_attention(tensors[0], own, other, 0.3, kernel, may_see_nothing=False)
 
     def joined(*tensors: torch.Tensor) -> torch.Tensor:
         query, key, value, keys, values = (t.double() for t in tensors)
@@ -159,14 +159,14 @@ def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
 
 def test_what_sees_nothing_gives_nothing() -> None:
     query, key = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(1, 2, 3, 4, requires_grad=True)
-    nothing = hidden(torch.tensor([True, False, True])[None, None, :, None].expand(1, 1, 3, 3), torch.float32)
+    nothing = finite_mask(torch.tensor([True, False, True])[None, None, :, None].expand(1, 1, 3, 3), torch.float32)
     own, other = (
         Block(key, key, nothing, False),
-        Block(key, key, hidden(torch.zeros(1, 1, 1, 3, dtype=torch.bool), torch.float32), False),
+        Block(key, key, finite_mask(torch.zeros(1, 1, 1, 3, dtype=torch.bool), torch.float32), False),
     )
     kernel = kernel_for(query, (own, other))
     assert kernel is not None
-    found = merged(query, own, other, 0.5, kernel, may_see_nothing=True)
+    found = merged_attention(query, own, other, 0.5, kernel, may_see_nothing=True)
     alone = F.scaled_dot_product_attention(query, key, key, scale=0.5)
     assert not found[:, :, 1].any() and torch.allclose(found[:, :, ::2], alone[:, :, ::2])
     gradient = torch.autograd.grad(found.square().sum(), (query, key))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deltune
 from deltune.tasks.answer_ranking import encode, ended, likelihoods, paths
-from deltune.tasks.base import Limits, Use
+from deltune.tasks.base import InferenceContext, Limits
 from deltune.tasks.entity_listing import entities, listed, tags_of, type_of
 
 from .families import FAMILIES, Family
@@ -88,9 +88,9 @@ def test_a_score_is_the_log_likelihood_alone(family: Family, subtests: pytest.Su
         by_hand = [[alone(model, prompt, candidate) for candidate in own] for own, prompt in said]
         for size in (1, 3, 16):
             with subtests.test(f"{method} {size}"):
-                found = likelihoods(Use(model, tokenizer, batch_size=size), encoded, mean=False)
+                found = likelihoods(InferenceContext(model, tokenizer, batch_size=size), encoded, mean=False)
                 assert found == [pytest.approx(own, rel=1e-3, abs=1e-3) for own in by_hand]
-        means = likelihoods(Use(model, tokenizer), encoded, mean=True)
+        means = likelihoods(InferenceContext(model, tokenizer), encoded, mean=True)
         lengths = [[len(candidate) for candidate in own] for own, _ in said]
         for row, sums, count in zip(means, by_hand, lengths, strict=True):
             assert row == pytest.approx([s / n for s, n in zip(sums, count, strict=True)], rel=1e-3, abs=1e-3)
@@ -102,9 +102,9 @@ def test_the_side_of_padding_changes_nothing() -> None:
     model = specimen("llama", "causal", torch.float32)
     tokenizer = words(model)
     encoded = encode(tokenizer, model, {"text": PROMPTS}, LIMITS, CANDIDATES, None, False)
-    right = likelihoods(Use(model, tokenizer), encoded, mean=False)
+    right = likelihoods(InferenceContext(model, tokenizer), encoded, mean=False)
     tokenizer.padding_side = "left"
-    left = likelihoods(Use(model, tokenizer), encoded, mean=False)
+    left = likelihoods(InferenceContext(model, tokenizer), encoded, mean=False)
     assert left == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in right]
 
 

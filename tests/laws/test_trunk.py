@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.runtime.frozen_layers import Trunk
+from deltune.runtime.frozen_layers import FrozenLayers
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, differences, facts, main_role, roles, stir
@@ -80,7 +80,7 @@ def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method:
     inputs = batch(model)
     if family.kind == "both" or hasattr(model.config, "use_cache"):
         inputs["use_cache"] = False
-    trunk = Trunk(tuned)
+    trunk = FrozenLayers(tuned)
     own = inputs["decoder_input_ids"].new_ones(2, 4) if "decoder_input_ids" in inputs else inputs["attention_mask"]
     real = own.bool().flatten(0, -2)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_the_trunk_has_no_dropout_and_what_is_above_has(name: str) -> None:
     family = FAMILIES[name]
     model = deep(family, "sequence")
     tuned = deltune.attach(model, "layernorm(layers='upper half')")
-    trunk = Trunk(tuned)
+    trunk = FrozenLayers(tuned)
     inputs = batch(model)
     seen: list[tuple[str, bool]] = []
     half = {id(station.module) for station in trunk.stations}
@@ -155,7 +155,7 @@ def test_the_trunk_has_no_dropout_and_what_is_above_has(name: str) -> None:
 def test_without_a_frozen_layer_below_it_is_an_error(method: str, what: str) -> None:
     tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), method)
     with pytest.raises(DeltuneError, match="trunk_dropout=off is for a frozen trunk") as error:
-        Trunk(tuned)
+        FrozenLayers(tuned)
     assert what in str(error.value)
 
 
@@ -179,5 +179,5 @@ def test_where_the_trunk_ends(
     name: str, role: str, method: str, layers: int, keeps: dict[str, tuple[int, ...]]
 ) -> None:
     tuned = deltune.attach(deep(FAMILIES[name], role), method)
-    trunk = Trunk(tuned)
+    trunk = FrozenLayers(tuned)
     assert len(trunk.frontier.layers) == layers and trunk.keeps == keeps

@@ -28,7 +28,7 @@ from deltune.data import loading
 
 @pytest.fixture(scope="module")
 def tickets() -> loading.Data:
-    return loading.load(str(Path(deltune.__file__).parent / "demo" / "tickets"))
+    return loading.load_data(str(Path(deltune.__file__).parent / "demo" / "tickets"))
 
 
 @pytest.mark.parametrize("method", ["prefix(length=8) + layernorm", "lora", "prompt(length=5)", "adapter"])

@@ -19,7 +19,7 @@ import tiny
 from deltune.cli.launching import launch
 from deltune.training import checkpoints
 from deltune.training import run_dir as runs
-from deltune.training.run_dir import Run
+from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 DRIVER = Path(__file__).with_name("several.py")
@@ -36,11 +36,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def log(run: Run) -> list[dict[str, Any]]:
+def log(run: RunDir) -> list[dict[str, Any]]:
     return tiny.objects(run.log_file)
 
 
-def compare(whole: Run, other: Run) -> None:
+def compare(whole: RunDir, other: RunDir) -> None:
     """Two runs that differ by no more than rounding, the second as complete as the first."""
     assert {p.name for p in other.folder.iterdir()} == set(runs.OWN) - {"checkpoint", "runs"}
     ours, theirs = log(other), log(whole)
@@ -90,8 +90,8 @@ def together(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None
     assert launch(2, [sys.executable, str(DRIVER), str(folder / "jobs.json")]) == 0
     for name in table:
         for how in SHARDED:
-            compare(Run(folder / name / "one"), Run(folder / name / how))
-            facts = Run(folder / name / how).environment
+            compare(RunDir(folder / name / "one"), RunDir(folder / name / how))
+            facts = RunDir(folder / name / how).environment
             assert (facts["processes"], facts["sharded"]) == (2, how)
 
 
@@ -120,9 +120,9 @@ def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
     method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
     (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40).yaml())
     line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
-    run = Run(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while checkpoints.latest(run.checkpoint) is None:
+    while checkpoints.latest_checkpoint(run.checkpoint) is None:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
     assert (
         done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--devices", "2", "--sharding", how)).returncode == 0
     )
-    whole = Run(tmp_path / "whole")
+    whole = RunDir(tmp_path / "whole")
     compare(whole, run)
     lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in log(own)] for own in (whole, run)]
     assert lines[0] == lines[1]
@@ -180,8 +180,8 @@ def test_other_launchers(name: str, root: Path, tmp_path: Path) -> None:
     by = by if name == "torchrun" else [*by, *plain]
     found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout) == Run(tmp_path / "run").metrics, "said once"
-    facts = Run(tmp_path / "run").environment
+    assert json.loads(found.stdout) == RunDir(tmp_path / "run").metrics, "said once"
+    facts = RunDir(tmp_path / "run").environment
     assert (facts["processes"], facts["sharded"]) == (2, how)
     train(tiny.spec(root, epochs=1), tmp_path / "one", progress=False)
-    compare(Run(tmp_path / "one"), Run(tmp_path / "run"))
+    compare(RunDir(tmp_path / "one"), RunDir(tmp_path / "run"))

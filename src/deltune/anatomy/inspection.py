@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ..errors import DeltuneError, first_line
-from .quantization import refuse_quantised
-from .residuals import SubLayer, place_of, sub_layers
+from ..errors import DeltuneError, error_summary
+from .quantization import check_not_quantized
+from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_parameters
-from .tracing import Node, Trace, back, base_model, skeleton, trace
+from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
 from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Place, Stack, StackName, Tensor
 
 
@@ -50,7 +50,7 @@ def computed(model: PreTrainedModel) -> tuple[str, ...]:
     fresh = model
     if not all(p.is_meta for p in model.parameters()):
         try:
-            fresh = skeleton(model.config)
+            fresh = meta_model(model.config)
         except DeltuneError:
             return ()  # no class of AutoModel's
     return tuple(name for name, p in fresh.named_parameters() if not p.requires_grad)
@@ -66,10 +66,10 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     Errors: DeltuneError when the forward pass cannot run on shapes alone or no transformer layer shows in it.
     """
     if isinstance(model, PreTrainedConfig):
-        return inspect(skeleton(model))
+        return inspect(meta_model(model))
     if not isinstance(model, PreTrainedModel):
         raise DeltuneError(f"a model of transformers or its configuration is inspected, not a {type(model).__name__}")
-    refuse_quantised(model)
+    check_not_quantized(model)
     shape = tuple((name, tuple(p.shape)) for name, p in base_parameters(model))
     if model in _known and _known[model][0] == shape:
         return _known[model][1]
@@ -80,7 +80,7 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     except Exception as error:  # the reading meets what it has no word for
         raise DeltuneError(
             f"{type(model).__name__} is built in a way that deltune cannot read ({type(error).__name__}: "
-            f"{first_line(error)}); models of the families in the documentation can be tuned"
+            f"{error_summary(error)}); models of the families in the documentation can be tuned"
         ) from error
     _known[model] = (shape, anatomy)
     return anatomy
@@ -91,7 +91,7 @@ class _Reader:
         self.model = model
         self.base = base_model(model)
         self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
-        self.trace: Trace = trace(model)
+        self.trace: Trace = trace_forward(model)
         self.direct = read_directly(model, self.trace)
         self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
@@ -157,7 +157,7 @@ class _Reader:
         )
 
     def layers(self) -> list[Layer]:
-        subs = sub_layers(self.trace)
+        subs = find_sublayers(self.trace)
         if not any(s.attention for s in subs):
             raise DeltuneError(f"{type(self.model).__name__}: no attention shows in its forward pass")
         stacks = self.stack_of(subs)
@@ -196,7 +196,7 @@ class _Reader:
         placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
         for node in self.trace.of_kind("norm"):
             if node.path.startswith(path + ".") and node.path not in placed:
-                place, of = place_of(node, group)
+                place, of = norm_position(node, group)
                 roles = tuple(sorted({"attention" if s.attention else "ffn" for s in of}))
                 placed[node.path] = (self._norm(node, place, roles), of)
         attentions, ffns = [], []
@@ -287,7 +287,7 @@ class _Reader:
 
     def _reads_ids(self, node: Node) -> bool:
         """An embedding fed by the dummy token ids themselves (through views)."""
-        sources = back(node.parents, {"view"}, {"input", "op"})
+        sources = ancestors(node.parents, {"view"}, {"input", "op"})
         return any(s.argument.endswith("input_ids") for s in sources)
 
     def _is_positional(self, node: Node) -> bool:
@@ -330,7 +330,7 @@ class _Reader:
         plain: Any = AutoModel._model_mapping[type(self.model.config)]
         if self.base is self.model and type(self.model) is not plain:
             own |= {
-                name for name, _ in skeleton(self.model.config).named_children()
+                name for name, _ in meta_model(self.model.config).named_children()
             }  # T5's class for answering has none
         elif self.base is self.model:
             return ()

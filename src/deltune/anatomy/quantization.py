@@ -15,7 +15,7 @@ NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What a trained tensor may be made of."""
 
 
-def refuse_quantised(model: nn.Module) -> None:
+def check_not_quantized(model: nn.Module) -> None:
     """Check that a model's weights are plain numbers, by types alone: no method of a tensor is called.
 
     Raises:
@@ -30,13 +30,13 @@ def refuse_quantised(model: nn.Module) -> None:
             if parameter is None:
                 continue
             name = f"{path}.{leaf}".lstrip(".")
-            if not plain_numbers(parameter):
+            if not is_unquantized(parameter):
                 _refuse(model, f"{name} is a {type(parameter).__name__}")
             if parameter.dtype not in NUMBERS:
                 _refuse(model, f"{name} is {parameter.dtype}")
 
 
-def plain_numbers(parameter: Any) -> bool:
+def is_unquantized(parameter: Any) -> bool:
     """Whether a parameter is stored as the numbers it stands for, or as one process's part of them (FSDP2)."""
     if type(parameter) in (nn.Parameter, torch.Tensor):
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import DeltuneError
-from .tracing import Node, Trace, back, forth
+from .tracing import Node, Trace, ancestors, descendants
 from .types import Columns, Kind, Place
 
 _ALONG = {"view", "pass"}  # what hands a tensor on unchanged up to shape and scale
@@ -29,14 +29,14 @@ class SubLayer:
         return self.projections["query"][0] if "query" in self.projections else self.inputs[0]
 
 
-def sub_layers(trace: Trace) -> list[SubLayer]:
+def find_sublayers(trace: Trace) -> list[SubLayer]:
     """Every sub-layer of a trace, in the order of execution."""
     found: dict[int, SubLayer] = {}
     for add in trace.of_kind("add"):
         sources = [_source(node) for node in add.sources]
         if _one_linear(add, sources):
             continue  # x + f(x) inside an activation, or a rotation
-        if any(n.kind in ("attention", "mix") for n in forth(add, _INSIDE, {"linear", "attention", "mix"})):
+        if any(n.kind in ("attention", "mix") for n in descendants(add, _INSIDE, {"linear", "attention", "mix"})):
             continue  # a rotary embedding or a score, not the residual stream
         for output in sources:
             if output is not None and id(output) not in found:
@@ -49,19 +49,19 @@ def sub_layers(trace: Trace) -> list[SubLayer]:
 def _one_linear(add: Node, sources: list[Node | None]) -> bool:
     """Both operands are made, element by element, from the same linear's output."""
     stops = {"linear", "add", "norm", "mix", "attention", "embedding"}
-    reached = [back([node] if node else [], _ALONG | {"op"}, stops) for node in add.sources]
+    reached = [ancestors([node] if node else [], _ALONG | {"op"}, stops) for node in add.sources]
     return any(s in reached[1 - i] for i, s in enumerate(sources) if s is not None)
 
 
 def _source(producer: Node | None) -> Node | None:
     """The one linear that a residual operand comes from, or None."""
     stops = {"linear", "add", "op", "mix", "attention", "embedding", "input"}
-    found = back([producer], _ALONG | {"norm"}, stops) if producer else []
+    found = ancestors([producer], _ALONG | {"norm"}, stops) if producer else []
     return found[0] if len(found) == 1 and found[0].kind == "linear" else None
 
 
 def _sub_layer(add: Node, output: Node) -> SubLayer | None:
-    found = back(output.parents, _INSIDE, {"attention", "mix", "linear", "embedding"})
+    found = ancestors(output.parents, _INSIDE, {"attention", "mix", "linear", "embedding"})
     attention = next((n for n in found if n.kind == "attention"), None)
     if attention is not None:
         sub = SubLayer(add, output, attention, [])
@@ -71,7 +71,7 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
         sub.kind = "self" if _stream(sub, "key") is _stream(sub, "query") else "cross"
         return sub
     if any(n.kind == "mix" for n in found):
-        inputs = back([n for n in found if n.kind == "mix"], _INSIDE | {"mix"}, {"linear", "embedding"})
+        inputs = ancestors([n for n in found if n.kind == "mix"], _INSIDE | {"mix"}, {"linear", "embedding"})
         inputs = [n for n in inputs if n.kind == "linear"]
         return SubLayer(add, output, found[0], inputs) if inputs else None
     if found and all(n.kind == "linear" for n in found):
@@ -80,7 +80,7 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
 
 
 def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None]:
-    found = back([producer] if producer else [], _INSIDE, {"linear", "attention"})
+    found = ancestors([producer] if producer else [], _INSIDE, {"linear", "attention"})
     linears = [n for n in found if n.kind == "linear"]
     if len(linears) != 1:
         raise DeltuneError("an attention's query, key or value does not come from one linear projection")
@@ -90,14 +90,14 @@ def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Colu
 
 def _stream(sub: SubLayer, role: str) -> Node:
     """The node whose output a projection reads."""
-    nodes = back(sub.projections[role][0].parents, {"view"}, {"linear", "add", "norm", "op", "pass", "embedding"})
+    nodes = ancestors(sub.projections[role][0].parents, {"view"}, {"linear", "add", "norm", "op", "pass", "embedding"})
     return nodes[0]
 
 
-def place_of(node: Node, group: list[SubLayer]) -> tuple[Place, list[SubLayer]]:
+def norm_position(node: Node, group: list[SubLayer]) -> tuple[Place, list[SubLayer]]:
     """Where a norm stands in its layer, and the sub-layers it belongs to."""
-    above = back(node.parents, _ALONG, {"linear", "add", "norm", "op", "mix", "attention", "embedding"})
-    below = forth(node, _ALONG, {"linear", "add", "attention", "op", "mix"})
+    above = ancestors(node.parents, _ALONG, {"linear", "add", "norm", "op", "mix", "attention", "embedding"})
+    below = descendants(node, _ALONG, {"linear", "add", "attention", "op", "mix"})
     readers = [s for s in group if any(n in below for n in _entries(s))]
     adds = {id(s.add) for s in group}
     summed = any(n.kind == "add" for n in below)
@@ -116,7 +116,7 @@ def place_of(node: Node, group: list[SubLayer]) -> tuple[Place, list[SubLayer]]:
         return "pre", readers
     for sub in group:
         inner = [sub.attention] if sub.attention else sub.inputs
-        if any(n in back(node.parents, _INSIDE, {"attention", "linear", "mix"}) for n in inner):
+        if any(n in ancestors(node.parents, _INSIDE, {"attention", "linear", "mix"}) for n in inner):
             return "inner", [sub]
     return "unknown", []
 

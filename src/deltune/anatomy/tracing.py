@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..errors import DeltuneError, first_line
+from ..errors import DeltuneError, error_summary
 from .skeleton import structural_copy
 
 
@@ -91,12 +91,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def back(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:
+def ancestors(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:
     """Nodes of a kind in `stop` reached by going up from `nodes` (inclusive) through kinds in `through`."""
     return _reached(list(nodes), through, stop, lambda node: node.parents)
 
 
-def forth(node: Node, through: set[str], stop: set[str]) -> list[Node]:
+def descendants(node: Node, through: set[str], stop: set[str]) -> list[Node]:
     """Nodes of a kind in `stop` reached by going down from `node` (exclusive) through kinds in `through`."""
     return _reached(list(node.children), through, stop, lambda child: child.children)
 
@@ -233,7 +233,7 @@ AttentionInterface.register(OBSERVE, _observing_attention)
 AttentionMaskInterface.register(OBSERVE, _no_mask)
 
 
-def configurations(model: torch.nn.Module) -> list[Any]:
+def all_configs(model: torch.nn.Module) -> list[Any]:
     """Every configuration object that a sub-module of the model reads (encoders and decoders keep copies)."""
     found: dict[int, Any] = {}
     for module in model.modules():
@@ -256,7 +256,7 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """AutoModel of the configuration on the meta device: shapes without numbers."""
     try:
         with torch.device("meta"):
@@ -266,7 +266,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
 
 
-def trace(model: PreTrainedModel) -> Trace:
+def trace_forward(model: PreTrainedModel) -> Trace:
     """Run a structural copy of `model`'s base model on meta tensors, and record it; paths are those in `model`.
 
     A family that computes attention itself may want its own masks; it is then traced with its eager attention, which
@@ -292,7 +292,7 @@ def _trace(model: PreTrainedModel, attention: str) -> Trace:
     except Exception as error:
         raise DeltuneError(
             f"{type(model).__name__} could not be observed: its forward pass does not run on shapes alone "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"({type(error).__name__}: {error_summary(error)})"
         ) from error
 
 
@@ -307,7 +307,7 @@ def _run(model: PreTrainedModel, attention: str) -> Trace:
     for module in paths:
         module.register_forward_pre_hook(_entered, with_kwargs=True)
         module.register_forward_hook(_left, with_kwargs=True)
-    for config in configurations(twin):
+    for config in all_configs(twin):
         config._attn_implementation = attention
     token = _RECORDER.set(recorder)
     try:

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DeltuneError, unknown
+from ..errors import DeltuneError, unknown_name
 from . import launching
-from .output import Json, ModelArgument, Quiet, RunArgument, importing, notes, out
+from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .study import app as study
 from .train import train
 
@@ -31,7 +31,7 @@ def inspect(model: ModelArgument, as_json: Json = False) -> None:
     from ..anatomy import inspection
 
     anatomy = inspection.inspect(models.load_config(model))
-    out.print_json(data=anatomy.as_dict()) if as_json else out.print(str(anatomy))
+    console.print_json(data=anatomy.as_dict()) if as_json else console.print(str(anatomy))
 
 
 @app.command()
@@ -44,11 +44,11 @@ def methods(
 
     facts = formatting.method_facts()
     if name is not None and name not in facts:
-        raise DeltuneError(unknown("method", name, facts))
+        raise DeltuneError(unknown_name("method", name, facts))
     if as_json:
-        out.print_json(data=facts if name is None else facts[name])
+        console.print_json(data=facts if name is None else facts[name])
     else:
-        out.print(formatting.method_table(facts) if name is None else formatting.method_page(facts[name]))
+        console.print(formatting.method_table(facts) if name is None else formatting.method_page(facts[name]))
 
 
 @app.command()
@@ -57,7 +57,7 @@ def tasks(as_json: Json = False) -> None:
     from . import formatting
 
     facts = formatting.task_facts()
-    out.print_json(data=facts) if as_json else out.print(formatting.task_table(facts))
+    console.print_json(data=facts) if as_json else console.print(formatting.task_table(facts))
 
 
 @app.command()
@@ -75,7 +75,7 @@ def count(
     from ..methods.registry import parse
 
     found = counting.count(models.load_config(model), parse(method), denominator)
-    out.print_json(data=found.as_dict()) if as_json else out.print(str(found))
+    console.print_json(data=found.as_dict()) if as_json else console.print(str(found))
 
 
 @app.command()
@@ -103,7 +103,7 @@ def fit(
     found = budgets.solve(models.load_config(model), method, wanted, denominator, shares)
     facts = {"method": repr(found.method), "count": found.count, "budget": found.budget, "left": found.left}
     told = f"{found.method!r}\n{found.count:,} scalars of {found.budget:,}, {found.left:,} left"
-    out.print_json(data=facts) if as_json else out.print(told)
+    console.print_json(data=facts) if as_json else console.print(told)
 
 
 app.command()(train)
@@ -128,15 +128,15 @@ def evaluate(
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
-    with notes(quiet):
-        with importing():
+    with log_to_stderr(quiet):
+        with fast_imports():
             from ..training import inference as scoring
 
         if rescore:
             found = scoring.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
         else:
             found = scoring.evaluate(run, data, split, output, progress=not quiet)
-    out.print_json(data=found) if as_json else out.print(formatting.score_table(found))
+    console.print_json(data=found) if as_json else console.print(formatting.score_table(found))
 
 
 @app.command()
@@ -159,24 +159,24 @@ def predict(
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
-    with notes(quiet):
-        with importing():
+    with log_to_stderr(quiet):
+        with fast_imports():
             from ..training import prediction_inputs
-            from ..training.inference import predicted
+            from ..training.inference import predict_rows
 
         rows = (
-            prediction_inputs.of_options(text or [], pair or [])
+            prediction_inputs.inputs_from_texts(text or [], pair or [])
             if file is None
-            else prediction_inputs.of_file(file, run)
+            else prediction_inputs.inputs_from_file(file, run)
         )
-        found = predicted(run, rows)
+        found = predict_rows(run, rows)
     if output is not None:
-        prediction_inputs.write(output, found)
+        prediction_inputs.write_predictions(output, found)
         print(f"{len(found)} predictions in {output}", file=sys.stderr)
     elif as_json:
-        out.print_json(data=found)
+        console.print_json(data=found)
     else:
-        out.print(formatting.prediction_table(found))
+        console.print(formatting.prediction_table(found))
 
 
 @app.command()
@@ -187,11 +187,11 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
-    with notes(quiet):
+    with log_to_stderr(quiet):
         from ..training import exporting
 
-        target = exporting.merge(run, to)
-    out.print_json(data={"to": str(target)}) if as_json else out.print(f"merged into {target}")
+        target = exporting.merge_run(run, to)
+    console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 
 @app.command()
@@ -203,11 +203,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's delta as another library's files, where that library can express it."""
-    with notes(quiet):
+    with log_to_stderr(quiet):
         from ..training import exporting
 
-        target = exporting.export(run, to, format)
-    out.print_json(data={"to": str(target)}) if as_json else out.print(f"written for {format} into {target}")
+        target = exporting.export_run(run, to, format)
+    console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
 
 
 @app.command("import")
@@ -222,12 +222,14 @@ def take_in(
     as_json: Json = False,
 ) -> None:
     """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
-    with notes(quiet):
+    with log_to_stderr(quiet):
         from ..training import exporting
 
-        handle = exporting.take_in(folder, model, output, kind)
+        handle = exporting.import_adapter(folder, model, output, kind)
     facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
-    out.print_json(data=facts) if as_json else out.print(f"{handle.method!r}\n{facts['count']:,} scalars in {output}")
+    console.print_json(data=facts) if as_json else console.print(
+        f"{handle.method!r}\n{facts['count']:,} scalars in {output}"
+    )
 
 
 @app.command()
@@ -236,8 +238,8 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
 ) -> None:
     """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
-    with notes(False):
-        with importing():
+    with log_to_stderr(False):
+        with fast_imports():
             from .quickstart import SENTENCE, quickstart
 
         quickstart(text or SENTENCE, output)
@@ -245,11 +247,11 @@ def quickstart(
 
 def main() -> None:
     """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
-    launching.follow()
+    launching.exit_with_launcher()
     try:
         app(prog_name="deltune")
     except DeltuneError as error:
-        if launching.speaks():
+        if launching.is_main_process():
             print(f"deltune: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

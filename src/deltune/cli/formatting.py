@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..methods.parser import usage
+from ..methods.parser import signature_text
 from ..methods.registry import TABLE
 from ..tasks.registry import TASKS
 from ..training.config import RunSpec
@@ -28,7 +28,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
             "name": name,
             "formula": entry.formula,
             "text": inspect.getdoc(entry.make) or "",
-            "usage": f"{name}{usage(entry.make)}",
+            "usage": f"{name}{signature_text(entry.make)}",
             "rate": entry.rate,
             "scalars": entry.scalars,
             "paper": entry.paper,

@@ -47,7 +47,7 @@ def launch(count: int, command: Sequence[str]) -> int:
             _end(started, signal.SIGTERM)
 
 
-def launched(count: int | None) -> int | None:
+def launch_if_requested(count: int | None) -> int | None:
     """The exit code of this command in `count` processes, where it is to be launched and is not yet.
 
     Errors: no process at all; it is launched already, in another number.
@@ -64,18 +64,18 @@ def launched(count: int | None) -> int | None:
     )
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process speaks to the user: the first, where there are several."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def sharded(asked: str | None) -> str:
+def sharding_mode(asked: str | None) -> str:
     """none or fsdp: what is asked for, else what `accelerate launch --use_fsdp` says."""
     told = os.environ.pop("ACCELERATE_USE_FSDP", "false")  # or accelerate would do it a second time
     return asked or ("fsdp" if told.lower() in ("true", "1") else "none")
 
 
-def follow() -> None:
+def exit_with_launcher() -> None:
     """In a process that was launched: end when the launcher has ended, even if it was killed."""
     line = os.environ.pop(LIFELINE, None)
     if line is not None:

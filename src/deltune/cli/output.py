@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 import typer
 from rich.console import Console
 
-out = Console(soft_wrap=True, highlight=False, markup=False)
+console = Console(soft_wrap=True, highlight=False, markup=False)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
@@ -24,7 +24,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no not
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def fast_imports() -> Iterator[None]:
     """Around imports: of a million new objects none is garbage, and looking for it takes a fifth of the time."""
     known, on = len(sys.modules), gc.isenabled()
     gc.disable()
@@ -38,7 +38,7 @@ def importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def notes(quiet: bool) -> Iterator[None]:
+def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Our notes and warnings go to standard error, one line each; the libraries' chatter goes nowhere."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -12,7 +12,7 @@ from ..methods.counting import count
 from ..models import load_config
 from ..training.config import RunSpec
 from ..training.inference import predict
-from ..training.run_dir import Run
+from ..training.run_dir import RunDir
 from ..training.train import train
 
 MODEL = "minilm"
@@ -22,7 +22,7 @@ EPOCHS, BATCH = 6, 8
 SENTENCE = "I was charged twice for March, and I would like the second payment back."
 
 
-def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> dict[str, Run]:
+def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> dict[str, RunDir]:
     """Train each method below `output`, compare them, and classify `text`; returns the runs by method.
 
     What is trained there already is used again.
@@ -32,7 +32,7 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
     runs = {}
     for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
         spec = RunSpec(model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64)
-        run = runs[method] = Run(Path(output) / folder)
+        run = runs[method] = RunDir(Path(output) / folder)
         console.print(f"\n{method} at {spec.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False)
         train(spec, run.folder, resume=run.exists and not run.spec.differences(spec))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

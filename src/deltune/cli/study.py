@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DeltuneError, all_problems, first_line, unknown
-from ..filesystem import local_path
-from .output import Json, Quiet, notes, out
+from ..errors import DeltuneError, error_from_problems, error_summary, unknown_name
+from ..filesystem import user_path
+from .output import Json, Quiet, console, log_to_stderr
 
 if TYPE_CHECKING:
-    from ..studies.engine.store import Row
+    from ..studies.engine.store import JobRecord
     from ..studies.study import Study
 
 app = typer.Typer(help="Run the studies of the papers, or one's own, and report.", no_args_is_help=True)
@@ -31,28 +31,28 @@ def studies(
 ) -> list[Study]:
     """The studies of names or files. Errors: all that is wrong with any of them."""
     from ..studies.papers.registry import STUDIES
-    from ..studies.scales import Place
+    from ..studies.scales import StudySetup
     from ..studies.study import narrowed, of_file
 
     for root in (data_root, model_root):
-        if root is not None and not local_path(root, "folder").is_dir():
+        if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
-    place = Place(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
+    place = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
     files = [name for name in asked if name.endswith((".yaml", ".yml"))]
-    wrong = [unknown("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
+    wrong = [unknown_name("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
     if wrong:
-        raise all_problems("these studies are not there", wrong)
+        raise error_from_problems("these studies are not there", wrong)
     found = [of_file(name, data_root) if name in files else STUDIES[name](place) for name in asked]
     return [narrowed(study, only or []) for study in found]
 
 
-def _rows(store: Path) -> dict[str, Row]:
+def _rows(store: Path) -> dict[str, JobRecord]:
     """What was done, by name. Error: no such file (asking for results makes none)."""
-    from ..studies.engine.store import Results
+    from ..studies.engine.store import ResultStore
 
-    if not local_path(store, "--store").exists():
+    if not user_path(store, "--store").exists():
         raise DeltuneError(f"there are no results {str(store)!r}; `deltune study run … --store {store}` makes them")
-    with Results(store, read_only=True) as results:
+    with ResultStore(store, read_only=True) as results:
         return {row.name: row for row in results.rows()}
 
 
@@ -60,10 +60,12 @@ def _rows(store: Path) -> dict[str, Row]:
 def listed(as_json: Json = False) -> None:
     """The papers' studies: what each asks."""
     from ..studies.papers.registry import STUDIES
-    from ..studies.scales import Place
+    from ..studies.scales import StudySetup
 
-    facts = {name: make(Place("paper")).asks for name, make in STUDIES.items()}
-    out.print_json(data=facts) if as_json else out.print("\n".join(f"{n:18s} {text}" for n, text in facts.items()))
+    facts = {name: make(StudySetup("paper")).asks for name, make in STUDIES.items()}
+    console.print_json(data=facts) if as_json else console.print(
+        "\n".join(f"{n:18s} {text}" for n, text in facts.items())
+    )
 
 
 @app.command()
@@ -85,47 +87,47 @@ def run(
     Exit code 1 where something failed.
     """
     from ..studies.engine import scheduler as engines
-    from ..studies.engine.store import Results
-    from ..training.progress import Bar
+    from ..studies.engine.store import ResultStore
+    from ..training.progress import ProgressBar
 
     if engine not in ("local", "ray"):
-        raise DeltuneError(unknown("engine", engine, ("local", "ray")))
+        raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
     several = studies(names, scale, data_root, model_root, only)
     if dry_run:
-        out.print(_outlook(several, _rows(store) if local_path(store, "--store").exists() else {}, workers))
+        console.print(_outlook(several, _rows(store) if user_path(store, "--store").exists() else {}, workers))
         return
-    with notes(quiet), Results(store) as results:
+    with log_to_stderr(quiet), ResultStore(store) as results:
         pool = _pool(engine, workers, results.runs)
-        drive = engines.Drive(lambda rows: [w for study in several for w in study.plan(rows)], results, pool, retry)
+        drive = engines.Scheduler(lambda rows: [w for study in several for w in study.plan(rows)], results, pool, retry)
         try:
-            with Bar(not quiet) as bar:
+            with ProgressBar(not quiet) as bar:
                 drive.run(bar)
         except KeyboardInterrupt:
             print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
     failed = f"; {len(drive.failed)} of them failed (deltune study status tells which and why)" if drive.failed else ""
-    out.print(f"{drive.done} run, {drive.found} were there{failed}; results in {store}")
+    console.print(f"{drive.done} run, {drive.found} were there{failed}; results in {store}")
     if drive.failed:
         raise typer.Exit(1)
 
 
 def _pool(engine: str, workers: int, runs: Path) -> Any:
     if engine == "ray":
-        from ..studies.engine.ray_workers import Cluster
+        from ..studies.engine.ray_workers import RayPool
 
-        return Cluster(workers, runs)
-    from ..studies.engine.workers import Local
+        return RayPool(workers, runs)
+    from ..studies.engine.workers import LocalPool
 
-    return Local(workers, runs)
+    return LocalPool(workers, runs)
 
 
-def _outlook(several: list[Study], rows: dict[str, Row], workers: int) -> str:
+def _outlook(several: list[Study], rows: dict[str, JobRecord], workers: int) -> str:
     """What would run, and how long by what is known of works of its kind, model and task."""
-    from ..studies.engine.jobs import in_order
+    from ..studies.engine.jobs import topological_order
 
     lines = []
     for study in several:
-        works = in_order(study.plan(rows))
+        works = topological_order(study.plan(rows))
         left = [work for work in works if work.name not in rows]
         known: dict[tuple[Any, ...], list[float]] = {}
         for row in rows.values():
@@ -154,7 +156,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """How far studies are: done, failed with its reason, left."""
-    from ..studies.engine.jobs import in_order
+    from ..studies.engine.jobs import topological_order
     from ..studies.report.aggregate import describe
 
     asked = studies(names, scale, data_root, model_root)
@@ -162,7 +164,7 @@ def status(
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
     for study in asked:
-        works = in_order(study.plan(rows))
+        works = topological_order(study.plan(rows))
         failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
         cells[study.name] = {
             want.work.name: describe(want.cell) for want in study.wanted(rows) if want.work is not None
@@ -170,12 +172,12 @@ def status(
         left = sum(work.name not in rows for work in works)
         facts[study.name] = {"works": len(works), "left": left, "failed": failed}
     if as_json:
-        out.print_json(data=facts)
+        console.print_json(data=facts)
         return
     for name, fact in facts.items():
-        out.print(f"{name}: {fact['works']} works, {fact['left']} left, {len(fact['failed'])} failed")
+        console.print(f"{name}: {fact['works']} works, {fact['left']} left, {len(fact['failed'])} failed")
         for work, error in fact["failed"].items():
-            out.print(f"  {cells[name].get(work, work)}: {first_line(error)}")
+            console.print(f"  {cells[name].get(work, work)}: {error_summary(error)}")
 
 
 @app.command()
@@ -192,22 +194,22 @@ def report(
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Tables, figures and findings of studies: printed, as files, or as one page."""
-    from ..filesystem import room, write
+    from ..filesystem import clear_write_errors, write_text
     from ..studies.papers.registry import CLAIMS
     from ..studies.report import page, sections
 
-    to = None if to is None else local_path(to, "--to")
+    to = None if to is None else user_path(to, "--to")
     asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
     parts = [sections.section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
     if html is not None:
-        html = local_path(html, "--html")
-        with room(html):
+        html = user_path(html, "--html")
+        with clear_write_errors(html):
             html.parent.mkdir(parents=True, exist_ok=True)
-            write(html, page.page(parts))
+            write_text(html, page.page(parts))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
         written = [path for part in parts for path in sections.files(part, to)]
         print(f"{len(written)} files in {to}", file=sys.stderr)
     if html is None and to is None:
-        out.print("\n".join(sections.as_markdown(part) for part in parts))
+        console.print("\n".join(sections.as_markdown(part) for part in parts))

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DeltuneError
-from ..filesystem import local_path
+from ..filesystem import user_path
 from . import launching
-from .output import Json, Quiet, importing, notes, out
+from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 
 def train(
@@ -117,38 +117,43 @@ def train(
         "source_language": source_language, "target_language": target_language,
         "trunk_dropout": trunk_dropout, "trunk_cache": trunk_cache,
     }  # fmt: skip
-    with importing():
+    with fast_imports():
         from ..training import config, presets
         from . import formatting
 
     if devices.isdigit():
         devices, launch = "auto", launch or int(devices)
-    if (code := launching.launched(launch)) is not None:
+    if (code := launching.launch_if_requested(launch)) is not None:
         raise typer.Exit(code)
     values = {} if file is None else config.read_values(file)
     there = values.pop("output", None)
-    folder = output if there is None or output is not None else local_path(there, "output")
-    spec = config.RunSpec(**presets.over(values, {name: v for name, v in given.items() if v is not None}))
+    folder = output if there is None or output is not None else user_path(there, "output")
+    spec = config.RunSpec(**presets.merge_values(values, {name: v for name, v in given.items() if v is not None}))
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
-    quiet = quiet or not launching.speaks()
-    with notes(quiet):
-        with importing():
+    quiet = quiet or not launching.is_main_process()
+    with log_to_stderr(quiet):
+        with fast_imports():
             from ..training import interrupts
             from ..training import train as training
 
-        interrupts.follow()
+        interrupts.watch_interrupts()
 
         try:
             outcome = training.train(
-                spec, folder, resume=not fresh, progress=not quiet, devices=devices, sharded=launching.sharded(sharding)
+                spec,
+                folder,
+                resume=not fresh,
+                progress=not quiet,
+                devices=devices,
+                sharded=launching.sharding_mode(sharding),
             )
         except KeyboardInterrupt:
-            if launching.speaks():
+            if launching.is_main_process():
                 print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    if launching.speaks():
-        out.print_json(data=outcome) if as_json else out.print(formatting.run_table(spec, outcome, str(folder)))
+    if launching.is_main_process():
+        console.print_json(data=outcome) if as_json else console.print(formatting.run_table(spec, outcome, str(folder)))
 
 
 def _searched(given: list[str] | None) -> dict[str, list[Any]] | None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import excerpt, unknown
-from .readers import File, brief
+from ..errors import excerpt, unknown_name
+from .readers import DataFile, short_repr
 
 LABELS = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
 IDS = ("id", "idx", "uid", "guid", "index")
@@ -72,7 +72,7 @@ FOUND_BY_NAME = ("tagging", "choice", "generation")
 """Kinds that the usual names of their columns tell; classification looks at the contents too."""
 
 
-def kind_of(first: File, fields: Fields | None) -> str:
+def guess_task_kind(first: DataFile, fields: Fields | None) -> str:
     """The kind of task that a file's columns are of, as far as names tell; else classification."""
     there = [c for c in fields or first.columns if c in first.columns] or first.columns
     for kind in FOUND_BY_NAME:
@@ -85,7 +85,9 @@ def kind_of(first: File, fields: Fields | None) -> str:
     return "classification"
 
 
-def chosen(kind: str, first: File, asked: Fields | None, fields: Fields | None, problems: list[str]) -> dict[str, str]:
+def choose_columns(
+    kind: str, first: DataFile, asked: Fields | None, fields: Fields | None, problems: list[str]
+) -> dict[str, str]:
     """Role -> column: as asked for or as meta.json says, else found in the first file; empty if that fails."""
     columns = KINDS[kind]
     given = asked or (fields if isinstance(fields, Mapping) else None)
@@ -111,7 +113,7 @@ def _given(columns: Sequence[Column], given: Fields, problems: list[str]) -> dic
     wanted = {c.role for c in columns if not c.optional}
     ordered = roles if len(given) == len(roles) else [c.role for c in columns if not c.optional]
     used = dict(given) if isinstance(given, Mapping) else dict(zip(ordered, given, strict=False))
-    found = [unknown("role of a column", role, roles) for role in used if role not in roles]
+    found = [unknown_name("role of a column", role, roles) for role in used if role not in roles]
     if wanted - set(used) or len(set(used.values())) < len(given):
         listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
         found.append(f"columns are different ones for {listed}; given were {excerpt(given)}")
@@ -128,7 +130,7 @@ def _by_name(kind: str, there: Sequence[str]) -> dict[str, str]:
     return used
 
 
-def _of_classification(first: File, there: Sequence[str], problems: list[str]) -> dict[str, str]:
+def _of_classification(first: DataFile, there: Sequence[str], problems: list[str]) -> dict[str, str]:
     label = next((c for name in LABELS for c in there if c.lower() == name), "")
     texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(first, c)]
     if len(texts) == 2:  # a key of letters and digits beside a text is no text
@@ -147,14 +149,14 @@ def _of_classification(first: File, there: Sequence[str], problems: list[str]) -
     return {**dict(zip(("text", "pair"), texts, strict=False)), "label": label}
 
 
-def _is_text(file: File, column: str) -> bool:
+def _is_text(file: DataFile, column: str) -> bool:
     """Whether a column holds strings that are not numbers, and more than a few different ones (else: a category)."""
     values = [row.get(column) for _, row in file.rows[:LOOKED_AT]]
     strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.]*\s*", v)]
     return bool(strings) and 20 * len(set(strings)) >= len(strings)
 
 
-def _is_key(file: File, column: str) -> bool:
+def _is_key(file: DataFile, column: str) -> bool:
     """Whether every value is a single word with a digit in it, and no two are the same."""
     values = [str(row.get(column, "")) for _, row in file.rows[:LOOKED_AT]]
     return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
@@ -164,11 +166,11 @@ def _example(columns: Sequence[Column]) -> str:
     return ", ".join(f"{c.role}=…" for c in columns)
 
 
-def check(files: Mapping[str, File], kind: str, used: Mapping[str, str], problems: list[str]) -> None:
+def check_columns(files: Mapping[str, DataFile], kind: str, used: Mapping[str, str], problems: list[str]) -> None:
     """Every split has every column, and in every row they hold what the kind wants."""
     for file in files.values():
         missing = [column for column in used.values() if file.rows and column not in file.columns]
-        problems += [unknown("column", column, file.columns, where=file.name) for column in missing]
+        problems += [unknown_name("column", column, file.columns, where=file.name) for column in missing]
         for place, row in file.rows if not missing else ():
             problems += [f"{file.at(place)}: {problem}" for problem in wrong(row, used, kind)]
 
@@ -183,11 +185,11 @@ def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[st
         value = row.get(name)
         if name not in row:
             found.append(f"column {name!r} is missing")
-        elif not holds(column.holds, value):
-            found.append(f"column {name!r} is not {HELD[column.holds]} but {brief(value)}")
-        elif any(map(broken, _texts(value))):
+        elif not value_fits(column.holds, value):
+            found.append(f"column {name!r} is not {HELD[column.holds]} but {short_repr(value)}")
+        elif any(map(has_lone_surrogate, _texts(value))):
             found.append(f"column {name!r} holds half a character (a lone surrogate)")
-    if isinstance(row.get("id"), str) and broken(row["id"]):
+    if isinstance(row.get("id"), str) and has_lone_surrogate(row["id"]):
         found.append("column 'id' holds half a character (a lone surrogate)")
     if not found and kind == "tagging" and len(row[used["tokens"]]) != len(row[used["tags"]]):
         found.append(
@@ -198,7 +200,7 @@ def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[st
     return found
 
 
-def holds(what: Holds, value: Any) -> bool:
+def value_fits(what: Holds, value: Any) -> bool:
     """Whether a value is what a column should hold; a label is anything but a list."""
     if what == "text":
         return isinstance(value, str)
@@ -209,11 +211,11 @@ def holds(what: Holds, value: Any) -> bool:
     if what == "index":
         return isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) < 19)
     if what == "answers":
-        return isinstance(value, str) or holds("texts", value)
+        return isinstance(value, str) or value_fits("texts", value)
     return not isinstance(value, list)
 
 
-def broken(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Whether a text holds half a character (a lone surrogate), which no file can hold."""
     return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .readers import File, Row, brief
+from .readers import DataFile, Row, short_repr
 
 Pick = Callable[[Row], Any]
 """What makes a value of ours of a row of theirs."""
@@ -44,12 +44,12 @@ class Layout:
         return {role: column if isinstance(column, str) else role for role, column in self.columns.items()}
 
 
-def exported(*splits: str, configuration: str = "default") -> dict[str, str]:
+def parquet_files(*splits: str, configuration: str = "default") -> dict[str, str]:
     """The files of the hub's own Parquet copy."""
     return {split: f"{configuration}/{split}/*.parquet" for split in splits}
 
 
-def arrange(files: dict[str, File], layout: Layout, problems: list[str]) -> None:
+def apply_layout(files: dict[str, DataFile], layout: Layout, problems: list[str]) -> None:
     """Make the values of columns that have to be made, gather targets, and hold rows out for validation, in place."""
     made = {role: pick for role, pick in layout.columns.items() if not isinstance(pick, str)}
     for file in files.values():
@@ -58,7 +58,7 @@ def arrange(files: dict[str, File], layout: Layout, problems: list[str]) -> None
                 row |= {role: pick(row) for role, pick in made.items()}
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 problems.append(
-                    f"{file.at(place)} is not laid out as it was ({brief(error)}). Its columns: {', '.join(row)}. Give "
+                    f"{file.at(place)} is not laid out as it was ({short_repr(error)}). Its columns: {', '.join(row)}. Give "
                     "data and columns instead of the task"
                 )
                 return
@@ -68,7 +68,9 @@ def arrange(files: dict[str, File], layout: Layout, problems: list[str]) -> None
     if layout.held_out and "train" in files:
         train = files["train"]
         drawn = set(random.Random(0).sample(range(len(train.rows)), min(layout.held_out, len(train.rows) // 2)))
-        files["validation"] = File("train (held out)", [r for i, r in enumerate(train.rows) if i in drawn], train.unit)
+        files["validation"] = DataFile(
+            "train (held out)", [r for i, r in enumerate(train.rows) if i in drawn], train.unit
+        )
         train.rows = [r for i, r in enumerate(train.rows) if i not in drawn]
 
 
@@ -81,7 +83,7 @@ def _gathered(rows: Sequence[tuple[int, Row]], named: Mapping[str, str]) -> list
     return list(found.values())
 
 
-def inside(column: str, name: str) -> Pick:
+def nested_field(column: str, name: str) -> Pick:
     """The value `name` of a mapping; of a list of mappings, or of a mapping of lists, the list of its values."""
 
     def pick(row: Row) -> Any:
@@ -91,22 +93,22 @@ def inside(column: str, name: str) -> Pick:
     return pick
 
 
-def several(*columns: str) -> Pick:
+def list_of_columns(*columns: str) -> Pick:
     """A list of what several columns hold."""
     return lambda row: [row[column] for column in columns]
 
 
-def first(*columns: str) -> Pick:
+def first_non_empty(*columns: str) -> Pick:
     """What the first of these columns that is not empty holds."""
     return lambda row: next(row[column] for column in columns if row[column] or column == columns[-1])
 
 
-def place(column: str, order: Sequence[str]) -> Pick:
+def index_in(column: str, order: Sequence[str]) -> Pick:
     """The place of a value in an order: of B in A, B, C it is 1."""
     return lambda row: list(order).index(str(row[column]))
 
 
-def triples(column: str) -> Pick:
+def format_triples(column: str) -> Pick:
     """Triples, each a list or a text "subject | relation | object", as "subject : relation : object | …"."""
 
     def pick(row: Row) -> str:
@@ -115,7 +117,7 @@ def triples(column: str) -> Pick:
     return pick
 
 
-def tagged(tokens: str, spans: str, types: Mapping[str, str]) -> Pick:
+def spans_to_bio_tags(tokens: str, spans: str, types: Mapping[str, str]) -> Pick:
     """BIO tags of spans {start, end, type}, their end exclusive; types: theirs -> ours."""
 
     def pick(row: Row) -> list[str]:

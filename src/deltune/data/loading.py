@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeltuneError, excerpt, first_line, nearest, unknown
-from ..filesystem import local_path, parse_json, room
+from ..errors import DeltuneError, closest_match, error_summary, excerpt, unknown_name
+from ..filesystem import clear_write_errors, parse_json, user_path
 from ..models import why_not_on_hub
-from .columns import KINDS, Column, Fields, broken, check, chosen, kind_of
-from .hub_layouts import Layout, arrange
-from .readers import READERS, File, brief, failure, read, suffix_of
+from .columns import KINDS, Column, Fields, check_columns, choose_columns, guess_task_kind, has_lone_surrogate
+from .hub_layouts import Layout, apply_layout
+from .readers import READERS, DataFile, data_suffix, file_error, read_rows, short_repr
 
 Ids = dict[str, list[list[int]]]
 """Label ids of every row of every split; a class is a list of one."""
 
 
 def ids_of(
-    files: Mapping[str, File], column: str, known: Sequence[str] | None, problems: list[str]
+    files: Mapping[str, DataFile], column: str, known: Sequence[str] | None, problems: list[str]
 ) -> tuple[tuple[str, ...], Ids]:
     """The label names, and the label ids of every split whose labels are not hidden (all -1, as in GLUE's tests)."""
     values = {split: _labels(file, column, problems) for split, file in files.items()}
@@ -53,9 +53,9 @@ def ids_of(
         for label, count in Counter(label for _, label in _flat(found)).items():
             where = file.at(first[label]) + (f" and {count - 1} more" if count > 1 else "")
             if label not in ids and known:
-                problems.append(unknown("label", label, names, where=where))
+                problems.append(unknown_name("label", label, names, where=where))
             elif ids.get(label) not in trained or label not in ids:
-                guess = nearest(label, train)
+                guess = closest_match(label, train)
                 hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train)[:20])}"
                 problems.append(f"label {excerpt(label)} is in {where} but nowhere in {files['train'].name}.{hint}")
     return names, {
@@ -63,7 +63,7 @@ def ids_of(
     }
 
 
-def with_labels(file: File, column: str) -> File:
+def with_labels(file: DataFile, column: str) -> DataFile:
     """The rows that have a label, where -1 says that there is none; all of them, where none has one."""
     kept = [(place, row) for place, row in file.rows if row.get(column) != -1]
     if not kept or len(kept) == len(file.rows):
@@ -73,7 +73,7 @@ def with_labels(file: File, column: str) -> File:
     return replace(file, rows=kept)
 
 
-def _labels(file: File, column: str, problems: list[str]) -> list[tuple[int, list[str]]]:
+def _labels(file: DataFile, column: str, problems: list[str]) -> list[tuple[int, list[str]]]:
     """The labels of each row as strings, with its line."""
     found = []
     for place, row in file.rows:
@@ -82,7 +82,7 @@ def _labels(file: File, column: str, problems: list[str]) -> list[tuple[int, lis
         if all(isinstance(v, str | int) and v != "" for v in values):
             found.append((place, [str(v) for v in values]))
         elif column in row:
-            problems.append(f"{file.at(place)}: a label is text or a whole number, not {brief(value)}")
+            problems.append(f"{file.at(place)}: a label is text or a whole number, not {short_repr(value)}")
     return found
 
 
@@ -129,13 +129,13 @@ class _Raw:
     """A source as read: files by split, column names in order (or by role), label names by column ("": of any), and
     columns in which -1 says that a row has no label."""
 
-    files: dict[str, File]
+    files: dict[str, DataFile]
     fields: Fields | None = None
     names: dict[str, Sequence[str]] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
 
 
-def load(
+def load_data(
     source: str,
     columns: Fields | None = None,
     labels: Sequence[str] | None = None,
@@ -160,8 +160,8 @@ def load(
         if wanted < 1:
             problems.append(f"max_rows of {split} must be at least 1, not {wanted}")
     if kind is not None and kind not in KINDS:
-        raise DeltuneError(unknown("kind of task", kind, KINDS))
-    folder = local_path(source, "data")
+        raise DeltuneError(unknown_name("kind of task", kind, KINDS))
+    folder = user_path(source, "data")
     if folder.is_file():
         raise DeltuneError(
             f"data {source} is a file: give the folder that holds it, with its train, validation and test"
@@ -170,14 +170,14 @@ def load(
     raw = _folder(folder, needed, problems) if folder.is_dir() else _hub(source, needed, layout or Layout(source))
     files = raw.files
     if layout is not None:
-        arrange(files, layout, problems)
+        apply_layout(files, layout, problems)
         columns, labels = columns or layout.named, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
-    kind = kind or (kind_of(first, raw.fields) if first and not columns else "classification")
-    used = chosen(kind, first, columns, raw.fields, problems) if first else {}
+    kind = kind or (guess_task_kind(first, raw.fields) if first and not columns else "classification")
+    used = choose_columns(kind, first, columns, raw.fields, problems) if first else {}
     if not used or not first or not first.rows:
-        raise failure(f"data {source}", problems)
-    check(files, kind, used, problems)
+        raise file_error(f"data {source}", problems)
+    check_columns(files, kind, used, problems)
     labelled = next((c.role for c in KINDS[kind] if c.holds in ("label", "labels")), None)
     names: tuple[str, ...] = ()
     ids: Ids = {split: [] for split in files}
@@ -187,7 +187,7 @@ def load(
             files = {split: with_labels(file, used[labelled]) for split, file in files.items()}
         names, ids = ids_of(files, used[labelled], known, problems)
     if problems:
-        raise failure(f"data {source}", problems)
+        raise file_error(f"data {source}", problems)
 
     splits: dict[str, dict[str, list]] = {}
     for split in ids:
@@ -213,12 +213,12 @@ def load(
     return Data(found_splits, names, used, source, _digest([names, content]), kind, digests)
 
 
-def relabelled(data: Data, names: Mapping[str, str]) -> Data:
+def with_label_names(data: Data, names: Mapping[str, str]) -> Data:
     """The data with other names for its labels, several of which may become one; its ids follow these, sorted.
 
     Errors: data without labels of whole rows, a label without a new name, a name of no label, one label only.
     """
-    problems = [unknown("label", name, data.labels) for name in names if name not in data.labels]
+    problems = [unknown_name("label", name, data.labels) for name in names if name not in data.labels]
     problems += [f"label {name!r} has no new name" for name in data.labels if name not in names]
     labels = tuple(sorted(set(names.values())))
     if data.kind != "classification":
@@ -226,7 +226,7 @@ def relabelled(data: Data, names: Mapping[str, str]) -> Data:
     elif len(labels) < 2 and not problems:
         problems.append(f"all labels become {labels[0]!r}; two are needed")
     if problems:
-        raise failure(f"relabel {data.source}", problems)
+        raise file_error(f"relabel {data.source}", problems)
     ids = [labels.index(names[name]) for name in data.labels]
     splits = {
         split: rows.remove_columns("label").add_column("label", [ids[old] for old in rows["label"]])
@@ -249,18 +249,18 @@ def _plain(column: Column, value: Any) -> Any:
 
 def _folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _Raw:
     """The files of a folder by split, one of `needed` among them, and what its meta.json says of them."""
-    with room(folder):
+    with clear_write_errors(folder):
         there = sorted(folder.iterdir())
     raw = _Raw({})
     paths = {
-        split: [p for p in there if suffix_of(p) in READERS and p.name.removesuffix(suffix_of(p)) in stems]
+        split: [p for p in there if data_suffix(p) in READERS and p.name.removesuffix(data_suffix(p)) in stems]
         for split, stems in SPLITS.items()
     }
     for split, found in paths.items():
         if len(found) > 1:
             problems.append(f"more than one file for {split}: {', '.join(p.name for p in found)}. Keep one")
         elif found:
-            raw.files[split] = read(found[0], problems)
+            raw.files[split] = read_rows(found[0], problems)
     if not any(paths[split] for split in needed):
         held = ", ".join(p.name for p in there[:20]) or "nothing"
         names = f"{needed[0]}{f', {needed[0]}'.join(READERS)}"
@@ -277,7 +277,7 @@ def _meta(path: Path, raw: _Raw, problems: list[str]) -> None:
         facts = parse_json(path.read_text(encoding="utf-8-sig"))
         fields, names = facts.get("fields"), facts.get("label_names")
     except (OSError, ValueError, AttributeError) as error:
-        problems.append(f"meta.json is not a JSON object: {first_line(error)}")
+        problems.append(f"meta.json is not a JSON object: {error_summary(error)}")
         return
     listed = fields.values() if isinstance(fields, dict) else fields if isinstance(fields, list) else ()
     if isinstance(fields, str):
@@ -285,11 +285,11 @@ def _meta(path: Path, raw: _Raw, problems: list[str]) -> None:
     elif fields is None or (isinstance(fields, list | dict) and all(isinstance(name, str) for name in listed)):
         raw.fields = fields
     else:
-        problems.append(f"meta.json: fields names the columns, it is not {brief(fields)}")
-    if isinstance(names, list) and not any(isinstance(name, str) and broken(name) for name in names):
+        problems.append(f"meta.json: fields names the columns, it is not {short_repr(fields)}")
+    if isinstance(names, list) and not any(isinstance(name, str) and has_lone_surrogate(name) for name in names):
         raw.names[""] = names
     elif names is not None:
-        problems.append(f"meta.json: label_names is a list, not {brief(names)}")
+        problems.append(f"meta.json: label_names is a list, not {short_repr(names)}")
 
 
 def _names(listed: str) -> list[str]:
@@ -305,16 +305,16 @@ def _hub(source: str, needed: Sequence[str], layout: Layout) -> _Raw:
         with _offline() if reason else contextlib.nullcontext():
             found = _fetched(source, layout.files)
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
-        parent = local_path(source, "data").parent
+        parent = user_path(source, "data").parent
         beside = sorted(str(p) for p in parent.iterdir() if p.is_dir())[:20] if parent.is_dir() else []
-        reason = reason or f"the hub's copy cannot be read ({first_line(error)})"
+        reason = reason or f"the hub's copy cannot be read ({error_summary(error)})"
         todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
-        problem = f"{unknown('data set', source, beside)} There is no such folder here, and {reason}. {todo}."
+        problem = f"{unknown_name('data set', source, beside)} There is no such folder here, and {reason}. {todo}."
         raise DeltuneError(problem) from error
     theirs = layout.splits or {split: stem for split, stems in SPLITS.items() for stem in stems if stem in found}
     if missing := [split for split in theirs.values() if split not in found]:
         raise DeltuneError(f"data {source} has no {' and no '.join(missing)} split; it has: {', '.join(found)}.")
-    raw = _Raw({own: File(s, list(enumerate(found[s].to_list(), 1)), "row") for own, s in theirs.items()})
+    raw = _Raw({own: DataFile(s, list(enumerate(found[s].to_list(), 1)), "row") for own, s in theirs.items()})
     if not any(split in raw.files for split in needed):
         raise DeltuneError(f"data {source} has no {' or '.join(needed)} split; it has: {', '.join(found)}.")
     features = {n: getattr(f, "feature", f) for d in found.values() for n, f in d.features.items()}
@@ -329,7 +329,7 @@ def _fetched(source: str, files: Mapping[str, str]) -> DatasetDict:
 
     whole, _, part = source.partition(":")
     if files:
-        built_by = suffix_of(Path(next(iter(files.values())))).lstrip(".")
+        built_by = data_suffix(Path(next(iter(files.values())))).lstrip(".")
         return load_dataset(built_by, data_files={s: f"hf://datasets/{whole}/{file}" for s, file in files.items()})
     name, _, revision = whole.partition("@")
     return load_dataset(name, part or None, revision=revision or None)

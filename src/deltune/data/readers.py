@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from ..errors import DeltuneError, all_problems, excerpt, first_line, unknown
+from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import parse_json
 
 SHOWN = 10  # problems of one data set that are listed
@@ -30,7 +30,7 @@ Places = Iterator[tuple[int, Row]]  # line or row number, row
 
 
 @dataclass
-class File:
+class DataFile:
     """The rows of one split, each with its line (or row) number."""
 
     name: str
@@ -47,41 +47,41 @@ class File:
         return f"{self.name} {self.unit} {place}"
 
 
-class Unreadable(Exception):
+class UnreadableFileError(Exception):
     """What is wrong with a file from some line on, which the message names."""
 
 
-def read(path: Path, problems: list[str] | None = None) -> File:
+def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
     """The rows of one file. Problems go to the list; without one they are raised as one DeltuneError."""
     found: list[str] = []
-    file = File(path.name, unit="row" if path.suffix == ".parquet" else "line")
-    suffix = suffix_of(path)
+    file = DataFile(path.name, unit="row" if path.suffix == ".parquet" else "line")
+    suffix = data_suffix(path)
     if not suffix:
-        found.append(unknown("file format", path.suffix, READERS, where=path.name))
+        found.append(unknown_name("file format", path.suffix, READERS, where=path.name))
     else:
         try:
             file.rows.extend(READERS[suffix](path, found))
-        except Unreadable as error:
+        except UnreadableFileError as error:
             found.append(str(error))
         except (OSError, EOFError, ValueError, csv.Error, zlib.error, MemoryError) as error:
-            found.append(f"{path.name}: cannot be read to its end, {len(file.rows)} rows in ({first_line(error)})")
+            found.append(f"{path.name}: cannot be read to its end, {len(file.rows)} rows in ({error_summary(error)})")
         if not file.rows and not found:
             found.append(f"{path.name} is empty: it has no rows")
     if found and problems is None:
-        raise failure(str(path), found)
+        raise file_error(str(path), found)
     if problems is not None:
         problems.extend(found)
     return file
 
 
-def failure(title: str, problems: list[str]) -> DeltuneError:
+def file_error(title: str, problems: list[str]) -> DeltuneError:
     """One error for everything that is wrong with a source; of many problems the first ten and their number."""
     if len(problems) > SHOWN:
-        return all_problems(f"{title} has {len(problems)} problems; the first of them", problems[:SHOWN])
-    return all_problems(title, problems)
+        return error_from_problems(f"{title} has {len(problems)} problems; the first of them", problems[:SHOWN])
+    return error_from_problems(title, problems)
 
 
-def suffix_of(path: Path) -> str:
+def data_suffix(path: Path) -> str:
     """The part of the file name that tells its format, such as .jsonl.gz; empty if it is none of the formats."""
     return next((suffix for suffix in READERS if path.name.endswith(suffix)), "")
 
@@ -101,7 +101,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         yield from _checked("standard input", sys.stdin, None)
         return
     if path != STDIN and path.exists() and not path.is_file():
-        raise Unreadable(f"{path.name} is no file")
+        raise UnreadableFileError(f"{path.name} is no file")
     with sys.stdin.buffer if path == STDIN else _open(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         packed = path.suffix == ".gz"
@@ -120,16 +120,18 @@ def _checked(name: str, text: TextIO, most: int | None) -> Iterator[tuple[int, s
         total += len(line)
         where = f"{name} line {number}"
         if number == 1 and (encoding := _other_encoding(line[:4].encode("utf-8", "surrogateescape"))):
-            raise Unreadable(f"{where}: the file is {encoding}; save it as UTF-8")
+            raise UnreadableFileError(f"{where}: the file is {encoding}; save it as UTF-8")
         if "\0" in line:
-            raise Unreadable(f"{where} holds a NUL: this is no text, or not in UTF-8; save it as UTF-8")
+            raise UnreadableFileError(f"{where} holds a NUL: this is no text, or not in UTF-8; save it as UTF-8")
         if len(line) > LONGEST:
-            raise Unreadable(f"{where} is longer than {LONGEST:,} characters; give one row a line")
+            raise UnreadableFileError(f"{where} is longer than {LONGEST:,} characters; give one row a line")
         if most is not None and total > most:
-            raise Unreadable(f"{where}: more than {most:,} characters come out of this small file; unpack it yourself")
+            raise UnreadableFileError(
+                f"{where}: more than {most:,} characters come out of this small file; unpack it yourself"
+            )
         if not line.isascii() and (byte := re.search("[\udc80-\udcff]", line)):
             code = ord(byte.group()) - 0xDC00
-            raise Unreadable(f"{where}: byte {code:#04x} is not UTF-8; save the file as UTF-8")
+            raise UnreadableFileError(f"{where}: byte {code:#04x} is not UTF-8; save the file as UTF-8")
         yield number, line
 
 
@@ -153,7 +155,7 @@ def _json(path: Path, problems: list[str]) -> Places:
             problems.append(f"{path.name} line {n}: broken JSON ({error})")
             continue
         if not isinstance(row, dict):
-            problems.append(f"{path.name} line {n}: not a JSON object but {brief(row)}")
+            problems.append(f"{path.name} line {n}: not a JSON object but {short_repr(row)}")
         elif problem := _names(row):
             problems.append(f"{path.name} line {n}: {problem}")
         else:
@@ -178,7 +180,7 @@ def _csv(path: Path, problems: list[str]) -> Places:
                 yield reader.line_num, dict(zip(header, cells, strict=True))
             at = reader.line_num + 1
     except csv.Error as error:
-        raise Unreadable(f"{path.name} line {at}: cannot be read from here to its end ({error})") from error
+        raise UnreadableFileError(f"{path.name} line {at}: cannot be read from here to its end ({error})") from error
 
 
 def _parquet(path: Path, problems: list[str]) -> Places:
@@ -197,7 +199,7 @@ def _parquet(path: Path, problems: list[str]) -> Places:
             return
         yield from enumerate(file.read().to_pylist(), 1)
     except (pyarrow.ArrowException, OverflowError) as error:  # some are neither OSError nor ValueError
-        raise ValueError(first_line(error)) from error
+        raise ValueError(error_summary(error)) from error
 
 
 def _names(names: Iterable[str]) -> str:
@@ -210,6 +212,6 @@ READERS = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 READERS |= {f"{suffix}.gz": READERS[suffix] for suffix in (".jsonl", ".json", ".csv")}
 
 
-def brief(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as messages show it: at most 40 characters, with its type."""
     return f"{excerpt(value, 40)} ({type(value).__name__})"

@@ -14,14 +14,22 @@ import torch
 from torch.nn import functional as F
 
 from ..anatomy.types import Anatomy, Layer
-from ..errors import DeltuneError, all_problems
+from ..errors import DeltuneError, error_from_problems
 from ..methods.attention_forms import Prefix
 from ..methods.compositions import Add, Composition, Gate, Scale
 from ..methods.forms import Bottleneck, LowRank
 from ..methods.library import adapter, lora, parallel_adapter, prefix, scaled_parallel_adapter
-from ..methods.sites import places
-from ..methods.spec import PROJECTIONS, Method, Modification, Sum
-from .base import Folder, Left, Piece, Translation, express, numbered, sites_of
+from ..methods.sites import resolve_locations
+from ..methods.spec import PROJECTIONS, Method, MethodSum, Modification
+from .base import (
+    ForeignFolder,
+    PlacedTensors,
+    Translation,
+    UnusedTensors,
+    locations_or_none,
+    method_from_pieces,
+    tensors_by_file_name,
+)
 
 ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu", "tanh": "tanh", "sigmoid": "sigmoid",
@@ -43,7 +51,7 @@ OPTIONS = {*IN_TRAINING, *_OF_PHM, "mh_adapter", "output_adapter", "cross_adapte
 class Found:
     """What one configuration comes down to: its pieces, and named methods that may be it."""
 
-    pieces: list[Piece]
+    pieces: list[PlacedTensors]
     known: list[Callable[[], Method]]
 
 
@@ -62,10 +70,10 @@ def residual_problems(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left) -> Found:
+def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors) -> Found:
     parallel, before = bool(config.get("is_parallel")), bool(config.get("original_ln_before"))
     after = bool(config.get("original_ln_after", True))
-    pieces: list[Piece] = []
+    pieces: list[PlacedTensors] = []
     missing: list[str] = []
     for layer, kind, owner, postnorm in _owners(anatomy, config, name, left):
         if parallel:
@@ -99,17 +107,17 @@ def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Lef
         modification = Modification(site, form, insertion, _compose(config.get("scaling", 1.0)), x=x)  # type: ignore[arg-type]
         stem = f"{layer.stack}.{layer.index}"
         wanted = {"block": f"{stem}.block", "ffn": f"{stem}.ffn"}.get(site, f"{stem}.{kind}.attention")
-        place = next((p for p in sites_of(anatomy, modification) if p.name == wanted), None)
+        place = next((p for p in locations_or_none(anatomy, modification) if p.name == wanted), None)
         if place is None:
             raise DeltuneError(f"this model has no place {wanted}")
-        pieces.append(Piece(modification, place, found))
+        pieces.append(PlacedTensors(modification, place, found))
     if missing or not pieces:
-        raise all_problems("bottleneck", missing or ["no adapter in a place that this model has"])
+        raise error_from_problems("bottleneck", missing or ["no adapter in a place that this model has"])
     return Found(pieces, _named_bottlenecks(pieces[0].modification))
 
 
 def _owners(
-    anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
+    anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors
 ) -> Iterator[tuple[Layer, str, str, bool]]:
     """For every sub-layer that the options name: its layer, its kind (self, cross, ffn), the module with its adapter,
     and whether a norm follows its residual sum.
@@ -134,7 +142,7 @@ def _owners(
             yield layer, kind, owner, sublayer.post is not None
 
 
-def _owner(output: str, layer: Layer, kind: str, name: str, left: Left) -> str:
+def _owner(output: str, layer: Layer, kind: str, name: str, left: UnusedTensors) -> str:
     words = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
     around = output.rpartition(".")[0]
     candidates = []
@@ -145,7 +153,7 @@ def _owner(output: str, layer: Layer, kind: str, name: str, left: Left) -> str:
     return next((c for c in candidates if f"{c}.adapter_up.weight" in left.tensors), candidates[0])
 
 
-def _tensors(owner: str, config: Mapping[str, Any], left: Left, missing: list[str]) -> dict[str, torch.Tensor]:
+def _tensors(owner: str, config: Mapping[str, Any], left: UnusedTensors, missing: list[str]) -> dict[str, torch.Tensor]:
     names = {"down": "adapter_down.0.weight", "down_bias": "adapter_down.0.bias", "up": "adapter_up.weight",
              "up_bias": "adapter_up.bias"}  # fmt: skip
     if config.get("ln_before"):  # a norm stands first, under two names
@@ -206,7 +214,7 @@ MOST_MADE = 16
 _NEUTRAL = {"composition_mode": ("add",)}
 
 
-def read(anatomy: Anatomy, folder: Folder, relative: bool = False) -> Translation:
+def read(anatomy: Anatomy, folder: ForeignFolder, relative: bool = False) -> Translation:
     """What an AdapterHub folder says on this model. Errors: an architecture or options without a translation, all of
     them; tensors that are missing or extra; a flexible head. relative: the model adds a bias by relative position."""
     options = folder.options
@@ -227,9 +235,9 @@ def read(anatomy: Anatomy, folder: Folder, relative: bool = False) -> Translatio
     if folder.head and folder.head_options.get("config"):
         wrong.append(f"its flexible head has no translation; without {HEAD_CONFIG} the adapter alone is read")
     if wrong:
-        raise all_problems(str(folder.where), wrong)
+        raise error_from_problems(str(folder.where), wrong)
     name = str(options.get("name"))
-    left = Left(anatomy, {n: t for n, t in folder.tensors.items() if ".prefix_tuning.pool." not in n})
+    left = UnusedTensors(anatomy, {n: t for n, t in folder.tensors.items() if ".prefix_tuning.pool." not in n})
     try:
         found = [_READERS[_architecture(config)](anatomy, config, name, left) for config in configs]
         method = _method(anatomy, found)
@@ -237,16 +245,16 @@ def read(anatomy: Anatomy, folder: Folder, relative: bool = False) -> Translatio
         left.check(folder.where, error)
         raise
     left.check(folder.where)
-    numbers = numbered(anatomy, method, [piece for one in found for piece in one.pieces])
+    numbers = tensors_by_file_name(anatomy, method, [piece for one in found for piece in one.pieces])
     return Translation(method, numbers, _head(anatomy, folder), _labels(folder))
 
 
 def _method(anatomy: Anatomy, found: list[Found]) -> Method:
     """The union of all; the table's name for it, where it has one."""
-    methods = [express(anatomy, one.pieces, one.known) for one in found]
+    methods = [method_from_pieces(anatomy, one.pieces, one.known) for one in found]
     if len(methods) == 1:
         return methods[0]
-    return Sum(tuple(term for method in methods for term in method.terms))
+    return MethodSum(tuple(term for method in methods for term in method.terms))
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -274,11 +282,11 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
 # -- prefixes ---------------------------------------------------------------------------------------------------------
 
 
-def _prefixes(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left) -> Found:
+def _prefixes(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors) -> Found:
     left_out = set(config.get("leave_out") or ())
     pools: dict[str, list[Any]] = {}
     modification = Modification("heads", Prefix(int(config["prefix_length"])), compose=Gate())
-    at = {place.name: place for place in places(anatomy, modification)}
+    at = {place.name: place for place in resolve_locations(anatomy, modification)}
     for number, layer in enumerate(anatomy.layers):
         for a in layer.attentions:
             inside = len(anatomy.stacks) > 1 and layer.stack == "encoder"
@@ -299,13 +307,13 @@ def _prefixes(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
         pairs = found.reshape(sizes)
         for index, place in enumerate(chosen):
             keys, values = pairs[:, 2 * index].contiguous(), pairs[:, 2 * index + 1].contiguous()
-            pieces.append(Piece(modification, place, {"keys": keys, "values": values}))
+            pieces.append(PlacedTensors(modification, place, {"keys": keys, "values": values}))
     if not pieces:
         raise DeltuneError("a prefix in no layer")
     return Found(pieces, [lambda: prefix(int(config["prefix_length"]))])
 
 
-def _pool(left: Left, name: str, word: str) -> torch.Tensor | None:
+def _pool(left: UnusedTensors, name: str, word: str) -> torch.Tensor | None:
     """All keys and values of one kind of attention: as they are, or what the MLP makes of its embedding."""
     stem = re.compile(rf"(?:.*\.)?prefix_tuning\.prefix_tunings\.{re.escape(name)}\.(?:\w*_)?{word}(?:_prefix)?\.(.*)")
     mine = {found[1]: n for n in list(left.tensors) if (found := stem.fullmatch(n))}
@@ -333,18 +341,18 @@ def _pool(left: Left, name: str, word: str) -> torch.Tensor | None:
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
-def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left) -> Found:
+def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors) -> Found:
     rank, dropout = int(config["r"]), float(config.get("dropout") or 0)
     scale = config["alpha"] / rank
     compose: Composition = Add() if scale == 1 else Scale(scale)
-    by_path: dict[str, list[Piece]] = {}
+    by_path: dict[str, list[PlacedTensors]] = {}
     for site in PROJECTIONS:
         modification = Modification(site, LowRank(rank, dropout), compose=compose)
-        for place in sites_of(anatomy, modification):
-            by_path.setdefault(place.target.path, []).append(Piece(modification, place, {}))
+        for place in locations_or_none(anatomy, modification):
+            by_path.setdefault(place.target.path, []).append(PlacedTensors(modification, place, {}))
     words = config.get("attn_matrices") or ()
     chosen = {site for site in ("query", "key", "value", "output") if site[0] in words}
-    pieces: list[Piece] = []
+    pieces: list[PlacedTensors] = []
     for path, own in by_path.items():
         down, up = (left.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
         if down is None or up is None:
@@ -356,7 +364,7 @@ def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
             raise DeltuneError(f"LoRA at {path} has factors of shapes {shapes} for {len(own)} parts of rank {rank}")
         downs, ups = down.chunk(len(own)), up.chunk(len(own))
         pieces += [
-            Piece(piece.modification, piece.place, {"down": d.contiguous(), "up": u.contiguous()})
+            PlacedTensors(piece.modification, piece.place, {"down": d.contiguous(), "up": u.contiguous()})
             for piece, d, u in zip(own, downs, ups, strict=True)
         ]
     _check_layers(anatomy, config, pieces)
@@ -365,7 +373,7 @@ def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Left
     return Found(pieces, [lambda: lora(rank, scale, at, dropout=dropout)])
 
 
-def _check_layers(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[Piece]) -> None:
+def _check_layers(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[PlacedTensors]) -> None:
     """Every layer that is not left out must have what the others of its stack have."""
     left_out = set(config.get("leave_out") or ())
     kept = [layer for number, layer in enumerate(anatomy.layers) if number not in left_out]
@@ -373,12 +381,12 @@ def _check_layers(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[Piec
     rest = {(name.split(".")[0], name.split(".", 2)[2]) for name in names}
     wanted = {f"{layer.stack}.{layer.index}.{tail}" for layer in kept for stack, tail in rest if stack == layer.stack}
     if not pieces or wanted - names:
-        raise all_problems(
+        raise error_from_problems(
             "LoRA", [f"missing tensors at {place}" for place in sorted(wanted - names)] or ["no tensors"]
         )
 
 
-_READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, Left], Found]] = {
+_READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, UnusedTensors], Found]] = {
     "bottleneck": bottleneck, "prefix_tuning": _prefixes, "lora": _low_rank,
 }  # fmt: skip
 
@@ -386,16 +394,16 @@ _READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, Left], Found]]
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-def _head(anatomy: Anatomy, folder: Folder) -> dict[str, torch.Tensor]:
+def _head(anatomy: Anatomy, folder: ForeignFolder) -> dict[str, torch.Tensor]:
     """A head that was saved with a class of transformers, by its names; a vocabulary projection is no head."""
     if not folder.head:
         return {}
-    left = Left(anatomy, folder.head)
+    left = UnusedTensors(anatomy, folder.head)
     found = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     left.check(folder.where)
     return found
 
 
-def _labels(folder: Folder) -> tuple[str, ...]:
+def _labels(folder: ForeignFolder) -> tuple[str, ...]:
     named = folder.head_options.get("label2id") or {}
     return tuple(sorted(named, key=lambda label: int(named[label]))) if folder.head else ()

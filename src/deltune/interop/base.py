@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy, Columns
-from ..errors import DeltuneError, all_problems
-from ..filesystem import file_in, read_object
-from ..methods.resolve import PlannedEdit, plan, tensors
-from ..methods.sites import Place, places
-from ..methods.spec import ATTENTIONS, Method, Modification, Selection, Sum
-from ..tensor_files import load_numbers
+from ..errors import DeltuneError, error_from_problems
+from ..filesystem import find_file, read_json_object
+from ..methods.resolve import ResolvedEdit, resolve, selected_tensors
+from ..methods.sites import EditLocation, resolve_locations
+from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selection
+from ..tensor_files import load_float_tensors
 
 CONFIG = "adapter_config.json"
 """The file that both PEFT and AdapterHub keep their options in."""
@@ -28,7 +28,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Folder:
+class ForeignFolder:
     """What a folder of another library holds: options, tensors by their names there, and a head kept apart."""
 
     where: Path
@@ -49,23 +49,23 @@ class Translation:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlacedTensors:
     """One modification (everywhere) at one place, with the form's and the composition's tensors."""
 
     modification: Modification
-    place: Place
+    place: EditLocation
     tensors: Tensors
 
 
 @dataclass(frozen=True)
-class Content:
+class ExportedDelta:
     """A delta for a dialect to write: edits with their dense tensors by key, tensors tuned in place, the head's.
 
     original: the base's value of a tensor; windowed: some attention of the model sees a window only.
     """
 
     anatomy: Anatomy
-    edits: tuple[PlannedEdit, ...]
+    edits: tuple[ResolvedEdit, ...]
     dense: Mapping[str, Tensors]
     own: Tensors
     head: Tensors
@@ -73,7 +73,7 @@ class Content:
     windowed: bool = False
 
 
-class Left:
+class UnusedTensors:
     """Tensors that were not taken yet, by their names in this model. What is left at the end is an error."""
 
     def __init__(self, anatomy: Anatomy, found: Tensors, stem: str = "") -> None:
@@ -106,7 +106,7 @@ class Left:
         if shown and not self.anatomy.head:
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
-            raise all_problems(f"{where} does not fit this model", problems)
+            raise error_from_problems(f"{where} does not fit this model", problems)
 
 
 def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
@@ -140,10 +140,10 @@ def is_foreign(folder: str | Path) -> bool:
 
 def read_options(where: Path, name: str = CONFIG) -> dict[str, Any]:
     """The options in a JSON file of a folder. Raises DeltuneError where it is missing, no object, or a link outside."""
-    path = file_in(where, name)
+    path = find_file(where, name)
     if path is None:
         raise DeltuneError(f"{where / name} is missing; the folder is incomplete")
-    return read_object(path)
+    return read_json_object(path)
 
 
 def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -154,19 +154,19 @@ def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
         DeltuneError: None is there, or it is a link that leads out of the folder; it is truncated, or holds anything
             but floating-point tensors.
     """
-    path = next((path for name in names if (path := file_in(where, name)) is not None), None)
+    path = next((path for name in names if (path := find_file(where, name)) is not None), None)
     if path is None:
         raise DeltuneError(f"{where} has its options, but none of {', '.join(names)}; the folder is incomplete")
-    return load_numbers(path)
+    return load_float_tensors(path)
 
 
 # -- a method from its places -----------------------------------------------------------------------------------------
 
 
-def sites_of(anatomy: Anatomy, modification: Modification) -> list[Place]:
+def locations_or_none(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
     """The places of a modification, none where this model cannot have it."""
     try:
-        return places(anatomy, modification)
+        return resolve_locations(anatomy, modification)
     except DeltuneError:
         return []
 
@@ -175,7 +175,9 @@ def everywhere(modification: Modification) -> Modification:
     return replace(modification, layers="all", stack="all", attention="all", optional=False)
 
 
-def express(anatomy: Anatomy, pieces: Sequence[Piece], known: Iterable[Callable[[], Method]] = ()) -> Method:
+def method_from_pieces(
+    anatomy: Anatomy, pieces: Sequence[PlacedTensors], known: Iterable[Callable[[], Method]] = ()
+) -> Method:
     """The method with these pieces and no other: one of the known ones, else the fewest modifications.
 
     Error: a set of places that no modification chooses, such as one of a gated FFN's two input linears.
@@ -192,7 +194,7 @@ def express(anatomy: Anatomy, pieces: Sequence[Piece], known: Iterable[Callable[
     for modification in dict.fromkeys(piece.modification for piece in pieces):
         left = {name for other, name in wanted if other == modification}
         for candidate in _candidates(anatomy, modification, left):
-            names = {place.name for place in sites_of(anatomy, candidate)}
+            names = {place.name for place in locations_or_none(anatomy, candidate)}
             if names and names <= left:
                 found.append(candidate)
                 left -= names
@@ -201,7 +203,7 @@ def express(anatomy: Anatomy, pieces: Sequence[Piece], known: Iterable[Callable[
             raise DeltuneError(
                 f"the file changes {alone} alone; site {modification.site!r} takes what is beside it too"
             )
-    return found[0] if len(found) == 1 else Sum(tuple(found))
+    return found[0] if len(found) == 1 else MethodSum(tuple(found))
 
 
 def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -> Iterable[Modification]:
@@ -223,25 +225,27 @@ def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -
 
 
 def _places(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
-    return {(everywhere(e.modification), e.place.name) for e in plan(anatomy, method, lambda: 0).edits}
+    return {(everywhere(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
 
 
-def numbered(anatomy: Anatomy, method: Method, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]) -> dict[str, torch.Tensor]:
     """The tensors of the pieces under their names in our file."""
     by_place = {(piece.modification, piece.place.name): piece for piece in pieces}
     found: dict[str, torch.Tensor] = {}
-    for edit in plan(anatomy, method, lambda: 0).edits:
+    for edit in resolve(anatomy, method, lambda: 0).edits:
         piece = by_place[everywhere(edit.modification), edit.place.name]
         found |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
     return found
 
 
-def selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
+def selection_of(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
     """The first method that trains exactly these tensors in place. Error: none does."""
     for make in candidates:
         try:
             method = make()
-            chosen = {t.name for part in method.parts if isinstance(part, Selection) for t in tensors(anatomy, part)}
+            chosen = {
+                t.name for part in method.parts if isinstance(part, Selection) for t in selected_tensors(anatomy, part)
+            }
         except DeltuneError:
             continue
         if chosen == names:
@@ -249,7 +253,7 @@ def selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[
     raise DeltuneError(f"no selection of norms takes exactly {', '.join(sorted(names)[:4])} (of {len(names)})")
 
 
-def part(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:
+def rows_of_columns(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:
     """The rows of a fused projection's tensor (out, …) that `columns` names, in order."""
     if columns is None:
         return tensor

@@ -15,13 +15,23 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, all_problems, unknown
+from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods.compositions import Add, Scale
 from ..methods.forms import LowRank, Rescale
 from ..methods.library import ia3, layernorm, lora, prefix, prompt
-from ..methods.resolve import plan
+from ..methods.resolve import resolve
 from ..methods.spec import PROJECTIONS, Method, Modification
-from .base import Folder, Left, Piece, Translation, express, numbered, part, selecting, sites_of
+from .base import (
+    ForeignFolder,
+    PlacedTensors,
+    Translation,
+    UnusedTensors,
+    locations_or_none,
+    method_from_pieces,
+    rows_of_columns,
+    selection_of,
+    tensors_by_file_name,
+)
 from .schemas import Patterns
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -53,12 +63,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(anatomy: Anatomy, folder: Folder, windowed: bool = False) -> Translation:
+def read(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -> Translation:
     """What a PEFT folder says on this model. Errors: a kind or options without a translation, all of them; tensors
     that are missing or extra."""
     options, kind = folder.options, str(folder.options.get("peft_type"))
     if kind not in READ:
-        raise DeltuneError(f"{folder.where}: {unknown('peft_type', kind, READ)} These translate.")
+        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ)} These translate.")
     wrong = [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()
@@ -67,8 +77,8 @@ def read(anatomy: Anatomy, folder: Folder, windowed: bool = False) -> Translatio
     if kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
         wrong += _of_decoders(anatomy, kind, windowed)
     if wrong:
-        raise all_problems(str(folder.where), wrong)
-    left = Left(anatomy, folder.tensors, PREFIX)
+        raise error_from_problems(str(folder.where), wrong)
+    left = UnusedTensors(anatomy, folder.tensors, PREFIX)
     head = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     try:
         method, numbers = _READERS[kind](anatomy, options, left)
@@ -91,8 +101,8 @@ def _of_decoders(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
     return problems
 
 
-def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
-    pieces: list[Piece] = []
+def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
+    pieces: list[PlacedTensors] = []
     missing: list[str] = []
     patterns = Patterns(options.get("alpha_pattern"))
     for path, linears in _linears(anatomy, "parallel", LowRank(1)):
@@ -112,33 +122,33 @@ def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
         for site, place in linears:
             modification = Modification(site, form, compose=Add() if scale == 1 else Scale(scale))
             columns = place.linear.columns if place.linear else None
-            pieces.append(Piece(modification, place, {"down": down, "up": part(up, columns)}))
+            pieces.append(PlacedTensors(modification, place, {"down": down, "up": rows_of_columns(up, columns)}))
     if missing or not pieces:
-        raise all_problems("LoRA", missing or ["no tensor lora_A of a module that this model has"])
+        raise error_from_problems("LoRA", missing or ["no tensor lora_A of a module that this model has"])
     sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
     first = pieces[0].modification
     own, factor = first.form, first.compose.factor({})
     assert isinstance(own, LowRank) and isinstance(factor, float | int)
     at = ("query", "value") if set(sites) == {"query", "value"} else sites
-    method = express(anatomy, pieces, [lambda: lora(own.rank, factor, at, dropout=own.dropout)])
-    return method, numbered(anatomy, method, pieces)
+    method = method_from_pieces(anatomy, pieces, [lambda: lora(own.rank, factor, at, dropout=own.dropout)])
+    return method, tensors_by_file_name(anatomy, method, pieces)
 
 
 def _linears(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Modules that are projections, each with the sites and places that it is; a fused one is several."""
     by_path: dict[str, list[tuple[str, Any]]] = {}
     for site in PROJECTIONS:
-        for place in sites_of(anatomy, Modification(site, form, insertion)):
+        for place in locations_or_none(anatomy, Modification(site, form, insertion)):
             by_path.setdefault(place.target.path, []).append((site, place))
     yield from by_path.items()
 
 
-def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
-    pieces: list[Piece] = []
+def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
+    pieces: list[PlacedTensors] = []
     inputs = {
         place.target.path: (site, place)
         for site in ("heads", "ffn_inner")
-        for place in sites_of(anatomy, Modification(site, Rescale(), "sequential"))
+        for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
     }
     seen: dict[str, torch.Tensor] = {}
     for path, linears in _linears(anatomy, "sequential", Rescale()):
@@ -147,7 +157,10 @@ def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
             if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
                 raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which is no rescaling of {path}")
             rescale = [(Modification(site, Rescale(), "sequential"), place) for site, place in linears]
-            pieces += [Piece(m, p, {"gain": part(gain, p.target.columns)[:, 0].contiguous()}) for m, p in rescale]
+            pieces += [
+                PlacedTensors(m, p, {"gain": rows_of_columns(gain, p.target.columns)[:, 0].contiguous()})
+                for m, p in rescale
+            ]
         elif gain is not None:
             seen[path] = gain[0]
     for path, gain in seen.items():
@@ -156,14 +169,14 @@ def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
                 f"IA3 on the input of {path}: rescaled inputs translate for W_o and the FFN's last linear"
             )
         site, place = inputs[path]
-        pieces.append(Piece(Modification(site, Rescale(), "sequential"), place, {"gain": gain}))
+        pieces.append(PlacedTensors(Modification(site, Rescale(), "sequential"), place, {"gain": gain}))
     if not pieces:
         raise DeltuneError("no tensor ia3_l of a module that this model has")
-    method = express(anatomy, pieces, [ia3])
-    return method, numbered(anatomy, method, pieces)
+    method = method_from_pieces(anatomy, pieces, [ia3])
+    return method, tensors_by_file_name(anatomy, method, pieces)
 
 
-def _norms(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+def _norms(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
     found: dict[str, torch.Tensor] = {}
     for tensor in anatomy.tensors:
         owner, _, leaf = tensor.name.rpartition(".")
@@ -177,28 +190,28 @@ def _norms(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
     def candidate(of: Any, where: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
         return lambda: layernorm("both", of, where, embedding, final)
 
-    method = selecting(anatomy, set(found), [candidate(*choice) for choice in choices])
+    method = selection_of(anatomy, set(found), [candidate(*choice) for choice in choices])
     return method, {f"base.{name}": value for name, value in found.items()}
 
 
-def _rows(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+def _rows(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
     rows = _flat(left)
     method = prompt(rows.shape[0])
-    (edit,) = plan(anatomy, method, lambda: 0).edits
+    (edit,) = resolve(anatomy, method, lambda: 0).edits
     return method, {f"edit.{edit.key}.rows": rows}
 
 
-def _flat(left: Left) -> torch.Tensor:
+def _flat(left: UnusedTensors) -> torch.Tensor:
     rows = left.take(next((n for n in left.tensors if n.endswith(ROWS)), ROWS))
     if rows is None or rows.dim() != 2:
         raise DeltuneError(f"missing tensor {ROWS}, a matrix with a row for each virtual token")
     return rows
 
 
-def _prefix(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
+def _prefix(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
     rows = _flat(left)
     method = prefix(rows.shape[0], shift_positions=True)
-    edits = plan(anatomy, method, lambda: 0).edits
+    edits = resolve(anatomy, method, lambda: 0).edits
     widths = edits[0].place.widths
     wanted = 2 * len(edits) * widths.kv_heads * widths.head_width
     if rows.shape[1] != wanted or widths.head_width != widths.value_width:
@@ -213,6 +226,6 @@ def _prefix(anatomy: Anatomy, options: Mapping[str, Any], left: Left) -> Read:
     return method, numbers
 
 
-_READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], Left], Read]] = {
+_READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], Read]] = {
     "LORA": _low_rank, "IA3": _rescale, "LN_TUNING": _norms, "PROMPT_TUNING": _rows, "PREFIX_TUNING": _prefix,
 }  # fmt: skip

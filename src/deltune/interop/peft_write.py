@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy, Columns
-from ..errors import DeltuneError, all_problems
+from ..errors import DeltuneError, error_from_problems
 from ..methods.attention_forms import Prefix
 from ..methods.compositions import Add, Gate, Scale
 from ..methods.forms import LowRank, Prompt, Rescale
-from ..methods.resolve import PlannedEdit
+from ..methods.resolve import ResolvedEdit
 from ..methods.spec import Modification
-from .base import Content
+from .base import ExportedDelta
 from .peft_read import PREFIX, ROWS
 
 Written = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
-def write(content: Content) -> Written:
+def write(content: ExportedDelta) -> Written:
     """Options and tensors for PEFT. Error: everything that PEFT cannot express, with the reasons."""
     kinds: dict[str, None] = {}
     problems: dict[str, None] = {}
@@ -47,10 +47,10 @@ def write(content: Content) -> Written:
             return _with_head(content, *_WRITERS[next(iter(kinds))](content))
         except DeltuneError as error:
             problems[str(error)] = None
-    raise all_problems("this delta cannot be written for PEFT", list(problems))
+    raise error_from_problems("this delta cannot be written for PEFT", list(problems))
 
 
-def _kind(content: Content, edit: PlannedEdit) -> tuple[str, str]:
+def _kind(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
     """PEFT's name for an edit, and why it has none."""
     m, place = edit.modification, edit.place
     form = m.form
@@ -64,7 +64,7 @@ def _kind(content: Content, edit: PlannedEdit) -> tuple[str, str]:
     return "", f"PEFT has no {type(form).__name__} at site {m.site!r}"
 
 
-def _of_tokens(content: Content, m: Modification) -> str:
+def _of_tokens(content: ExportedDelta, m: Modification) -> str:
     """Why PEFT cannot have this prompt or prefix."""
     anatomy, form = content.anatomy, m.form
     if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
@@ -87,22 +87,22 @@ def _paths(anatomy: Anatomy) -> set[str]:
     return found
 
 
-def _groups(content: Content) -> Iterator[tuple[str, list[PlannedEdit]]]:
+def _groups(content: ExportedDelta) -> Iterator[tuple[str, list[ResolvedEdit]]]:
     """The edits of each module."""
-    found: dict[str, list[PlannedEdit]] = {}
+    found: dict[str, list[ResolvedEdit]] = {}
     for edit in content.edits:
         found.setdefault(edit.place.target.path, []).append(edit)
     yield from found.items()
 
 
-def _rows(content: Content, path: str) -> int:
+def _rows(content: ExportedDelta, path: str) -> int:
     """Outputs of a module."""
     weight = next(t for t in content.anatomy.tensors if f"{path}.weight" in (t.name, *t.aliases))
     transposed = any(e.place.linear.transposed for e in content.edits if e.place.linear and e.place.target.path == path)
     return weight.shape[1 if transposed else 0]
 
 
-def _low_rank(content: Content) -> Written:
+def _low_rank(content: ExportedDelta) -> Written:
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -159,7 +159,7 @@ def _whole(parts: list[torch.Tensor], columns: list[Columns | None], rows: int, 
     return whole
 
 
-def _rescale(content: Content) -> Written:
+def _rescale(content: ExportedDelta) -> Written:
     tensors: dict[str, torch.Tensor] = {}
     inputs: list[str] = []
     for path, edits in _groups(content):
@@ -183,7 +183,7 @@ def _rescale(content: Content) -> Written:
     return {"peft_type": "IA3", **found, **written}, tensors
 
 
-def _norms(content: Content) -> Written:
+def _norms(content: ExportedDelta) -> Written:
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in content.own))
     tensors = {}
     for tensor in content.anatomy.tensors:
@@ -194,7 +194,7 @@ def _norms(content: Content) -> Written:
     return {"peft_type": "LN_TUNING", **_targets(content, owners)}, tensors
 
 
-def _prompt(content: Content) -> Written:
+def _prompt(content: ExportedDelta) -> Written:
     rows = torch.cat([content.dense[edit.key]["rows"] for edit in content.edits])
     stack = content.anatomy.stacks[0]
     heads = next((a.heads for layer in content.anatomy.layers for a in layer.attentions if a.heads), 1)
@@ -207,7 +207,7 @@ def _counted(rows: torch.Tensor, width: int) -> dict[str, Any]:
     return {"num_virtual_tokens": rows.shape[0], "token_dim": width, "num_transformer_submodules": 1}
 
 
-def _prefix(content: Content) -> Written:
+def _prefix(content: ExportedDelta) -> Written:
     places = [edit.place.name for edit in content.edits]
     wanted = [f"{layer.stack}.{layer.index}.self.heads" for layer in content.anatomy.layers]
     if places != wanted or len({edit.modification.form for edit in content.edits}) > 1:
@@ -223,12 +223,12 @@ def _prefix(content: Content) -> Written:
     return options, {ROWS: rows}
 
 
-_WRITERS: Mapping[str, Callable[[Content], Written]] = {
+_WRITERS: Mapping[str, Callable[[ExportedDelta], Written]] = {
     "LORA": _low_rank, "IA3": _rescale, "LN_TUNING": _norms, "PROMPT_TUNING": _prompt, "PREFIX_TUNING": _prefix,
 }  # fmt: skip
 
 
-def _targets(content: Content, paths: list[str]) -> dict[str, Any]:
+def _targets(content: ExportedDelta, paths: list[str]) -> dict[str, Any]:
     """Exactly these modules: PEFT takes a name for every module that ends in it, so where one does, a pattern."""
     modules = {name.rpartition(".")[0] for t in content.anatomy.tensors for name in (t.name, *t.aliases)}
     ends = tuple(f".{path}" for path in paths)
@@ -240,7 +240,7 @@ def _pattern(paths: list[str]) -> str:
     return "|".join(re.escape(path) for path in paths)
 
 
-def _with_head(content: Content, options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Written:
+def _with_head(content: ExportedDelta, options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Written:
     """The head as PEFT keeps it: whole modules."""
     if not content.head:
         return options, tensors

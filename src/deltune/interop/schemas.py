@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import regex
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
-from ..errors import DeltuneError, all_problems, validation_problems
+from ..errors import DeltuneError, error_from_problems, validation_problems
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e30, lt=1e30)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
@@ -123,7 +123,7 @@ def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path
         if not problems and config.get("architecture") == "union":
             problems = [problem for inner in config["configs"] for problem in _config_problems(inner, nested=True)]
     if problems:
-        raise all_problems(f"{path} has options that cannot be read", problems)
+        raise error_from_problems(f"{path} has options that cannot be read", problems)
 
 
 def _config_problems(config: Mapping[str, Any], nested: bool = False) -> list[str]:

@@ -31,45 +31,45 @@ def check_fields(value: Any) -> None:
         if isinstance(content, list):
             content = tuple(content)
             object.__setattr__(value, field.name, content)
-        if not accepts(hints[field.name], content):
-            raise DeltuneError(f"{type(value).__name__}: {mismatch(field.name, hints[field.name], content)}")
+        if not fits_type(hints[field.name], content):
+            raise DeltuneError(f"{type(value).__name__}: {type_mismatch(field.name, hints[field.name], content)}")
 
 
-def accepts(hint: Any, value: Any) -> bool:
+def fits_type(hint: Any, value: Any) -> bool:
     """Whether a value fits a type hint; an int fits a float, a bool fits neither. Numbers are finite, whole ones at
     most LARGEST."""
     if hint is Any:
         return True
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(accepts(h, value) for h in inside)
+        return any(fits_type(h, value) for h in inside)
     if origin is typing.Literal:
         return any(value == allowed and type(value) is type(allowed) for allowed in inside)
     if origin is tuple:
         return isinstance(value, tuple) and (
-            all(accepts(inside[0], v) for v in value)
+            all(fits_type(inside[0], v) for v in value)
             if len(inside) == 2 and inside[1] is Ellipsis
-            else len(value) == len(inside) and all(map(accepts, inside, value))
+            else len(value) == len(inside) and all(map(fits_type, inside, value))
         )
     if hint is None or hint is type(None):
         return value is None
     if hint in (int, float):
         number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-        return number and too_large(value) is None
+        return number and number_problem(value) is None
     return isinstance(value, hint)
 
 
-def too_large(value: float) -> str | None:
+def number_problem(value: float) -> str | None:
     """Why a number cannot be used anywhere, or None."""
     if isinstance(value, int):
         return None if abs(value) <= LARGEST else f"a whole number is at most 2^63 - 1 = {LARGEST:,}"
     return None if math.isfinite(value) else "a number is finite, at most 1.8e308"
 
 
-def mismatch(key: str, hint: Any, value: object) -> str:
+def type_mismatch(key: str, hint: Any, value: object) -> str:
     """Message for an argument that does not fit its type hint."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (why := too_large(value)):  # type: ignore[arg-type]
+    if number and (why := number_problem(value)):  # type: ignore[arg-type]
         return f"{key} is {excerpt(value)}: {why}"
     return f"{key}={excerpt(value)} is not {describe(hint)}"
 
@@ -79,7 +79,7 @@ NUMERAL = r"[-+]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][-+]?[0-9
 PERCENTAGE = re.compile(rf"\s*({NUMERAL})\s*%\s*")
 
 
-def percentage(text: str) -> Fraction | None:
+def parse_percentage(text: str) -> Fraction | None:
     """The exact share that a text such as "0.05%" names, or None where it names none."""
     match = PERCENTAGE.fullmatch(text)
     return Fraction(match[1]) / 100 if match else None

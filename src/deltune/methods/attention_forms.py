@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from ..errors import DeltuneError
-from .forms import Form, Product, Shapes, Tensors, Widths, positive, start_pair
-from .masks import Side
+from .forms import Form, Product, Shapes, Tensors, Widths, init_down_up, positive
+from .masks import Factor
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +122,7 @@ class MultiHead(Form):
         return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
 
     def start(self, tensors: Tensors) -> None:
-        start_pair(tensors["keys"], tensors["values"], "bert", zero_up=True)
+        init_down_up(tensors["keys"], tensors["values"], "bert", zero_up=True)
 
     def product(self, widths: Widths) -> Product:
         return _rows(self.length, widths)
@@ -155,12 +155,12 @@ class OwnMultiHead(Form):
         }
 
     def start(self, tensors: Tensors) -> None:
-        start_pair(tensors["down"], tensors["values"], "bert", zero_up=True)
+        init_down_up(tensors["down"], tensors["values"], "bert", zero_up=True)
 
     def product(self, widths: Widths) -> Product:
         heads, length, width = widths.heads, self.length, widths.value_width
-        down = Side("down", widths.in_width, widths.in_width, 1)
-        values = Side("values", width, heads * width, 1, block=length, outer=width)  # head after head, l ranks each
+        down = Factor("down", widths.in_width, widths.in_width, 1)
+        values = Factor("values", width, heads * width, 1, block=length, outer=width)  # head after head, l ranks each
         return heads * length, (down,), (values,)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
@@ -171,4 +171,4 @@ class OwnMultiHead(Form):
 def _rows(length: int, widths: Widths) -> Product:
     """keys (l, N_kv, d_h) and values (l, N_kv, d_v): a rank for each row of each head, since heads do not mix."""
     keys, values = widths.head_width, widths.value_width
-    return length * widths.kv_heads, (Side("keys", keys, keys, 1),), (Side("values", values, values, 1),)
+    return length * widths.kv_heads, (Factor("keys", keys, keys, 1),), (Factor("values", values, values, 1),)

@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..errors import DeltuneError, excerpt
-from .arguments import LARGEST, accepts, percentage
-from .counting import base_size, count_plan
+from .arguments import LARGEST, fits_type, parse_percentage
+from .counting import base_size, count_resolved
 from .registry import parse
-from .resolve import plan
+from .resolve import resolve
 from .spec import Method
 
 PATIENCE = 1_000
@@ -62,7 +62,7 @@ def solve(
     anatomy = inspect(model)
 
     def cost(wanted: Method) -> int:
-        return count_plan(anatomy, plan(anatomy, wanted, lambda: base_size(model)[1]), "number", 1).method
+        return count_resolved(anatomy, resolve(anatomy, wanted, lambda: base_size(model)[1]), "number", 1).method
 
     wanted = cost(budget) if isinstance(budget, Method) else _scalars(model, budget, denominator)
     pieces = _pieces(method)
@@ -136,13 +136,13 @@ def _fit_weights(weights: object, slots: int) -> bool:
     """Whether there is a positive number for each ?."""
     if not isinstance(weights, list | tuple) or len(weights) != slots:
         return False
-    return all(accepts(float, weight) and weight > 0 for weight in weights)
+    return all(fits_type(float, weight) and weight > 0 for weight in weights)
 
 
 def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
     number = budget if isinstance(budget, int) and budget is not True else None
     text = budget.replace(",", "").strip() if isinstance(budget, str) else ""
-    if (share := percentage(text)) is not None:
+    if (share := parse_percentage(text)) is not None:
         number = int(base_size(model, denominator)[1] * share)
     elif re.fullmatch(r"[-+]?[0-9]{1,30}", text):
         number = int(text)

@@ -14,7 +14,7 @@ import torch
 from ..errors import DeltuneError, excerpt
 from .arguments import check_fields
 from .forms import Shapes, Widths
-from .parser import expression
+from .parser import to_expression
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +25,7 @@ class Composition:
         check_fields(self)
 
     def __repr__(self) -> str:
-        return expression(self)
+        return to_expression(self)
 
     @property
     def reads_x(self) -> bool:

@@ -10,14 +10,14 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..anatomy.tracing import skeleton
+from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, excerpt, unknown
+from ..errors import DeltuneError, excerpt, unknown_name
 from .arguments import LARGEST
 from .forms import Shapes
 from .registry import parse
-from .resolve import Plan, plan
-from .sites import Place
+from .resolve import ResolvedMethod, resolve
+from .sites import EditLocation
 from .spec import Method, Modification
 
 DENOMINATORS = {
@@ -61,12 +61,12 @@ class Count:
         return text + (f"; while training {self.training_only:,} more" if self.training_only else "")
 
 
-def kept_shapes(modification: Modification, place: Place) -> Shapes:
+def kept_shapes(modification: Modification, place: EditLocation) -> Shapes:
     """Shapes of an edit's tensors in the file, the composition's included."""
     return modification.form.shapes(place.widths) | modification.compose.shapes(place.widths)
 
 
-def trained_shapes(modification: Modification, place: Place) -> Shapes:
+def trained_shapes(modification: Modification, place: EditLocation) -> Shapes:
     """Shapes of an edit's own trained tensors, the composition's included."""
     return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
 
@@ -89,14 +89,14 @@ def count(
     """
     anatomy = inspect(model)
     if head not in ("train", "freeze"):
-        raise DeltuneError(unknown("head", head, ("train", "freeze")))
-    planned = plan(anatomy, parse(method), lambda: base_size(model)[1])
-    return count_plan(anatomy, planned, *base_size(model, denominator), head=head)
+        raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
+    planned = resolve(anatomy, parse(method), lambda: base_size(model)[1])
+    return count_resolved(anatomy, planned, *base_size(model, denominator), head=head)
 
 
-def count_plan(
+def count_resolved(
     anatomy: Anatomy,
-    planned: Plan,
+    planned: ResolvedMethod,
     denominator: str,
     size: int,
     head: str = "train",
@@ -143,9 +143,9 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
             raise DeltuneError(f"denominator={excerpt(denominator)}: must be at least 1 and at most {LARGEST:,}")
         return "number", size
     if not isinstance(denominator, str) or denominator not in DENOMINATORS:
-        raise DeltuneError(unknown("denominator", denominator, [*DENOMINATORS, "a number"]))
+        raise DeltuneError(unknown_name("denominator", denominator, [*DENOMINATORS, "a number"]))
     config = model if isinstance(model, PreTrainedConfig) else model.config
-    anatomy = inspect(skeleton(config))
+    anatomy = inspect(meta_model(config))
     areas: dict[str, int] = {}
     for tensor in anatomy.tensors:
         areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 import torch
 from torch.nn import functional as F
 
-from ..errors import DeltuneError, unknown
+from ..errors import DeltuneError, unknown_name
 from .arguments import check_fields
-from .masks import Side
-from .parser import expression
+from .masks import Factor
+from .parser import to_expression
 
 Tensors = Mapping[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -61,7 +61,7 @@ class Form:
         check_fields(self)
 
     def __repr__(self) -> str:
-        return expression(self)
+        return to_expression(self)
 
     def fits(self, widths: Widths) -> str | None:
         """Why it cannot act between these widths, or None."""
@@ -157,13 +157,13 @@ class Form:
 
 Affine = tuple[torch.Tensor | None, torch.Tensor | None]
 
-Product = tuple[int, tuple[Side, ...], tuple[Side, ...]]
+Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
 """A shared rank, and the sides below and above it."""
 
 
 def _pair(rank: int, widths: Widths) -> Product:
     """down (r, d_in) and up (d_out, r)."""
-    down, up = Side("down", widths.in_width, widths.in_width, 1), Side("up", widths.out_width, 1, rank)
+    down, up = Factor("down", widths.in_width, widths.in_width, 1), Factor("up", widths.out_width, 1, rank)
     return rank, (down,), (up,)
 
 
@@ -184,7 +184,7 @@ def share(name: str, value: float) -> None:
         raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
 
 
-def start_pair(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool) -> None:
+def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool) -> None:
     """lora: Kaiming uniform (a = sqrt 5) down, zero up (Hu et al. 2021). bert: N(0, 0.02) down, up zero or the same."""
     if init == "lora":
         torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
@@ -214,7 +214,7 @@ class Bottleneck(Form):
         positive(rank=self.rank)
         share("dropout", self.dropout)
         if self.activation not in ACTIVATIONS:
-            raise DeltuneError(unknown("activation", self.activation, ACTIVATIONS))
+            raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
 
     @property
     def silent(self) -> bool:
@@ -229,7 +229,7 @@ class Bottleneck(Form):
         return shapes
 
     def start(self, tensors: Tensors) -> None:
-        start_pair(tensors["down"], tensors["up"], self.init, self.zero_up)
+        init_down_up(tensors["down"], tensors["up"], self.init, self.zero_up)
         for name, tensor in tensors.items():
             if name not in ("down", "up"):
                 torch.nn.init.constant_(tensor, 1.0 if name == "norm_gain" else 0.0)
@@ -238,7 +238,7 @@ class Bottleneck(Form):
         if self.layer_norm:
             raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
         rank, down, up = _pair(self.rank, widths)
-        biases = (Side("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
+        biases = (Factor("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
         return rank, (*down, *biases), up
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
@@ -266,7 +266,7 @@ class LowRank(Form):
         return {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
 
     def start(self, tensors: Tensors) -> None:
-        start_pair(tensors["down"], tensors["up"], self.init, zero_up=True)
+        init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
     def product(self, widths: Widths) -> Product:
         return _pair(self.rank, widths)
@@ -371,7 +371,7 @@ class Prompt(Form):
         super().__post_init__()
         positive(length=self.length)
         if self.positions not in ("shift", "none"):
-            raise DeltuneError(unknown("positions", self.positions, ("shift", "none")))
+            raise DeltuneError(unknown_name("positions", self.positions, ("shift", "none")))
         if self.init_from == ():
             raise DeltuneError("init_from is empty; give token ids, or None for random rows")
 

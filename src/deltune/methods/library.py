@@ -9,28 +9,28 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from ..errors import DeltuneError, excerpt, unknown
+from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
 from .arguments import NUMERAL
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
-from .spec import ADD, LayersArg, Masked, Method, Modification, Selection, named
+from .spec import ADD, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
 
 
-@named
+@named_method
 def full() -> tuple[Modification | Selection, ...]:
     """W: every tensor of the model is trained."""
     return (Selection(("all",), spec.AREAS),)
 
 
-@named
+@named_method
 def head() -> tuple[Modification | Selection, ...]:
     """Nothing but the task head is trained."""
     return ()
 
 
-@named
+@named_method
 def layernorm(
     terms: Literal["both", "gain", "bias"] = "both",
     of: Literal["both", "attention", "ffn"] = "both",
@@ -52,7 +52,7 @@ def layernorm(
     return (Selection(roles, areas, of, layers, stack),)
 
 
-@named
+@named_method
 def bitfit(
     which: Literal["all", "layers", "linear", "query+ffn_up", "norm"] = "all",
     add_missing: bool = False,
@@ -85,7 +85,7 @@ def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, op
     return Modification(site, Vector(where), insertion, layers=layers, optional=optional)
 
 
-@named
+@named_method
 def diff_pruning(
     sparsity: float = 0.005, over: Literal["linear", "all"] = "linear", layers: LayersArg = "all"
 ) -> tuple[Modification | Selection, ...]:
@@ -111,7 +111,7 @@ def _sites(at: Site, known: tuple[str, ...]) -> tuple[str, ...]:
     sites = (at,) if isinstance(at, str) else tuple(at)
     for site in sites:
         if site not in known:
-            raise DeltuneError(unknown("site", site, known))
+            raise DeltuneError(unknown_name("site", site, known))
     if not sites:
         raise DeltuneError(f"at is empty; give one or more of {', '.join(known)}")
     return sites
@@ -135,7 +135,7 @@ def _compose(scale: Learned) -> Composition:
 # -- bottlenecks ------------------------------------------------------------------------------------------------------
 
 
-@named
+@named_method
 def adapter(
     style: Literal["houlsby", "pfeiffer"] = "houlsby",
     rank: int = 16,
@@ -162,7 +162,7 @@ def adapter(
     )
 
 
-@named
+@named_method
 def parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
@@ -186,7 +186,7 @@ def parallel_adapter(
     )
 
 
-@named
+@named_method
 def scaled_parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
@@ -210,7 +210,7 @@ def scaled_parallel_adapter(
 # -- prefixes and prompts ---------------------------------------------------------------------------------------------
 
 
-@named
+@named_method
 def prefix(
     length: int = 16,
     reparameterise: int | None = None,
@@ -230,7 +230,7 @@ def prefix(
     return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention),)
 
 
-@named
+@named_method
 def prompt(
     length: int = 100, init_from: tuple[int, ...] | None = None, positions: Literal["shift", "none"] = "shift"
 ) -> tuple[Modification | Selection, ...]:
@@ -242,7 +242,7 @@ def prompt(
     return (Modification("embedding", Prompt(length, init_from, positions)),)
 
 
-@named
+@named_method
 def p_tuning_v2(
     length: int = 16,
     layers: LayersArg = "all",
@@ -253,7 +253,7 @@ def p_tuning_v2(
     return prefix(length, layers=layers, stack=stack, attention=attention).parts
 
 
-@named
+@named_method
 def multi_head_parallel_adapter(
     length: int = 16,
     own_down: bool = False,
@@ -272,7 +272,7 @@ def multi_head_parallel_adapter(
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
-@named
+@named_method
 def lora(
     rank: int = 8,
     scale: float = 1,
@@ -305,7 +305,7 @@ def lora(
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
-@named
+@named_method
 def mam(
     length: int = 16,
     rank: int = 16,
@@ -322,7 +322,7 @@ def mam(
     return (at_heads + scaled_parallel_adapter("ffn", rank, scale, layers=layers, stack=stack)).parts
 
 
-@named
+@named_method
 def prefix_layernorm(
     length: int = 16, layers: LayersArg = "all", stack: Literal["all", "encoder", "decoder"] = "all"
 ) -> tuple[Modification | Selection, ...]:
@@ -330,7 +330,7 @@ def prefix_layernorm(
     return (prefix(length, layers=layers, stack=stack) + layernorm(layers=layers, stack=stack)).parts
 
 
-@named
+@named_method
 def unipelt(
     length: int = 10,
     rank: int = 8,
@@ -352,7 +352,7 @@ def unipelt(
 # -- rescaling and mixing ---------------------------------------------------------------------------------------------
 
 
-@named
+@named_method
 def ia3(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
@@ -365,7 +365,7 @@ def ia3(
     )
 
 
-@named
+@named_method
 def three_vectors() -> tuple[Modification | Selection, ...]:
     """γ ⊙ Σ_l α_l h_l + β over all hidden states, where the head reads (3V; LN table 1).
 
@@ -383,7 +383,7 @@ def apet(
     pattern: Literal["adjacent", "discrete"] = "discrete",
     along: Literal["rows", "columns"] = "rows",
     seed: int = 0,
-) -> Masked:
+) -> MaskedMethod:
     """W ⊙ m: exactly N scalars of any method are trained under a fixed mask (AP §5.1, eq. 14 to 17).
 
     method: any method or sum, or one of the paper's operations: add (vectors on the sub-layers' outputs, eq. 14),
@@ -391,8 +391,8 @@ def apet(
     base model such as "0.05%"; pattern: discrete (uniform) or adjacent (consecutive rows or columns); seed of the draw.
     """
     if isinstance(method, str) and method not in OPERATIONS:
-        raise DeltuneError(unknown("operation", method, [*OPERATIONS, "a method"]))
-    return Masked(OPERATIONS[method]() if isinstance(method, str) else method, parameters, pattern, along, seed)
+        raise DeltuneError(unknown_name("operation", method, [*OPERATIONS, "a method"]))
+    return MaskedMethod(OPERATIONS[method]() if isinstance(method, str) else method, parameters, pattern, along, seed)
 
 
 OPERATIONS: Mapping[str, Callable[[], Method]] = {

@@ -22,7 +22,7 @@ Indices = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Side:
+class Factor:
     """A tensor of one factor: how many entries each rank has in it, and where they lie.
 
     Entry j of rank k lies at k * step + j * stride. With `block`, ranks come in blocks of that many whose first ranks
@@ -47,15 +47,15 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Unit:
+class MaskUnit:
     """What is drawn at once: a plain weight (`shape`), or a product of two sides that share `rank` ranks."""
 
     name: str
     shape: tuple[int, ...] = ()
     leaf: str = ""
     rank: int = 0
-    down: tuple[Side, ...] = ()
-    up: tuple[Side, ...] = ()
+    down: tuple[Factor, ...] = ()
+    up: tuple[Factor, ...] = ()
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class Unit:
         return 2 if self.rank else 1
 
 
-def _width(sides: Sequence[Side]) -> int:
+def _width(sides: Sequence[Factor]) -> int:
     return sum(side.width for side in sides)
 
 
@@ -77,7 +77,7 @@ def _width(sides: Sequence[Side]) -> int:
 class Mask:
     """How many scalars of each unit are kept, and how they lie; drawn when asked for."""
 
-    quotas: tuple[tuple[Unit, int], ...]
+    quotas: tuple[tuple[MaskUnit, int], ...]
     pattern: str
     along: str
     seed: int
@@ -90,11 +90,11 @@ class Mask:
         """Sorted flat indices by tensor; tensors without any are absent."""
         found: Indices = {}
         for unit, count in self.quotas:
-            found |= draw(unit, count, self.pattern, self.along, self.seed)
+            found |= draw_indices(unit, count, self.pattern, self.along, self.seed)
         return found
 
 
-def split(units: Sequence[Unit], total: int, needs: Mapping[int, Sequence[int]] | None = None) -> list[int]:
+def split_budget(units: Sequence[MaskUnit], total: int, needs: Mapping[int, Sequence[int]] | None = None) -> list[int]:
     """`total` over the units in proportion to size by largest remainder; a product gets none or at least two.
 
     needs: units that act only through others (a gate, a learned scale) -> those others, of which one must get some;
@@ -125,7 +125,7 @@ def split(units: Sequence[Unit], total: int, needs: Mapping[int, Sequence[int]] 
 
 
 def _place_left(
-    units: Sequence[Unit],
+    units: Sequence[MaskUnit],
     quotas: list[int],
     left: int,
     order: Sequence[int],
@@ -150,7 +150,7 @@ def _place_left(
         quotas[giver], quotas[i] = quotas[giver] - 1, left + 1
 
 
-def draw(unit: Unit, count: int, pattern: str, along: str, seed: int) -> Indices:
+def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int) -> Indices:
     """The flat indices that a unit keeps, by tensor, `count` in all.
 
     discrete: uniform without replacement. adjacent: consecutive whole rows (along="rows") or columns, the last ragged.
@@ -182,7 +182,7 @@ def _run(size: int, block: int, count: int, stream: _Stream) -> np.ndarray:
     return np.arange(start, start + count, dtype=np.int64)
 
 
-def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) -> Indices:
+def _product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _Stream) -> Indices:
     wide, up_width = _width(unit.down), _width(unit.up)
     by_rank = pattern == "adjacent" and along == "rows"
     ranks = min(unit.rank, -(-count // (wide + up_width)) if by_rank else count // 2)
@@ -208,7 +208,7 @@ def _product(unit: Unit, count: int, pattern: str, along: str, stream: _Stream) 
     return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
 
 
-def _columns(sides: Sequence[Side], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+def _columns(sides: Sequence[Factor], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
     """Ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
     width = _width(sides)
     first = min(int(stream.number(width) % width), _varying(sides) - 1) * ranks  # no rank has a constant alone
@@ -216,7 +216,7 @@ def _columns(sides: Sequence[Side], ranks: int, part: int, stream: _Stream) -> t
     return flat % ranks, flat // ranks
 
 
-def _scattered(sides: Sequence[Side], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+def _scattered(sides: Sequence[Factor], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
     """One entry for every chosen rank, none of them a constant, and the rest anywhere within these ranks."""
     width, varying = _width(sides), _varying(sides)
     rank = np.arange(ranks)
@@ -229,12 +229,12 @@ def _scattered(sides: Sequence[Side], ranks: int, part: int, stream: _Stream) ->
     return flat // width, flat % width
 
 
-def _varying(sides: Sequence[Side]) -> int:
+def _varying(sides: Sequence[Factor]) -> int:
     """Entries a rank whose effect depends on the input; constants come after them."""
     return sum(side.width for side in sides if not side.constant)
 
 
-def _whole_ranks(unit: Unit, chosen: np.ndarray, count: int, wide: int, up_width: int) -> Indices:
+def _whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, wide: int, up_width: int) -> Indices:
     """Consecutive whole ranks, the last one ragged but with both sides live."""
     kept: dict[str, list[np.ndarray]] = {}
     full, left = len(chosen) - 1, count - (len(chosen) - 1) * (wide + up_width)
@@ -248,7 +248,7 @@ def _whole_ranks(unit: Unit, chosen: np.ndarray, count: int, wide: int, up_width
     return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
 
 
-def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Side], ranks: np.ndarray, entries: np.ndarray) -> None:
+def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Factor], ranks: np.ndarray, entries: np.ndarray) -> None:
     """Flat indices of (rank, entry) pairs, the sides' tensors laid end to end."""
     start = 0
     for side in sides:
@@ -258,7 +258,7 @@ def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Side], ranks: np.n
         start += side.width
 
 
-def _entries(side: Side, rank: int) -> np.ndarray:
+def _entries(side: Factor, rank: int) -> np.ndarray:
     """All positions of a side."""
     return side.positions(np.arange(rank)[:, None], np.arange(side.width)[None]).reshape(-1)
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError
-from .counting import base_size, count_plan, kept_shapes, numel, trained_shapes
-from .resolve import Plan, plan
+from .counting import base_size, count_resolved, kept_shapes, numel, trained_shapes
+from .resolve import ResolvedMethod, resolve
 from .spec import Method
 
 LIMIT = "DELTUNE_MEMORY_LIMIT"
@@ -26,7 +26,7 @@ UNITS = {
 }
 
 
-def needed_bytes(anatomy: Anatomy, planned: Plan, width: int) -> int:
+def needed_bytes(anatomy: Anatomy, planned: ResolvedMethod, width: int) -> int:
     """Bytes of everything that attaching a plan allocates: parameters, positions of masked ones, and the dense tensors
     that masked entries are drawn from and computed in.
 
@@ -51,14 +51,14 @@ def needed_bytes(anatomy: Anatomy, planned: Plan, width: int) -> int:
     return width * scalars + 8 * masked  # a position is an int64
 
 
-def plan_to_attach(model: PreTrainedModel, anatomy: Anatomy, method: Method) -> Plan:
+def resolve_within_memory(model: PreTrainedModel, anatomy: Anatomy, method: Method) -> ResolvedMethod:
     """Resolve a method on a live model that has the memory for it. Errors: those of `plan` and of `check_memory`."""
-    planned = plan(anatomy, method, lambda: base_size(model)[1])
+    planned = resolve(anatomy, method, lambda: base_size(model)[1])
     check_memory(model, anatomy, planned, method)
     return planned
 
 
-def check_memory(model: PreTrainedModel, anatomy: Anatomy, planned: Plan, method: Method) -> None:
+def check_memory(model: PreTrainedModel, anatomy: Anatomy, planned: ResolvedMethod, method: Method) -> None:
     """Refuse a plan that would take more memory than there is, before anything of it is allocated.
 
     What there is: DELTUNE_MEMORY_LIMIT where it is set, else what is free on the model's devices, and on the CPU for
@@ -72,7 +72,7 @@ def check_memory(model: PreTrainedModel, anatomy: Anatomy, planned: Plan, method
     limit, what = _limit(model)
     if limit is None or needed <= limit:
         return
-    count = count_plan(anatomy, planned, "number", 1)
+    count = count_resolved(anatomy, planned, "number", 1)
     raise DeltuneError(
         f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and attaching it takes "
         f"{_readable(needed)} of memory: {_readable(limit)} {what}. Give smaller sizes (deltune.fit finds them for a "

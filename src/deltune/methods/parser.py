@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from typing import Any
 
-from ..errors import DeltuneError, all_problems, excerpt, nearest, unknown
-from .arguments import accepts, mismatch, too_large
+from ..errors import DeltuneError, closest_match, error_from_problems, excerpt, unknown_name
+from .arguments import fits_type, number_problem, type_mismatch
 
 Vocabulary = Mapping[str, Callable[..., Any]]
 
@@ -39,12 +39,12 @@ MOST_TERMS = 1_000
 """Terms of one sum."""
 
 
-def no_argument(name: str, key: str, make: Callable[..., Any]) -> str:
+def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
     """Message for an argument that does not exist: the nearest, or what others' word is here, and all there are."""
     there, parameters = ELSEWHERE.get(key), signature(make).parameters
-    guess = there if there in parameters else nearest(key, parameters)
+    guess = there if there in parameters else closest_match(key, parameters)
     hint = f" Did you mean {guess!r}?" if guess else ""
-    return f"{name} has no argument {key!r}.{hint} It takes: {usage(make)}"
+    return f"{name} has no argument {key!r}.{hint} It takes: {signature_text(make)}"
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Failed(Exception):
     """Raised inside one term once its problem is noted, so that the other terms are still read."""
 
 
-def parse(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
+def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
     """The value of an expression over `vocabulary`; bare names in `words` (sites) stand for themselves.
 
     Errors: DeltuneError with every problem of the text, its place marked by a caret.
@@ -84,7 +84,7 @@ def parse(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ())
     except RecursionError:
         raise DeltuneError("the method expression is nested too deeply") from None
     if reader.problems:
-        raise all_problems(
+        raise error_from_problems(
             "the method expression is wrong",
             [f"{p.message}\n{_caret(source, _column(source, p.node))}" for p in reader.problems],
         )
@@ -141,9 +141,9 @@ class _Reader:
             if not top and node.id in self.words:
                 return node.id
             quoted = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
-            self.fail(node, unknown("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
+            self.fail(node, unknown_name("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
-            if isinstance(node.value, int | float) and (why := too_large(node.value)):
+            if isinstance(node.value, int | float) and (why := number_problem(node.value)):
                 self.fail(node, f"{excerpt(node.value)} is too large: {why}")
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):
@@ -182,7 +182,7 @@ class _Reader:
         if not isinstance(node.func, ast.Name):
             self.fail(node.func, "only a plain name can be called")
         if node.func.id not in self.vocabulary:
-            self.fail(node.func, unknown("name", node.func.id, self.vocabulary))
+            self.fail(node.func, unknown_name("name", node.func.id, self.vocabulary))
         before = len(self.problems)
         positional: list[tuple[ast.AST, Any]] = []
         named: dict[str, tuple[ast.AST, Any]] = {}
@@ -219,17 +219,17 @@ class _Reader:
         for (at, argument), key in zip(positional, parameters, strict=False):
             bound[key] = self.checked(at, name.id, key, argument, hints)
         for at, _ in positional[len(parameters) :]:
-            self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {usage(make)}"))
+            self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {signature_text(make)}"))
         for key, (at, argument) in named.items():
             if key not in parameters:
-                self.problems.append(_Problem(at, no_argument(name.id, key, make)))
+                self.problems.append(_Problem(at, unknown_argument(name.id, key, make)))
             elif key in bound:
                 self.problems.append(_Problem(at, f"{name.id}: {key!r} is given twice"))
             else:
                 bound[key] = self.checked(at, name.id, key, argument, hints)
         missing = [k for k, p in parameters.items() if p.default is Parameter.empty and k not in bound]
         if missing:
-            self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {usage(make)}"))
+            self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {signature_text(make)}"))
         if len(self.problems) > before:
             raise _Failed
         try:
@@ -239,19 +239,19 @@ class _Reader:
 
     def checked(self, node: ast.AST, name: str, key: str, value: Any, hints: dict[str, Any]) -> Any:
         hint = hints.get(key, Any)
-        if not accepts(hint, value):
-            self.problems.append(_Problem(node, f"{name}: {mismatch(key, hint, value)}"))
+        if not fits_type(hint, value):
+            self.problems.append(_Problem(node, f"{name}: {type_mismatch(key, hint, value)}"))
         return value
 
 
-def usage(make: Callable[..., Any]) -> str:
+def signature_text(make: Callable[..., Any]) -> str:
     """The signature as it is written in an expression."""
     excerpt: Signature = signature(make)
     parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
     return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
-def expression(value: Any) -> str:
+def to_expression(value: Any) -> str:
     """The text that the parser reads back as `value`; arguments at their defaults are left out."""
     given = [
         f"{f.name}={getattr(value, f.name)!r}"

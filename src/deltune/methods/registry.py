@@ -34,7 +34,7 @@ from .library import (
     three_vectors,
     unipelt,
 )
-from .spec import Masked, Method, Modification, Named, Selection
+from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 RATE = 1e-3
 """The learning rate of what has none of its own."""
@@ -124,13 +124,13 @@ def parse(text: str | Method) -> Method:
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Method:
     """Kept, because a study reads the same few expressions for each of its runs; a method cannot change."""
-    value = parser.parse(text, VOCABULARY, spec.SITES)
+    value = parser.parse_expression(text, VOCABULARY, spec.SITES)
     if not isinstance(value, Method):
         raise DeltuneError(f"{text!r} is a {type(value).__name__}, a part of a method; wrap it in Modification(...)")
     return value
 
 
-def rate(method: str | Method) -> float:
+def default_learning_rate(method: str | Method) -> float:
     """The learning rate where none is given: the smallest rate of the terms, so that none of them diverges.
 
     full and diff_pruning 5e-5; layernorm, prefix and so their sum 1e-2; prompt 3e-2; everything else 1e-3.
@@ -139,9 +139,9 @@ def rate(method: str | Method) -> float:
 
 
 def _rate(term: Method) -> float:
-    if isinstance(term, Masked):
-        return rate(term.method)
-    return TABLE[term.name].rate if isinstance(term, Named) else RATE
+    if isinstance(term, MaskedMethod):
+        return default_learning_rate(term.method)
+    return TABLE[term.name].rate if isinstance(term, NamedMethod) else RATE
 
 
 def methods() -> tuple[str, ...]:

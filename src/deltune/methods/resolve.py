@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..anatomy.types import Anatomy, Norm, Tensor
-from ..errors import DeltuneError, all_problems
-from .masks import Mask, Unit, split
-from .sites import Place, Port, chosen_layers, places
-from .spec import Masked, Method, Modification, Selection
+from ..errors import DeltuneError, error_from_problems
+from .masks import Mask, MaskUnit, split_budget
+from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
+from .spec import MaskedMethod, Method, Modification, Selection
 
 
 @dataclass(frozen=True)
-class PlannedEdit:
+class ResolvedEdit:
     """A modification at one place. `key`: its name in modules and files; `origin`: the number of the first part of its
     term in the sum; `mask`: which of its scalars are trained."""
 
     key: str
     modification: Modification
-    place: Place
+    place: EditLocation
     origin: int
     mask: Mask | None = None
 
@@ -36,7 +36,7 @@ class PlannedEdit:
 
 
 @dataclass(frozen=True)
-class PlannedGates:
+class ResolvedGates:
     """Tensors of which exactly `keep` scalars change, which ones is learned. `key`: the number of its part."""
 
     key: str
@@ -49,34 +49,34 @@ class PlannedGates:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedMethod:
     """What a method comes down to on one model: its edits, the tensors it selects whole, and those it selects in part.
 
     `tied`: masks on what places share, by name; `gated`: tensors whose mask is learned.
     """
 
-    edits: tuple[PlannedEdit, ...]
+    edits: tuple[ResolvedEdit, ...]
     selected: tuple[Tensor, ...]
     partly: tuple[tuple[Tensor, Mask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
-    gated: tuple[PlannedGates, ...] = ()
+    gated: tuple[ResolvedGates, ...] = ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResolvedMethod:
         return self  # a value; copies of a tuned model share it
 
 
-def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
+def resolve(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> ResolvedMethod:
     """Resolve a method on a model; base() is the size of AutoModel, for a mask that is a share of it.
 
     Errors: DeltuneError with every term that cannot be had and why.
     """
     problems: list[str] = []
-    plans: list[Plan] = []
+    plans: list[ResolvedMethod] = []
     index = 0
     for term in method.terms:
         found = _term(anatomy, term, index, problems)
         index += len(term.parts)
-        if isinstance(term, Masked) and not problems:
+        if isinstance(term, MaskedMethod) and not problems:
             try:
                 found = _masked(found, term, base)
             except DeltuneError as error:
@@ -86,16 +86,16 @@ def plan(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Plan:
         plans.append(found)
     problems = problems or list(_conflicts(plans, method.terms))
     if problems:
-        raise all_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
+        raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
     selected = {t.name: t for p in plans for t in p.selected}
     partly = {t.name: (t, mask) for p in plans for t, mask in p.partly}
-    return Plan(
+    return ResolvedMethod(
         tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
         tuple(t for p in plans for t in p.tied), tuple(g for p in plans for g in p.gated),
     )  # fmt: skip
 
 
-def _conflicts(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
+def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
     """What terms would take from one another: every scalar that is counted must be used and trained."""
     names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
     whole = {t.name for p in plans for t in p.selected}
@@ -104,7 +104,7 @@ def _conflicts(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
             f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
             "apet(A + B, …), or one of the two"
         )
-    replaced: dict[Port, PlannedEdit] = {}
+    replaced: dict[ModuleSide, ResolvedEdit] = {}
     for edit in (e for p in plans for e in p.edits if e.modification.form.replaces):
         if edit.place.target in replaced:
             yield (
@@ -124,7 +124,7 @@ def _conflicts(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
         yield "shift_positions beside a prompt: both would move the positions of the text"
 
 
-def _idle(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
+def _idle(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
     """Terms that only select tensors, all of which other terms select too."""
     selected = [{t.name for t in p.selected} for p in plans]
     for number, (one, term) in enumerate(zip(plans, terms, strict=False)):
@@ -136,41 +136,41 @@ def _idle(plans: Sequence[Plan], terms: Sequence[Method]) -> Iterator[str]:
             return
 
 
-def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Plan:
+def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> ResolvedMethod:
     """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
-    edits: list[PlannedEdit] = []
+    edits: list[ResolvedEdit] = []
     selected: list[Tensor] = []
-    gated: list[PlannedGates] = []
+    gated: list[ResolvedGates] = []
     for number, part in enumerate(term.parts, index):
         try:
             if isinstance(part, Modification):
-                found = places(anatomy, part)
-                edits += [PlannedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
+                found = resolve_locations(anatomy, part)
+                edits += [ResolvedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
             elif part.sparsity is None:
-                selected += tensors(anatomy, part)
-            elif chosen := tensors(anatomy, part):
+                selected += selected_tensors(anatomy, part)
+            elif chosen := selected_tensors(anatomy, part):
                 gated.append(_gated(chosen, part.sparsity, str(number)))
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
-    return Plan(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
+    return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
 
 
-def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> PlannedGates:
+def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates:
     unique = tuple(dict.fromkeys(chosen))
     size = sum(t.numel for t in unique)
     keep = int(size * sparsity)
     if not keep:
         raise DeltuneError(f"sparsity={sparsity} of {size:,} scalars is none; give at least {1 / size:.2g}")
-    return PlannedGates(key, unique, keep)
+    return ResolvedGates(key, unique, keep)
 
 
-def _masked(whole: Plan, masked: Masked, base: Callable[[], int]) -> Plan:
+def _masked(whole: ResolvedMethod, masked: MaskedMethod, base: Callable[[], int]) -> ResolvedMethod:
     """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out.
 
     A learned scale acts through the form of its edit, and a gate through the edits that it is tied to: they get none
     where those have none.
     """
-    owners: list[tuple[str, str, Unit]] = []
+    owners: list[tuple[str, str, MaskUnit]] = []
     needs: dict[int, list[int]] = {}
     forms: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
     for edit in whole.edits:
@@ -185,22 +185,22 @@ def _masked(whole: Plan, masked: Masked, base: Callable[[], int]) -> Plan:
     for key, edit in {e.tied: e for e in whole.edits if e.tied in forms}.items():
         needs[len(owners)] = forms[key]
         shape = edit.modification.compose.tied(edit.place.widths)["gate"]
-        owners.append(("tied", key, Unit(f"tied.{key}", shape, "gate")))
-    owners += [("base", t.name, Unit(t.name, t.shape, t.name)) for t in whole.selected]
-    quotas = split([unit for _, _, unit in owners], masked.wanted(base), needs)
-    kept: dict[tuple[str, str], list[tuple[Unit, int]]] = {}
+        owners.append(("tied", key, MaskUnit(f"tied.{key}", shape, "gate")))
+    owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in whole.selected]
+    quotas = split_budget([unit for _, _, unit in owners], masked.wanted(base), needs)
+    kept: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
     for (kind, name, unit), count in zip(owners, quotas, strict=True):
         if count:
             kept.setdefault((kind, name), []).append((unit, count))
     masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept.items()}
-    return Plan(
+    return ResolvedMethod(
         tuple(replace(e, mask=masks["edit", e.key]) for e in whole.edits if ("edit", e.key) in masks), (),
         tuple((t, masks["base", t.name]) for t in whole.selected if ("base", t.name) in masks),
         tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
     )  # fmt: skip
 
 
-def _units(edit: PlannedEdit) -> list[Unit]:
+def _units(edit: ResolvedEdit) -> list[MaskUnit]:
     """What is drawn of an edit: its product, if it has one, and every other tensor alone."""
     widths, form = edit.place.widths, edit.modification.form
     shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
@@ -208,14 +208,14 @@ def _units(edit: PlannedEdit) -> list[Unit]:
     units = []
     if product is not None:
         rank, down, up = product
-        units.append(Unit(edit.key, rank=rank, down=down, up=up))
+        units.append(MaskUnit(edit.key, rank=rank, down=down, up=up))
         shapes = {leaf: s for leaf, s in shapes.items() if leaf not in {side.leaf for side in (*down, *up)}}
-    return units + [Unit(f"{edit.key}.{leaf}", shape, leaf) for leaf, shape in shapes.items()]
+    return units + [MaskUnit(f"{edit.key}.{leaf}", shape, leaf) for leaf, shape in shapes.items()]
 
 
-def tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
+def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     """Every tensor of a selection, each once; an error where none exists, saying what there is."""
-    layers = {anatomy.layers.index(la) for la in chosen_layers(anatomy, selection.layers, selection.stack)}
+    layers = {anatomy.layers.index(la) for la in select_layers(anatomy, selection.layers, selection.stack)}
     belongs = {norm.path: norm for _, norm in anatomy.all_norms()}
     found = []
     for tensor in anatomy.tensors:

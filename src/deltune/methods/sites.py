@@ -16,7 +16,7 @@ from .spec import LayersArg, Modification
 
 
 @dataclass(frozen=True)
-class Port:
+class ModuleSide:
     """One side of one module. side: "input" (its first argument), "output", "attention" (inside the attention's call),
     "tokens" (around a stack), "states" (all hidden states of a stack). columns: the part of a fused projection."""
 
@@ -26,7 +26,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Place:
+class EditLocation:
     """One concrete place of a modification: h is written at `target`, x read at `source` (None: nothing but h is read).
 
     `name` is unique and stable, "encoder.3.self.query"; `sublayer` the sub-module it is in; `group` what shares a
@@ -35,8 +35,8 @@ class Place:
     """
 
     name: str
-    target: Port
-    source: Port | None
+    target: ModuleSide
+    source: ModuleSide | None
     widths: Widths
     sublayer: str
     group: str
@@ -51,11 +51,11 @@ class Spot:
     """A site on one layer before insertion and composition: h at `target` (h_width), x at `x` (x_width)."""
 
     name: str
-    target: Port
+    target: ModuleSide
     h_width: int
     sublayer: str
     group: str
-    x: Port | None = None
+    x: ModuleSide | None = None
     x_width: int = 0
     again: bool = False
     linear: Linear | None = None
@@ -63,7 +63,7 @@ class Spot:
     attention: Attention | None = None
 
 
-def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
+def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
     """The layers that `layers` and `stack` name; indices count within each stack."""
     names = [s.name for s in anatomy.stacks]
     if stack != "all" and stack not in names:
@@ -91,14 +91,14 @@ def chosen_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
     return found
 
 
-def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
+def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
     """Every place of a modification, in the order of execution; an error where there is none or it cannot be seen."""
     if modification.site in ("embedding", "hidden_states"):
         whole = _embedding if modification.site == "embedding" else _hidden_states
         return [whole(anatomy, modification)]
     spots = [
         spot
-        for layer in chosen_layers(anatomy, modification.layers, modification.stack)
+        for layer in select_layers(anatomy, modification.layers, modification.stack)
         for spot in _spots(anatomy, layer, modification)
     ]
     if isinstance(modification.form, Vector) and modification.form.where != "all":
@@ -116,7 +116,7 @@ def places(anatomy: Anatomy, modification: Modification) -> list[Place]:
     return [_moving(anatomy, _place(spot, modification), spot, modification) for spot in spots]
 
 
-def _place(spot: Spot, modification: Modification) -> Place:
+def _place(spot: Spot, modification: Modification) -> EditLocation:
     """u is x (parallel) or h (sequential); a gate reads x in either case."""
     parallel = modification.insertion == "parallel"
     reads = parallel or modification.compose.reads_x
@@ -131,13 +131,13 @@ def _place(spot: Spot, modification: Modification) -> Place:
     if why := modification.form.fits(widths):
         raise DeltuneError(why)
     inside = modification.form.needs == "attention" and not modification.compose.reads_x
-    return Place(
+    return EditLocation(
         spot.name, spot.target, spot.x if reads and not inside else None, widths, spot.sublayer, spot.group, spot.again,
         spot.linear, spot.biased,
     )  # fmt: skip
 
 
-def _moving(anatomy: Anatomy, place: Place, spot: Spot, modification: Modification) -> Place:
+def _moving(anatomy: Anatomy, place: EditLocation, spot: Spot, modification: Modification) -> EditLocation:
     """The place of a form that moves the positions of its stack's tokens on, if it is in their own attention."""
     if not modification.form.shift or spot.attention is None or spot.attention.kind != "self":
         return place
@@ -153,12 +153,12 @@ def _spots(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterat
     site, stem = modification.site, f"{layer.stack}.{layer.index}"
     if site == "block":
         width = anatomy.stack(layer.stack).width
-        target, x = Port(layer.path, "output"), Port(layer.path, "input")
+        target, x = ModuleSide(layer.path, "output"), ModuleSide(layer.path, "input")
         yield Spot(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
     elif site == "norm":
         for number, norm in enumerate(layer.norms):
             name = f"{stem}.norm{number}"
-            yield Spot(name, Port(norm.path, "output"), norm.width, name, layer.stack, biased=norm.bias)
+            yield Spot(name, ModuleSide(norm.path, "output"), norm.width, name, layer.stack, biased=norm.bias)
     elif site.startswith("ffn"):
         for number, ffn in enumerate(layer.ffns):
             yield from _ffn(f"{stem}.{number}" if number else stem, layer, ffn, modification)
@@ -171,28 +171,30 @@ def _spots(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterat
 def _attention(stem: str, layer: Layer, attention: Attention, modification: Modification) -> Spot:
     site, output = modification.site, attention.output
     name, group = f"{stem}.{site}", f"{layer.stack}_{attention.kind}"
-    x = Port(_read(attention, modification), "input")
+    x = ModuleSide(_read(attention, modification), "input")
     x_width = attention.query.in_width if attention.query else output.out_width
     if site == "output":
         return _projection(name, output, stem, group)
     if site == "attention":
-        return Spot(name, Port(output.path, "output"), output.out_width, stem, group, x, x_width)
+        return Spot(name, ModuleSide(output.path, "output"), output.out_width, stem, group, x, x_width)
     if site == "heads" and modification.form.needs == "hidden":
-        return Spot(name, Port(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention)
+        return Spot(
+            name, ModuleSide(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention
+        )
     if attention.query is None or attention.key is None or attention.value is None:
         raise DeltuneError(
             f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not call "
             "transformers' attention interface"
         )
     if site == "heads":
-        target = Port(attention.path, "attention")
+        target = ModuleSide(attention.path, "attention")
         return Spot(name, target, output.in_width, stem, group, x, x_width, attention=attention)
     linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
     return _projection(name, linear, stem, group)
 
 
 def _projection(name: str, linear: Linear, sublayer: str, group: str) -> Spot:
-    target, x = Port(linear.path, "output", linear.columns), Port(linear.path, "input")
+    target, x = ModuleSide(linear.path, "output", linear.columns), ModuleSide(linear.path, "input")
     return Spot(
         name, target, linear.out_width, sublayer, group, x, linear.in_width, linear=linear, biased=linear.bias
     )  # fmt: skip
@@ -201,20 +203,20 @@ def _projection(name: str, linear: Linear, sublayer: str, group: str) -> Spot:
 def _ffn(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[Spot]:
     site, sublayer, group = modification.site, f"{stem}.ffn", layer.stack
     hidden, x_width = ffn.output.out_width, ffn.inputs[0].in_width
-    x = Port(_read(ffn, modification), "input")
+    x = ModuleSide(_read(ffn, modification), "input")
     if site == "ffn_up":
         for number, linear in enumerate(ffn.inputs):
             yield _projection(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
     elif site == "ffn_down":
         yield _projection(f"{stem}.ffn_down", ffn.output, sublayer, group)
     elif site == "ffn_inner":
-        target = Port(ffn.output.path, "input")
+        target = ModuleSide(ffn.output.path, "input")
         yield Spot(f"{stem}.ffn_inner", target, ffn.output.in_width, sublayer, group, linear=ffn.output)
     elif modification.x == "normed" and ffn.post is not None:
         # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
-        yield Spot(f"{stem}.ffn", Port(ffn.post, "input"), hidden, sublayer, group, x, x_width, again=True)
+        yield Spot(f"{stem}.ffn", ModuleSide(ffn.post, "input"), hidden, sublayer, group, x, x_width, again=True)
     else:
-        yield Spot(f"{stem}.ffn", Port(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
+        yield Spot(f"{stem}.ffn", ModuleSide(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
 
 
 def _read(part: Attention | FFN, modification: Modification) -> str:
@@ -222,7 +224,7 @@ def _read(part: Attention | FFN, modification: Modification) -> str:
     return part.pre if modification.x == "residual" and part.pre is not None else part.reads
 
 
-def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
+def _embedding(anatomy: Anatomy, modification: Modification) -> EditLocation:
     stack = anatomy.stacks[0]
     if stack.words is None:
         raise DeltuneError("the word embeddings of this model cannot be seen")
@@ -234,10 +236,10 @@ def _embedding(anatomy: Anatomy, modification: Modification) -> Place:
     if beyond := [i for i in first or () if not 0 <= i < rows]:
         raise DeltuneError(f"init_from={first!r}: {beyond} are no token ids of this model, which has 0 to {rows - 1}")
     name = f"{stack.name}.embedding"
-    return Place(name, Port(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
+    return EditLocation(name, ModuleSide(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
 
 
-def _hidden_states(anatomy: Anatomy, modification: Modification) -> Place:
+def _hidden_states(anatomy: Anatomy, modification: Modification) -> EditLocation:
     stack = anatomy.stacks[-1]
     if anatomy.answers in ("words", "choices"):
         raise DeltuneError(
@@ -246,4 +248,4 @@ def _hidden_states(anatomy: Anatomy, modification: Modification) -> Place:
     width = stack.width
     widths = replace(Widths(width, width), states=stack.depth + 1)
     name = f"{stack.name}.hidden_states"
-    return Place(name, Port(stack.container, "states"), None, widths, name, stack.name)
+    return EditLocation(name, ModuleSide(stack.container, "states"), None, widths, name, stack.name)

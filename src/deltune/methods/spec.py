@@ -13,12 +13,12 @@ from functools import cache, wraps
 from inspect import signature
 from typing import Any, Literal, get_type_hints
 
-from ..errors import DeltuneError, all_problems, unknown
-from .arguments import accepts, check_fields, mismatch, percentage
+from ..errors import DeltuneError, error_from_problems, unknown_name
+from .arguments import check_fields, fits_type, parse_percentage, type_mismatch
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Form, Vector
-from .parser import expression, no_argument, usage
+from .parser import signature_text, to_expression, unknown_argument
 
 SITES = {
     "heads": "per-head attention output, before W_o",
@@ -56,7 +56,7 @@ class Method:
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
             return NotImplemented
-        return Sum((*self.terms, *other.terms))
+        return MethodSum((*self.terms, *other.terms))
 
     def __radd__(self, other: object) -> Method:
         return self if other == 0 else NotImplemented  # sum() begins with 0
@@ -108,7 +108,7 @@ class Modification(Method):
             ("x", self.x, READS),
         ):
             if value not in known:
-                raise DeltuneError(unknown(name, value, known))
+                raise DeltuneError(unknown_name(name, value, known))
         if self.attention != "all" and self.site not in INSIDE_ATTENTION:
             raise DeltuneError(f"attention={self.attention!r} chooses attentions; site {self.site!r} is in none")
         needs, form = self.form.needs, type(self.form).__name__
@@ -151,7 +151,7 @@ class Modification(Method):
         return (self,)
 
     def __repr__(self) -> str:
-        return expression(self)
+        return to_expression(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,12 +179,12 @@ class Selection(Method):
             raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
             if role not in ROLES:
-                raise DeltuneError(unknown("role", role, ROLES))
+                raise DeltuneError(unknown_name("role", role, ROLES))
         for area in self.areas:
             if area not in AREAS:
-                raise DeltuneError(unknown("area", area, AREAS))
+                raise DeltuneError(unknown_name("area", area, AREAS))
         if self.of not in ("both", "attention", "ffn"):
-            raise DeltuneError(unknown("of", self.of, ("both", "attention", "ffn")))
+            raise DeltuneError(unknown_name("of", self.of, ("both", "attention", "ffn")))
         if self.of != "both" and not all(role.startswith("norm.") for role in self.roles):
             raise DeltuneError(f"of={self.of!r} chooses norms; the roles here are {', '.join(self.roles)}")
 
@@ -193,7 +193,7 @@ class Selection(Method):
         return (self,)
 
     def __repr__(self) -> str:
-        return expression(self)
+        return to_expression(self)
 
 
 ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "all")
@@ -201,7 +201,7 @@ AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 
 @dataclass(frozen=True)
-class Named(Method):
+class NamedMethod(Method):
     """A method of the table with all its arguments; `given` holds those that differ from their defaults."""
 
     name: str
@@ -214,7 +214,7 @@ class Named(Method):
         return self.built
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Named) and (self.name, self.given) == (other.name, other.given)
+        return isinstance(other, NamedMethod) and (self.name, self.given) == (other.name, other.given)
 
     def __hash__(self) -> int:
         return hash((self.name, self.given))
@@ -223,32 +223,32 @@ class Named(Method):
         return _call(self.name, self.given)
 
 
-def named(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., Named]:
+def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., NamedMethod]:
     """A function that returns parts becomes one that returns the named method, with its arguments on record."""
     shape = signature(make)
     hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
 
     @wraps(make)
-    def method(*args: Any, **kwargs: Any) -> Named:
-        if unheard := [no_argument(make.__name__, key, make) for key in kwargs if key not in shape.parameters]:
+    def method(*args: Any, **kwargs: Any) -> NamedMethod:
+        if unheard := [unknown_argument(make.__name__, key, make) for key in kwargs if key not in shape.parameters]:
             raise DeltuneError("; ".join(unheard))
         try:
             bound = shape.bind(*args, **kwargs)
         except TypeError as error:
-            raise DeltuneError(f"{make.__name__}: {error}; it takes {usage(make)}") from None
+            raise DeltuneError(f"{make.__name__}: {error}; it takes {signature_text(make)}") from None
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
-        wrong = [mismatch(k, hints()[k], v) for k, v in arguments.items() if not accepts(hints()[k], v)]
+        wrong = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
         if wrong:
-            raise all_problems(make.__name__, wrong)
+            raise error_from_problems(make.__name__, wrong)
         given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
-        return Named(make.__name__, given, tuple(arguments.items()), make(**arguments))
+        return NamedMethod(make.__name__, given, tuple(arguments.items()), make(**arguments))
 
     return method
 
 
 @dataclass(frozen=True, repr=False)
-class Masked(Method):
+class MaskedMethod(Method):
     """Exactly `parameters` scalars of a method are trained, W ⊙ m; the rest stay zero, or pretrained (AP §5.1).
 
     parameters: a number, or a share of the base model such as "0.05%"; pattern: "discrete" or "adjacent"; along: "rows"
@@ -268,17 +268,17 @@ class Masked(Method):
             ("along", self.along, ("rows", "columns")),
         ):
             if value not in known:
-                raise DeltuneError(unknown(name, value, known))
-        if any(isinstance(term, Masked) for term in self.method.terms):
+                raise DeltuneError(unknown_name(name, value, known))
+        if any(isinstance(term, MaskedMethod) for term in self.method.terms):
             raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
             raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
-        if isinstance(self.parameters, str) and percentage(self.parameters) is None:
+        if isinstance(self.parameters, str) and parse_percentage(self.parameters) is None:
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
 
     def wanted(self, base: Callable[[], int]) -> int:
         """N for a base model of base() scalars; a share is rounded down."""
-        share = percentage(self.parameters) if isinstance(self.parameters, str) else None
+        share = parse_percentage(self.parameters) if isinstance(self.parameters, str) else None
         return int(self.parameters) if share is None else int(base() * share)
 
     @property
@@ -295,7 +295,7 @@ class Masked(Method):
 
 
 @dataclass(frozen=True, repr=False)
-class Sum(Method):
+class MethodSum(Method):
     """Several methods at once; + is associative, and the order of the terms is kept."""
 
     members: tuple[Method, ...]
@@ -317,25 +317,25 @@ def _call(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
     return f"{name}({inside})" if inside else name
 
 
-def explicit(method: Method) -> str:
+def explicit_expression(method: Method) -> str:
     """The expression with every argument of its named methods written out, for files that must outlive a default."""
     return " + ".join(_explicit(term) for term in method.terms)
 
 
 def _explicit(term: Method) -> str:
-    if isinstance(term, Masked):
-        return term.written(explicit(term.method))
-    return _call(term.name, term.arguments) if isinstance(term, Named) else repr(term)
+    if isinstance(term, MaskedMethod):
+        return term.written(explicit_expression(term.method))
+    return _call(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
 
 
 def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
     """Errors for a layers, stack or attention argument that means nothing."""
     if isinstance(layers, str):
         if layers not in LAYERS:
-            raise DeltuneError(unknown("layers", layers, [*LAYERS, "a list of 0-based indices"]))
+            raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "a list of 0-based indices"]))
     elif not layers or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in layers):
         raise DeltuneError(f"layers={layers!r}: give 'all', 'lower half', 'upper half' or a list of 0-based indices")
     if stack not in STACKS:
-        raise DeltuneError(unknown("stack", stack, STACKS))
+        raise DeltuneError(unknown_name("stack", stack, STACKS))
     if attention not in ATTENTIONS:
-        raise DeltuneError(unknown("attention", attention, ATTENTIONS))
+        raise DeltuneError(unknown_name("attention", attention, ATTENTIONS))

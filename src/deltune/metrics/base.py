@@ -111,7 +111,7 @@ def ratio_of(rows: Sequence[tuple[float, float]], said: Options) -> Measured:
     return Measured(np.array(rows, dtype=float), reduce, said)
 
 
-def over_references(
+def reduce_references(
     values: Sequence[float], references: Sequence[Sequence[str]], how: Literal["max", "mean"]
 ) -> list[float]:
     """One number for each example from one for each of its references, in order: their "max" or their "mean"."""

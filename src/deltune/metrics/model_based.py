@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeltuneError
-from .base import Measured, Metric, Options, mean_of, over_references
+from .base import Measured, Metric, Options, mean_of, reduce_references
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
@@ -63,7 +63,7 @@ def _bertscore(predictions: Texts, references: References, options: Options) -> 
         for i, value in zip(full, f1.tolist(), strict=True):
             values[i] = value
     said = {"hash": scorer.hash, "rescaled": False, "references": "max"}
-    return mean_of(over_references(values, references, "max"), said)
+    return mean_of(reduce_references(values, references, "max"), said)
 
 
 # MoverScore --------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _moverscore(predictions: Texts, references: References, options: Options) ->
     moved = [_moved(ours[i], reference) for i, reference in zip(index, theirs, strict=True)]
     values = [0.0 if d is None else 1 / (1 + d) if options["form"] == "inverse" else 1 - d for d in moved]
     said = {**options, "layer": "last", "ngram": 1, "subwords": "first", "references": "mean"}
-    return mean_of(over_references(values, references, "mean"), said)
+    return mean_of(reduce_references(values, references, "mean"), said)
 
 
 def _embedded(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -154,7 +154,7 @@ def _bleurt(predictions: Texts, references: References, options: Options) -> Mea
         batch = tokenizer(*pair, padding=True, truncation="longest_first", max_length=limit, return_tensors="pt")
         with torch.no_grad():
             values += model(**batch.to(model.device)).logits[:, 0].tolist()
-    return mean_of(over_references(values, references, "max"), {**options, "references": "max"})
+    return mean_of(reduce_references(values, references, "max"), {**options, "references": "max"})
 
 
 _MODEL: dict[str, Any] = {"kind": "texts", "extra": "metrics", "lacks": _needs_model}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from ..errors import DeltuneError, all_problems, unknown
+from ..errors import DeltuneError, error_from_problems, unknown_name
 from .base import Kind, Metric, Options, Score, Scores
 from .captions import CAPTIONS
 from .labels import LABELS
@@ -32,10 +32,10 @@ def score(
     of a metric's kind.
     """
     names, given = list(names) or ["accuracy"], options or {}
-    wrong = [unknown("metric", name, METRICS) for name in (*names, *given) if name not in METRICS]
+    wrong = [unknown_name("metric", name, METRICS) for name in (*names, *given) if name not in METRICS]
     for name in given.keys() & METRICS.keys():
         wrong += [
-            unknown("option", key, METRICS[name].options, name)
+            unknown_name("option", key, METRICS[name].options, name)
             for key in given[name]
             if key not in METRICS[name].options
         ]
@@ -100,4 +100,4 @@ def _prepared(
 
 def _refuse(title: str, wrong: list[str]) -> None:
     if wrong:
-        raise all_problems(title, wrong[:3] + (["…"] if len(wrong) > 3 else []))
+        raise error_from_problems(title, wrong[:3] + (["…"] if len(wrong) > 3 else []))

@@ -13,25 +13,32 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..anatomy.quantization import refuse_quantised
-from ..anatomy.tracing import configurations
-from ..errors import DeltuneError, excerpt, unknown
-from ..filesystem import local_path
+from ..anatomy.quantization import check_not_quantized
+from ..anatomy.tracing import all_configs
+from ..errors import DeltuneError, excerpt, unknown_name
+from ..filesystem import user_path
 from ..interop.base import has_file, is_foreign
 from ..methods.counting import base_size
 from ..methods.forms import Prompt
-from ..methods.memory import check_memory, plan_to_attach
+from ..methods.memory import check_memory, resolve_within_memory
 from ..methods.registry import parse
-from ..methods.resolve import Plan, plan
+from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
-from ..tensor_files import TensorFacts, facts_of
+from ..tensor_files import TensorFacts, tensor_facts
 from . import serialization
-from .attention import extended_name
-from .conversion import translated, write
-from .delta_schema import check, check_finite, check_positions, check_shapes, expected, method_of
+from .attention import prefix_implementation
+from .conversion import export_delta, read_foreign
+from .delta_schema import (
+    check_finite,
+    check_positions,
+    check_shapes,
+    check_tensors,
+    expected_tensors,
+    parse_saved_method,
+)
 from .handle import NAME, Tuned
-from .modules import Delta, Labels, slot_key
-from .pass_manager import refuse_offloaded
+from .modules import Delta, HeadLabels, parameter_key
+from .pass_manager import check_not_offloaded
 
 
 def attach(
@@ -46,19 +53,19 @@ def attach(
     _check_model(model)
     parsed = parse(method)
     if head not in ("train", "freeze"):
-        raise DeltuneError(unknown("head", head, ("train", "freeze")))
-    handle = existing(model)
+        raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
+    handle = find_tuned(model)
     check_name(name, handle.names if handle else ())
-    planned = plan_to_attach(model, handle.anatomy if handle else inspect(model), parsed)
+    planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
     if any(edit.modification.form.needs == "attention" for edit in planned.edits):
-        for config in configurations(model):
-            extended_name(config._attn_implementation)
+        for config in all_configs(model):
+            prefix_implementation(config._attn_implementation)
     handle = handle or Tuned(model)
     _attach(handle, parsed, planned, name, head)
     return handle
 
 
-def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) -> None:
+def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle.settle(Delta(parsed, planned, heads, head))
     delta.start()
@@ -66,7 +73,7 @@ def _attach(handle: Tuned, parsed: Method, planned: Plan, name: str, head: str) 
         sparse.start(handle.original(name_in_model).detach())
     _start_rows(handle, delta)
     for owned in delta.owned:
-        delta.held[slot_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
+        delta.held[parameter_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
     coarse = [n for n in delta.selected if handle.original(n).dtype in (torch.bfloat16, torch.float16)]
     if coarse:
         kind = handle.original(coarse[0]).dtype
@@ -111,11 +118,11 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
             library's options have no translation here. The model stays as it was.
     """
     _check_model(model)
-    where = local_path(folder, "folder")
+    where = user_path(folder, "folder")
     if is_foreign(where) and not has_file(where, serialization.FACTS):
         return _load_foreign(model, where, name, allow_nonfinite)
-    saved = serialization.read(where)
-    handle = existing(model)
+    saved = serialization.open_delta(where)
+    handle = find_tuned(model)
     check_name(name, handle.names if handle else ())
     handle = handle or Tuned(model)
     delta, labels = _read_delta(handle, saved, allow_nonfinite)
@@ -123,10 +130,12 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
     return handle
 
 
-def _read_delta(handle: Tuned, saved: serialization.Saved, allow_nonfinite: bool) -> tuple[Delta, Labels | None]:
+def _read_delta(
+    handle: Tuned, saved: serialization.SavedDelta, allow_nonfinite: bool
+) -> tuple[Delta, HeadLabels | None]:
     """The delta of a folder for this model, after every check."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    serialization.check_base(saved, serialization.base_facts(handle.model, anatomy, handle.original))
+    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle.original))
     head = tuple(facts.head.tensors)
     own = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != own:
@@ -134,10 +143,12 @@ def _read_delta(handle: Tuned, saved: serialization.Saved, allow_nonfinite: bool
             f"{where} holds a head for {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
             f"{', '.join(own) or 'none'}: load the base model as {facts.base.model}"
         )
-    method, explicit = method_of(anatomy, facts, len(saved.tensors), where)
-    planned = plan(anatomy, explicit, lambda: base_size(handle.model)[1])
+    method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
+    planned = resolve(anatomy, explicit, lambda: base_size(handle.model)[1])
     labels = (
-        None if facts.labels is None or (own and not head) else Labels(facts.labels.pairs, facts.labels.problem_type)
+        None
+        if facts.labels is None or (own and not head)
+        else HeadLabels(facts.labels.pairs, facts.labels.problem_type)
     )
     _check_file(handle, planned, head, saved.tensors, labels, where)
     check_memory(handle.model, anatomy, planned, explicit)
@@ -148,15 +159,15 @@ def _read_delta(handle: Tuned, saved: serialization.Saved, allow_nonfinite: bool
 
 def _check_file(
     handle: Tuned,
-    planned: Plan,
+    planned: ResolvedMethod,
     head: tuple[str, ...],
     facts: dict[str, TensorFacts],
-    labels: Labels | None,
+    labels: HeadLabels | None,
     where: Path,
 ) -> None:
     """Error where a file's tensors are not those that a plan keeps on this model; before anything is allocated."""
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
-    check(expected(handle.anatomy, planned, owned, head), facts, where)
+    check_tensors(expected_tensors(handle.anatomy, planned, owned, head), facts, where)
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
     known = handle.anatomy.answers == "labels"
     _check_head(
@@ -169,11 +180,11 @@ def _fill(
     handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], where: Path, allow_nonfinite: bool = False
 ) -> None:
     """Give a new delta the numbers of a file, which has the tensors that are expected."""
-    needed = expected(handle.anatomy, delta.planned, delta.owned, delta.head)
+    needed = expected_tensors(handle.anatomy, delta.planned, delta.owned, delta.head)
     check_positions(needed, numbers, where)
     kept = delta.kept()
     drawn: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in kept.items()}
-    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, facts_of(numbers), where)
+    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, tensor_facts(numbers), where)
     filled = dict(kept)
     with torch.no_grad():
         for name, tensor in kept.items():
@@ -182,18 +193,18 @@ def _fill(
             like = handle.original(name)
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
             value = value.clone()  # the file's memory is unaligned: other last bits
-            filled[f"base.{name}"] = delta.held[slot_key(name)] = nn.Parameter(value)
+            filled[f"base.{name}"] = delta.held[parameter_key(name)] = nn.Parameter(value)
         if not allow_nonfinite:
             check_finite(filled, where)
 
 
 def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool) -> Tuned:
     """Attach what a folder of PEFT or AdapterHub says; a head that is not in it stays the model's own, and frozen."""
-    handle = existing(model)
+    handle = find_tuned(model)
     check_name(name, handle.names if handle else ())
     handle = handle or Tuned(model)
-    found = translated(handle, where)
-    planned = plan(handle.anatomy, found.method, lambda: base_size(model)[1])
+    found = read_foreign(handle, where)
+    planned = resolve(handle.anatomy, found.method, lambda: base_size(model)[1])
     head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     if found.head and (missing := [n for n in head if n not in found.head]):
         raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
@@ -203,10 +214,10 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
         width = next(iter(own[head[-1]].shape), 0)  # the last linear's outputs
         named = found.labels or tuple(label for _, label in labels.id2label)
         named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
-        labels = Labels(tuple(enumerate(named)), labels.problem_type)
+        labels = HeadLabels(tuple(enumerate(named)), labels.problem_type)
     numbers = found.numbers | {f"base.{n}": t for n, t in own.items()}
     untouched = {f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
-    _check_file(handle, planned, head, facts_of(numbers) | untouched, labels, where)
+    _check_file(handle, planned, head, tensor_facts(numbers) | untouched, labels, where)
     check_memory(model, handle.anatomy, planned, found.method)
     delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
     _fill(handle, delta, numbers, where, allow_nonfinite)
@@ -219,7 +230,7 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
 
     format: "peft". Errors: a folder that holds anything, everything that the format cannot express, with the reasons.
     """
-    return write(tuned(model), folder, format, name)
+    return export_delta(tuned(model), folder, format, name)
 
 
 def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
@@ -243,8 +254,8 @@ def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any
 def _check_model(model: object) -> None:
     """Errors for what is no model of transformers, such as one that PEFT has wrapped."""
     if isinstance(model, PreTrainedModel):
-        refuse_quantised(model)
-        refuse_offloaded(model)
+        check_not_quantized(model)
+        check_not_offloaded(model)
         return
     wrapped = (
         ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
@@ -262,7 +273,7 @@ def check_name(name: str, taken: Iterable[str]) -> None:
         raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
 
 
-def existing(model: nn.Module) -> Tuned | None:
+def find_tuned(model: nn.Module) -> Tuned | None:
     """The tuned object of a model, or None."""
     found: Any = model._modules.get(NAME)
     return found if isinstance(found, Tuned) else None
@@ -272,7 +283,7 @@ def tuned(model: nn.Module) -> Tuned:
     """The handle of a model with deltas. Error: nothing is attached to it."""
     if not isinstance(model, nn.Module):
         raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
-    found = existing(model)
+    found = find_tuned(model)
     if found is None:
         raise DeltuneError(f"nothing is attached to this {type(model).__name__}; deltune.attach(model, method) first")
     return found

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from ..errors import DeltuneError, excerpt, unknown
-from .block_attention import Block, hidden, kernel_for, merged
-from .rows import Use, by_row
+from ..errors import DeltuneError, excerpt, unknown_name
+from .block_attention import Block, finite_mask, kernel_for, merged_attention
+from .rows import DeltaRows, stack_by_row
 
 PREFIX = "deltune_"
 
@@ -52,7 +52,7 @@ def prefix_attention(how: How) -> Iterator[None]:
     `prefix_report` says what was done.
     """
     if how not in ("auto", "joined", "merged"):
-        raise DeltuneError(unknown("prefix attention", how, ("auto", "joined", "merged")))
+        raise DeltuneError(unknown_name("prefix attention", how, ("auto", "joined", "merged")))
     before, _thread.how = _thread.how, how
     try:
         yield
@@ -146,14 +146,14 @@ class Rows(NamedTuple):
     there: torch.Tensor | None
 
 
-def _prefix(prefixes: list[tuple[Use, dict[str, torch.Tensor]]], like: torch.Tensor) -> Rows:
+def _prefix(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], like: torch.Tensor) -> Rows:
     """In the precision of the model's keys; those of one use one after the other."""
     uses = list(dict.fromkeys(use for use, _ in prefixes))
     rows, there = [], None
     for name in ("keys", "values"):
         of = [[tensors[name].to(like.dtype) for other, tensors in prefixes if other is use] for use in uses]
         parts = [(use, own[0] if len(own) == 1 else torch.cat(own)) for use, own in zip(uses, of, strict=True)]
-        row, there = by_row(parts, like.shape[0])
+        row, there = stack_by_row(parts, like.shape[0])
         rows.append(row.transpose(1, 2))
     return Rows(rows[0], rows[1], there)
 
@@ -168,14 +168,14 @@ def _with(
         blocks = None if why else _blocks(prefix, call)
         kernel = None if blocks is None else kernel_for(call.query, blocks)
         if blocks is not None and kernel is not None:
-            output = merged(call.query, *blocks, scaling, kernel, may_see_nothing=prefix.there is not None)
+            output = merged_attention(call.query, *blocks, scaling, kernel, may_see_nothing=prefix.there is not None)
             return output.transpose(1, 2).contiguous(), None, "merged"
         why = why or f"no fused kernel gives log-sum-exps of these {call.query.dtype} tensors"
         if _thread.how == "merged":
             warnings.warn(f"prefix attention is joined where merged was asked for: {why}", stacklevel=2)
     mask, options = _mask(prefix, call), call.options
     if additive and mask is not None and mask.dtype == torch.bool:
-        mask = hidden(mask, call.query.dtype)
+        mask = finite_mask(mask, call.query.dtype)
     if (bias := options.get("position_bias")) is not None:
         options = {**options, "position_bias": F.pad(bias, (prefix.keys.shape[2], 0))}
     key, value = torch.cat([prefix.keys, call.key], dim=2), torch.cat([prefix.values, call.value], dim=2)
@@ -212,8 +212,8 @@ def _blocks(prefix: Rows, call: Call) -> tuple[Block, Block]:
     mask, there = call.mask, prefix.there
     if mask is not None:
         limit = torch.finfo(call.query.dtype).min
-        mask = hidden(mask, call.query.dtype) if mask.dtype == torch.bool else mask.clamp(min=limit)
-    shown = None if there is None else hidden(there[:, None, None], call.query.dtype)
+        mask = finite_mask(mask, call.query.dtype) if mask.dtype == torch.bool else mask.clamp(min=limit)
+    shown = None if there is None else finite_mask(there[:, None, None], call.query.dtype)
     return Block(call.key, call.value, mask, call.causal), Block(prefix.keys, prefix.values, shown, False)
 
 
@@ -229,7 +229,7 @@ def _mask(prefix: Rows, call: Call) -> torch.Tensor | None:
     if there is None:
         return F.pad(mask, (prefix.keys.shape[2], 0), value=True if mask.dtype == torch.bool else 0.0)
     columns = there[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
-    columns = columns if mask.dtype == torch.bool else hidden(columns, mask.dtype)
+    columns = columns if mask.dtype == torch.bool else finite_mask(columns, mask.dtype)
     return torch.cat([columns, mask.expand(there.shape[0], -1, -1, -1)], dim=-1)
 
 
@@ -243,7 +243,7 @@ for _name, (_function, _own_mask) in _EXTENDED.items():
     AttentionMaskInterface.register(PREFIX + _name, _own_mask)
 
 
-def extended_name(name: str | None, check: bool = True) -> str:
+def prefix_implementation(name: str | None, check: bool = True) -> str:
     """The name under which an implementation is registered with prefixes.
 
     Raises:

@@ -167,7 +167,7 @@ def _repeated(block: Block, heads: int) -> Block:
     return Block(key, value, block.mask, block.causal)
 
 
-def merged(
+def merged_attention(
     query: torch.Tensor, own: Block, other: Block, scale: float, kernel: Kernel, may_see_nothing: bool
 ) -> torch.Tensor:
     """Attention of a query (B, N_h, n, d) over both blocks, (B, N_h, n, d), once differentiable in query, keys and
@@ -181,7 +181,7 @@ def merged(
     return found
 
 
-def hidden(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def finite_mask(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An additive mask, with the least finite number for what is not shown: of -inf alone a kernel gives no z."""
     return torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
 

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ..errors import DeltuneError, unknown
-from ..filesystem import local_path, refused, whole_folder
+from ..errors import DeltuneError, unknown_name
+from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
-from ..interop.base import CONFIG, Content, Folder, Translation, has_file, read_options, read_tensors
+from ..interop.base import CONFIG, ExportedDelta, ForeignFolder, Translation, has_file, read_options, read_tensors
 from ..interop.schemas import HubHead, HubOptions, PeftOptions, check_options
 from .handle import Tuned
 
@@ -40,7 +40,7 @@ KINDS = {
 """What a model is loaded as for each; "base" otherwise."""
 
 
-def open_folder(folder: str | Path) -> Folder:
+def open_folder(folder: str | Path) -> ForeignFolder:
     """Everything in a folder of PEFT or AdapterHub, with its options validated.
 
     Raises:
@@ -50,19 +50,19 @@ def open_folder(folder: str | Path) -> Folder:
     options = read_options(where)
     if "peft_type" in options:
         check_options(PeftOptions, options, where / CONFIG)
-        return Folder(where, options, read_tensors(where, peft_read.WEIGHTS))
+        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHTS))
     if "config" not in options or "model_type" not in options:
         raise DeltuneError(f"{where / CONFIG} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
     check_options(HubOptions, options, where / CONFIG)
     tensors = read_tensors(where, adapterhub.WEIGHTS)
     if not has_file(where, adapterhub.HEAD_CONFIG):
-        return Folder(where, options, tensors)
+        return ForeignFolder(where, options, tensors)
     head_options = read_options(where, adapterhub.HEAD_CONFIG)
     check_options(HubHead, head_options, where / adapterhub.HEAD_CONFIG)
-    return Folder(where, options, tensors, head_options, read_tensors(where, adapterhub.HEAD_WEIGHTS))
+    return ForeignFolder(where, options, tensors, head_options, read_tensors(where, adapterhub.HEAD_WEIGHTS))
 
 
-def translated(handle: Tuned, folder: str | Path) -> Translation:
+def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """What a folder of PEFT or AdapterHub says on this model. Errors: whatever has no translation, with the reason."""
     found = open_folder(folder)
     if "peft_type" in found.options:
@@ -71,7 +71,7 @@ def translated(handle: Tuned, folder: str | Path) -> Translation:
     return adapterhub.read(handle.anatomy, found, relative)
 
 
-def kind_of(folder: str | Path) -> tuple[str, int | None]:
+def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
     """What a folder wants its model loaded as, and how many labels its head has."""
     found = open_folder(folder)
     task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
@@ -88,7 +88,7 @@ def _of_head(name: str) -> bool:
     )
 
 
-def content(handle: Tuned, name: str | None = None) -> Content:
+def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
     """The delta in use (or the one named), for a dialect to write."""
     delta = handle.delta(name)
     with torch.no_grad():
@@ -96,27 +96,27 @@ def content(handle: Tuned, name: str | None = None) -> Content:
         own |= {n: sparse.final(handle.original(n).detach()) for n, sparse in delta.masked()}
         dense = {key: {leaf: t.detach() for leaf, t in edit.dense().items()} for key, edit in delta.named_edits()}
     head = {n: handle.value(delta, n).detach() for n in delta.head}
-    return Content(
+    return ExportedDelta(
         handle.anatomy, delta.planned.edits, dense, own, head, lambda n: handle.original(n).detach(),
         _windowed(handle.model),
     )  # fmt: skip
 
 
-def write(handle: Tuned, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
     """Write the delta in use (or the one named) for another library, into a new folder, all or nothing.
 
     Errors: an unknown format, a folder that holds anything, everything that the format cannot express.
     """
     if format not in FORMATS:
-        raise DeltuneError(unknown("format", format, FORMATS))
+        raise DeltuneError(unknown_name("format", format, FORMATS))
     options, tensors = peft_write.write(content(handle, name))
     model = handle.model
     options |= {
         "task_type": _task(type(model).__name__), "base_model_name_or_path": model.config.name_or_path,
         "inference_mode": True,
     }  # fmt: skip
-    target = local_path(folder, "folder")
-    with new_folder(target) as fresh:
+    target = user_path(folder, "folder")
+    with atomic_new_folder(target) as fresh:
         whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
         save_file(whole, fresh / peft_read.WEIGHTS[0], metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -124,16 +124,16 @@ def write(handle: Tuned, folder: str | Path, format: str = "peft", name: str | N
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
+def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
     """A folder to fill, put in its place when all is well. Errors: one that holds anything, no space, no permission."""
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
     try:
-        with whole_folder(target) as fresh:
+        with atomic_folder(target) as fresh:
             yield fresh
     except (OSError, safetensors.SafetensorError) as error:
-        raise refused(target, error, "nothing was changed there") from error
+        raise write_error(target, error, "nothing was changed there") from error
 
 
 def _task(name: str) -> str | None:

@@ -13,12 +13,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, all_problems, validation_problems
+from ..errors import DeltuneError, error_from_problems, validation_problems
 from ..filesystem import read_json
 from ..methods.counting import kept_shapes
 from ..methods.registry import parse
-from ..methods.resolve import Plan, plan
-from ..methods.spec import Masked, Method
+from ..methods.resolve import ResolvedMethod, resolve
+from ..methods.spec import MaskedMethod, Method
 from ..tensor_files import NUMBERS, POSITIONS, TensorFacts
 
 FORMAT = 1
@@ -81,7 +81,7 @@ class BaseFacts(_Part):
     fingerprint: dict[Text, Text]
 
 
-class DeltaFacts(_Part):
+class DeltaMetadata(_Part):
     """Everything in delta.json. `tensors` and `sha256` are the shapes in delta.safetensors and its checksum."""
 
     format: Literal[1]
@@ -101,7 +101,7 @@ class DeltaFacts(_Part):
         return text
 
 
-def read_facts_file(path: Path) -> DeltaFacts:
+def read_metadata_file(path: Path) -> DeltaMetadata:
     """Read and validate a delta.json.
 
     Raises:
@@ -113,9 +113,9 @@ def read_facts_file(path: Path) -> DeltaFacts:
     if isinstance(written, int) and not isinstance(written, bool) and written != FORMAT and "method" in value:
         raise DeltuneError(f"{path} has format {str(written)[:20]}, this deltune reads {FORMAT}; update deltune")
     try:
-        return DeltaFacts.model_validate(value)
+        return DeltaMetadata.model_validate(value)
     except ValidationError as error:
-        raise all_problems(f"{path} was not written by deltune", validation_problems(error)) from error
+        raise error_from_problems(f"{path} was not written by deltune", validation_problems(error)) from error
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]
@@ -154,7 +154,9 @@ class Expected:
         return {f"{d.stem}{leaf}.index": size for d in self.drawn for leaf, size in d.leaves.items()}
 
 
-def expected(anatomy: Anatomy, planned: Plan, owned: tuple[str, ...], head: tuple[str, ...]) -> Expected:
+def expected_tensors(
+    anatomy: Anatomy, planned: ResolvedMethod, owned: tuple[str, ...], head: tuple[str, ...]
+) -> Expected:
     """What the file of a plan holds on one model. owned: tensors of the model that the delta has its own values of."""
     needed = Expected()
     masks = dict(planned.tied)
@@ -180,7 +182,7 @@ def expected(anatomy: Anatomy, planned: Plan, owned: tuple[str, ...], head: tupl
     return needed
 
 
-def check(needed: Expected, facts: Mapping[str, TensorFacts], where: Path) -> None:
+def check_tensors(needed: Expected, facts: Mapping[str, TensorFacts], where: Path) -> None:
     """Compare the tensors of a file with those that are expected.
 
     Raises:
@@ -221,7 +223,7 @@ def _misfits(shapes: Shapes, facts: Mapping[str, TensorFacts], source: str = "th
             yield f"tensor {name} has shape {facts[name].shape}, {source} {shape}"
 
 
-def check_described(described: DeltaFacts, facts: Mapping[str, TensorFacts], where: Path) -> None:
+def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorFacts], where: Path) -> None:
     """Compare the tensors of a file with those that delta.json describes. Raises DeltuneError where they differ."""
     shapes: Shapes = {name: tuple(shape) for name, shape in described.tensors.items()}
     check_shapes(shapes, facts, where, "is not the file that delta.json describes", "delta.json says")
@@ -240,7 +242,7 @@ def check_shapes(
 def misfit(where: Path, problems: list[str], title: str = "does not fit this model") -> DeltuneError:
     """The error of a file whose tensors are not those that are needed, ten of its problems listed."""
     more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-    return all_problems(f"{where} {title}", [*problems[:10], *more])
+    return error_from_problems(f"{where} {title}", [*problems[:10], *more])
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
@@ -279,7 +281,7 @@ def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
         raise misfit(where, [f"tensor {name} is not finite" for name in wrong], title)
 
 
-def method_of(anatomy: Anatomy, facts: DeltaFacts, tensors: int, where: Path) -> tuple[Method, Method]:
+def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, where: Path) -> tuple[Method, Method]:
     """The method of a file as it was written by the user, and with every argument.
 
     Args:
@@ -301,15 +303,15 @@ def method_of(anatomy: Anatomy, facts: DeltaFacts, tensors: int, where: Path) ->
 
 
 def _masks(method: Method) -> list[tuple[Any, ...]]:
-    return [(t.parameters, t.pattern, t.along, t.seed) for t in method.terms if isinstance(t, Masked)]
+    return [(t.parameters, t.pattern, t.along, t.seed) for t in method.terms if isinstance(t, MaskedMethod)]
 
 
 def _check_spans(anatomy: Anatomy, method: Method, where: Path) -> None:
     """Error where a mask lies over many more scalars than the model has."""
     most = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
     for term in method.terms:
-        if isinstance(term, Masked):
-            edits = plan(anatomy, term.method, lambda: 0).edits
+        if isinstance(term, MaskedMethod):
+            edits = resolve(anatomy, term.method, lambda: 0).edits
             span = sum(math.prod(s) for e in edits for s in kept_shapes(e.modification, e.place).values())
             if span > most:
                 raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {most:,} do")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .modules import Again, Edit
-from .rows import Use, joined, single
+from .rows import DeltaRows, combine_rows, is_single
 
 Inputs = dict[Edit, torch.Tensor]
 """What other modules read in a pass, by the edit that uses it; an edit takes its own out."""
@@ -95,13 +95,13 @@ def _groups(edit: Edit) -> int:
     return 0 if columns is None else columns.groups
 
 
-class Writes:
+class EditChain:
     """The edits in use that write at one side of a module. What can be said of them before a pass is said here: a
     compiled graph does not break where they are looped over."""
 
-    def __init__(self, edits: Sequence[tuple[Edit, Use]]) -> None:
+    def __init__(self, edits: Sequence[tuple[Edit, DeltaRows]]) -> None:
         own = {use: [edit for edit, its in edits if its is use] for use in dict.fromkeys(use for _, use in edits)}
-        alike = single(tuple(own))
+        alike = is_single(tuple(own))
         self.of_all = [one for some in own.values() for one in chained(some)] if alike else []
         # with whether any of its edits reads what the module reads
         self.of_each = [] if alike else [(u, any(e.at_home for e in some), chained(some)) for u, some in own.items()]
@@ -131,7 +131,7 @@ class Writes:
     def _row_by_row(
         self, h: torch.Tensor, module: nn.Module, inputs: Inputs, read: torch.Tensor | None
     ) -> torch.Tensor:
-        parts: dict[Use, torch.Tensor] = {}
+        parts: dict[DeltaRows, torch.Tensor] = {}
         for use, reads, chain in self.of_each:
             part = use.pick(h)
             its = use.pick(read) if reads and read is not None else None
@@ -139,9 +139,9 @@ class Writes:
             for one in chain:
                 part = one.apply_to(part, again, inputs, its, None)
             parts[use] = part
-        return joined(h, parts)
+        return combine_rows(h, parts)
 
 
-def _forward_of(use: Use, module: nn.Module, h: torch.Tensor) -> torch.Tensor:
+def _forward_of(use: DeltaRows, module: nn.Module, h: torch.Tensor) -> torch.Tensor:
     output: torch.Tensor = use.forward_of(module)(h)
     return output

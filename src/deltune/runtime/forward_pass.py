@@ -168,7 +168,7 @@ def _alive(entered: Entered) -> Entered:
     return tuple(ref for ref in entered if (scope := ref()) is not None and scope.assignment is not None)
 
 
-def scope_of(owner: Scopes) -> Scope | None:
+def current_scope(owner: Scopes) -> Scope | None:
     """The innermost scope of a model in this context.
 
     Raises:

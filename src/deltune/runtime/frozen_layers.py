@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..anatomy.types import Anatomy, Layer, Tensor
-from ..compat import call_class, overridden_call, override_call, remove_override
+from ..compat import call_class, get_call_override, remove_call_override, set_call_override
 from ..errors import DeltuneError
 from .handle import NAME, Tuned
 from .modules import Delta
@@ -96,7 +96,7 @@ def _first(anatomy: Anatomy, stack: str) -> int:
 class Station:
     """One layer of a trunk: `calls`, the numbers of its passes in its stack."""
 
-    def __init__(self, trunk: Trunk, module: nn.Module, stack: str, calls: tuple[int, ...]) -> None:
+    def __init__(self, trunk: FrozenLayers, module: nn.Module, stack: str, calls: tuple[int, ...]) -> None:
         self.trunk, self.module, self.stack, self.calls = trunk, module, stack, calls
         self.at = 0  # passes so far
         self.skipped = True
@@ -146,10 +146,10 @@ class TrunkEntry:
 
     of_live_model = True
 
-    def __init__(self, trunk: Trunk, alone: str, module: nn.Module) -> None:
+    def __init__(self, trunk: FrozenLayers, alone: str, module: nn.Module) -> None:
         self.trunk, self.alone, self.module = trunk, alone, module
-        self.before = overridden_call(module)
-        override_call(module, self)
+        self.before = get_call_override(module)
+        set_call_override(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.trunk.run(self, args, kwargs)
@@ -158,7 +158,7 @@ class TrunkEntry:
         return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
 
 
-class Trunk:
+class FrozenLayers:
     """The trunk of the delta in use, on a live model until `remove`.
 
     While the model trains, it runs in eval mode up to the end of the trunk's last layer. A pass that is given states
@@ -193,7 +193,7 @@ class Trunk:
     def remove(self) -> None:
         """Leave the model as it was."""
         for entry in self.entries:
-            remove_override(entry.module, entry, entry.before)
+            remove_call_override(entry.module, entry, entry.before)
         for handle in (h for station in self.stations for h in station.handles):
             handle.remove()
 

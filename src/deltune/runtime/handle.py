@@ -18,21 +18,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..anatomy.quantization import refuse_quantised
+from ..anatomy.quantization import check_not_quantized
 from ..anatomy.skeleton import HANDLE
-from ..anatomy.tracing import configurations, trace
+from ..anatomy.tracing import all_configs, trace_forward
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, all_problems, excerpt, unknown
-from ..methods.counting import Count, base_size, count_plan
+from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
+from ..methods.counting import Count, base_size, count_resolved
 from ..methods.spec import Method
 from . import merging, serialization
-from .forward_pass import PassLock, Scope, scope_of
-from .hooks import AnyTap, taps_of, unreached
+from .forward_pass import PassLock, Scope, current_scope
+from .hooks import Hook, required_hooks, unreached_edits
 from .model_state import ModelState
-from .modules import Delta, Edit, Labels
-from .pass_manager import Modules, Passes, refuse_offloaded
-from .row_assignment import RowAssignment, owners
-from .tensor_overrides import OwnForward
+from .modules import Delta, Edit, HeadLabels
+from .pass_manager import AttachedModules, PassManager, check_not_offloaded
+from .row_assignment import RowAssignment, owning_modules
+from .tensor_overrides import ForwardOverride
 
 T = TypeVar("T")
 
@@ -55,14 +55,14 @@ class Tuned(nn.Module):
         self.anatomy: Anatomy = inspect(model)
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
-        self.base_labels = Labels.of(model.config)
+        self.base_labels = HeadLabels.of(model.config)
         self.base_facts: dict[str, Any] | None = None
         self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.taps: dict[tuple[str, str], AnyTap] = {}
+        self.taps: dict[tuple[str, str], Hook] = {}
         lock = PassLock()
         self.state = ModelState(model, self.deltas, self.base, lock)
-        self.passes = Passes(model, self.state, lock, RowAssignment([], None, self.base_labels))
-        self.passes.attentions = [(config, config._attn_implementation) for config in configurations(model)]
+        self.passes = PassManager(model, self.state, lock, RowAssignment([], None, self.base_labels))
+        self.passes.attentions = [(config, config._attn_implementation) for config in all_configs(model)]
 
     def _install(self) -> None:
         """Become a part of the model."""
@@ -95,7 +95,7 @@ class Tuned(nn.Module):
     @property
     def active(self) -> str | None:
         """Name of the delta that all rows use here, or None: inside of rows() and disable() there is none."""
-        return self.passes.in_use.standing if scope_of(self.passes) is None else None
+        return self.passes.in_use.standing if current_scope(self.passes) is None else None
 
     @property
     def mixed(self) -> tuple[str | None, ...]:
@@ -118,7 +118,7 @@ class Tuned(nn.Module):
         if wanted is None:
             raise DeltuneError(f"no delta is in use; use(name) one of: {', '.join(self.names)}")
         if not isinstance(wanted, str) or wanted not in self.deltas:
-            raise DeltuneError(unknown("delta", wanted, self.names))
+            raise DeltuneError(unknown_name("delta", wanted, self.names))
         found = self.deltas[wanted]
         assert isinstance(found, Delta)
         return found
@@ -128,7 +128,7 @@ class Tuned(nn.Module):
         delta = self.delta(name)
         size = base_size(self.model, denominator)
         heads = sum(self.value(delta, tensor).numel() for tensor in delta.head)
-        return count_plan(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+        return count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Trained parameters of the delta in use, for an optimiser: head and tensors tuned in place included, those of
@@ -188,7 +188,7 @@ class Tuned(nn.Module):
         with self.state.mutex:
             for path in assignment.tensors:
                 module = self.model.get_submodule(path)
-                self._install_tap((path, "tensors"), partial(OwnForward, self.passes, path, module))
+                self._install_tap((path, "tensors"), partial(ForwardOverride, self.passes, path, module))
         return assignment
 
     def advance(self, share: float) -> None:
@@ -275,16 +275,16 @@ class Tuned(nn.Module):
         with self._changing("merge"):
             self.passes.refuse_in_scopes("merge", self.names)
             self.passes.refuse_other_scopes("merge")
-            refuse_quantised(self.model)
+            check_not_quantized(self.model)
             delta = self.delta().told()
             own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
             with torch.no_grad():
                 own |= {name: sparse.final(self.original(name).detach()) for name, sparse in delta.masked()}
-            merged = merging.merged(self.anatomy, delta, self.original, own)
+            merged = merging.merged_weights(self.anatomy, delta, self.original, own)
             labels = delta.labels or self.base_labels
             return _complete(lambda: self._merge(merged, labels))
 
-    def _merge(self, merged: dict[str, torch.Tensor], labels: Labels) -> PreTrainedModel:
+    def _merge(self, merged: dict[str, torch.Tensor], labels: HeadLabels) -> PreTrainedModel:
         self.base_labels = labels
         if self.__dict__["parent"] is not None:
             self.state.stand(None)
@@ -295,16 +295,16 @@ class Tuned(nn.Module):
 
     def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
-        refuse_offloaded(self.model)
+        check_not_offloaded(self.model)
         with self.state.mutex:
             delta = self.delta(name).told()
-            base = self.base_facts or serialization.base_facts(self.model, self.anatomy, self.original)
-            facts, tensors = serialization.facts_of(delta, base), self.tensors(delta)
-        return serialization.write(folder, facts, tensors)
+            base = self.base_facts or serialization.base_metadata(self.model, self.anatomy, self.original)
+            facts, tensors = serialization.delta_metadata(delta, base), self.tensors(delta)
+        return serialization.write_delta(folder, facts, tensors)
 
     def know_base(self) -> None:
         """Keep the facts about the base that `save` writes, for they are read from the whole of it."""
-        self.base_facts = serialization.base_facts(self.model, self.anatomy, self.original)
+        self.base_facts = serialization.base_metadata(self.model, self.anatomy, self.original)
 
     def tensors(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All numbers of a delta by their names in the file, on the CPU: its edits', and base.NAME for what it owns."""
@@ -331,7 +331,7 @@ class Tuned(nn.Module):
         with self.passes.changing(what):
             yield
 
-    def add(self, name: str, delta: Delta, labels: Labels) -> None:
+    def add(self, name: str, delta: Delta, labels: HeadLabels) -> None:
         """Take a built delta in, and put it in use; on failure the model is as it was.
 
         That every edit takes part in a pass is seen before, on a copy of the model's structure.
@@ -362,7 +362,7 @@ class Tuned(nn.Module):
 
     def _wire(self) -> None:
         """A tap for every module that some delta reads or writes, and the attention function where one needs it."""
-        needed = taps_of(self.passes, self.anatomy, [self.delta(name) for name in self.names])
+        needed = required_hooks(self.passes, self.anatomy, [self.delta(name) for name in self.names])
         kept = needed.keys() | {(path, "tensors") for path in self.passes.own_tensors()}
         for key in [key for key in self.taps if key not in kept]:
             self.taps[key].remove()
@@ -370,11 +370,11 @@ class Tuned(nn.Module):
         for key, make in needed.items():
             self._install_tap(key, make)
         owned = {owned for name in self.names for owned in self.delta(name).owned}
-        held = {path for tensor in owned for path, _ in owners(self.anatomy, tensor)}
-        self.passes.modules = Modules(self.model, {path for path, _ in self.taps} | held)
+        held = {path for tensor in owned for path, _ in owning_modules(self.anatomy, tensor)}
+        self.passes.modules = AttachedModules(self.model, {path for path, _ in self.taps} | held)
         self.passes.wire_attention(any(side == "attention" for _, side in self.taps))
 
-    def _install_tap(self, key: tuple[str, str], make: Callable[[], AnyTap]) -> None:
+    def _install_tap(self, key: tuple[str, str], make: Callable[[], Hook]) -> None:
         if key in self.taps:
             return
         tap = make()
@@ -388,8 +388,8 @@ class Tuned(nn.Module):
 
     def _rehearse(self, delta: Delta) -> None:
         """Check on the structure alone that a pass reaches every place of a delta."""
-        if silent := unreached(trace(self.model), delta) if len(delta.edits) else []:
-            raise all_problems(
+        if silent := unreached_edits(trace_forward(self.model), delta) if len(delta.edits) else []:
+            raise error_from_problems(
                 f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
                 [f"{place}: the module is not called as its anatomy says" for place in silent],
             )

@@ -23,7 +23,7 @@ PENALTY = 10.0  # of the mean of P(z ≠ 0) when it is at its full strength (our
 SETTLED = 0.5  # the share of training after which the gates are fixed
 
 
-class Gates(nn.Module):
+class HardConcreteGates(nn.Module):
     """δ and its gates over several tensors of the model, of which exactly `keep` scalars are kept.
 
     In training mode the gates are drawn, in evaluation mode and in the file only the `keep` largest |z δ| are left.
@@ -48,9 +48,9 @@ class Gates(nn.Module):
             self.delta = nn.Parameter(torch.zeros(self.starts[-1]))
             self.gate = nn.Parameter(torch.full((self.starts[-1],), LOG_ALPHA / PACE))
 
-    def changes(self) -> Iterator[tuple[str, Change]]:
+    def changes(self) -> Iterator[tuple[str, GatedDifference]]:
         for name in self.names:
-            yield name, Change(self, name)
+            yield name, GatedDifference(self, name)
 
     def kept(self) -> dict[str, torch.Tensor]:
         """values (N,) and their sorted positions (N,) in the tensors laid end to end."""
@@ -121,7 +121,7 @@ class Gates(nn.Module):
         self.gate[index] = math.inf
         self.strength = 0.0
 
-    def train(self, mode: bool = True) -> Gates:
+    def train(self, mode: bool = True) -> HardConcreteGates:
         self.known = None  # what was written past torch's version counters in between is seen
         return super().train(mode)
 
@@ -129,10 +129,10 @@ class Gates(nn.Module):
         return {**self.__dict__, "known": None}
 
 
-class Change:
+class GatedDifference:
     """The difference of one tensor, with the face of a weight trained in part."""
 
-    def __init__(self, gates: Gates, name: str) -> None:
+    def __init__(self, gates: HardConcreteGates, name: str) -> None:
         self.gates, self.name = gates, name
 
     def start(self, dense: torch.Tensor) -> None:
@@ -150,7 +150,9 @@ class _Penalised(torch.autograd.Function):
     training loop has the penalty without knowing of it: once a step, however many passes and batches a step has."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, logits: torch.Tensor, gates: Gates, name: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, logits: torch.Tensor, gates: HardConcreteGates, name: str
+    ) -> torch.Tensor:
         ctx.save_for_backward(logits)
         ctx.gates, ctx.name = gates, name
         return tensor.view_as(tensor)

@@ -15,23 +15,23 @@ from ..anatomy.tracing import Trace
 from ..anatomy.types import Anatomy
 from ..compat import (
     call_class,
-    checkpoint_function,
-    overridden_call,
-    override_call,
+    get_call_override,
+    get_checkpoint_function,
+    remove_call_override,
     remove_hooks,
-    remove_override,
+    set_call_override,
     set_checkpoint_function,
     transforms_active,
 )
 from .attention import PORT
 from .model_methods import METHODS
 from .modules import Delta, Edit
-from .pass_manager import Passes
-from .positions import PositionTap
-from .prompts import TokenTap
-from .row_assignment import owners, parameter_names
-from .rows import Use
-from .tensor_overrides import OwnForward, runs_class_forward
+from .pass_manager import PassManager
+from .positions import PositionHook
+from .prompts import PromptHook
+from .row_assignment import owning_modules, parameter_names
+from .rows import DeltaRows
+from .tensor_overrides import ForwardOverride, runs_class_forward
 
 
 class Checkpoint:
@@ -39,14 +39,14 @@ class Checkpoint:
 
     of_live_model = True
 
-    def __init__(self, passes: Passes, original: Any) -> None:
+    def __init__(self, passes: PassManager, original: Any) -> None:
         self.passes, self.original = passes, original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return self.original(partial(self.passes.again, function), *args, **kwargs)
 
 
-class PassEntry:
+class ForwardEntry:
     """Surrounds the call of a module at which a forward pass may begin.
 
     Args:
@@ -55,18 +55,18 @@ class PassEntry:
             when a layer is computed again for its gradients.
     """
 
-    def __init__(self, passes: Passes, path: str, opens: bool) -> None:
+    def __init__(self, passes: PassManager, path: str, opens: bool) -> None:
         self.passes, self.path, self.opens = passes, path, opens
         self.module = passes.model.get_submodule(path)
         self.arguments = parameter_names(self.module)
         self.before: Any = None
 
     def install(self) -> None:
-        self.before = overridden_call(self.module)
-        override_call(self.module, self)
+        self.before = get_call_override(self.module)
+        set_call_override(self.module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = checkpoint_function(self.module)  # it may be enabled at any time
+        checkpoint = get_checkpoint_function(self.module)  # it may be enabled at any time
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint) and not torch.compiler.is_compiling():
             set_checkpoint_function(self.module, Checkpoint(self.passes, checkpoint))
         return self.passes.run(self, args, kwargs)
@@ -80,15 +80,15 @@ class PassEntry:
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def remove(self) -> None:
-        remove_override(self.module, self, self.before)
-        if isinstance(checkpoint := checkpoint_function(self.module), Checkpoint):
+        remove_call_override(self.module, self, self.before)
+        if isinstance(checkpoint := get_checkpoint_function(self.module), Checkpoint):
             set_checkpoint_function(self.module, checkpoint.original)
 
 
-class InputTap:
+class InputHook:
     """The edits that read or write what a module is given."""
 
-    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path = passes, path
         self.module = passes.model.get_submodule(path)
 
@@ -116,10 +116,10 @@ class InputTap:
         remove_hooks(self.module, self)
 
 
-class OutputTap:
+class OutputHook:
     """The edits that write what a module gives."""
 
-    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.key = passes, (path, "output")
         self.module = passes.model.get_submodule(path)
         self.makes_anew = type(self.module) in (nn.Linear, Conv1D)
@@ -147,18 +147,18 @@ class OutputTap:
         remove_hooks(self.module, self)
 
 
-class AttentionPort:
+class AttentionHook:
     """Leads from an attention module, which the attention function is called with, to the edits inside it."""
 
     of_live_model = True
 
-    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
 
     def install(self) -> None:
         self.module.__dict__[PORT] = self
 
-    def edits(self) -> list[tuple[Edit, Use]]:
+    def edits(self) -> list[tuple[Edit, DeltaRows]]:
         return self.passes.assignment().attention.get(self.path, [])
 
     def inputs(self) -> dict[Edit, torch.Tensor]:
@@ -172,10 +172,10 @@ class AttentionPort:
         self.module.__dict__.pop(PORT, None)
 
 
-class StatesTap:
+class HiddenStatesHook:
     """The edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
-    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path = passes, path
         stack = next(s for s in anatomy.stacks if s.container == path)
         self.container = passes.model.get_submodule(path)
@@ -227,7 +227,7 @@ def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
     return output
 
 
-class AnyTap(Protocol):
+class Hook(Protocol):
     """What stands in a model while deltas are attached; `remove` is right wherever `install` was interrupted."""
 
     def install(self) -> None: ...
@@ -236,14 +236,16 @@ class AnyTap(Protocol):
 
 
 TAPS: dict[str, Any] = {
-    "input": InputTap, "output": OutputTap, "attention": AttentionPort, "states": StatesTap, "tokens": TokenTap,
+    "input": InputHook, "output": OutputHook, "attention": AttentionHook, "states": HiddenStatesHook, "tokens": PromptHook,
 }  # fmt: skip
 """What serves a side of a place."""
 
 
-def taps_of(passes: Passes, anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[tuple[str, str], Callable[[], AnyTap]]:
+def required_hooks(
+    passes: PassManager, anatomy: Anatomy, deltas: Iterable[Delta]
+) -> dict[tuple[str, str], Callable[[], Hook]]:
     """What must stand where: by path and what it serves there, how it is made."""
-    needed: dict[tuple[str, str], Callable[[], AnyTap]] = {}
+    needed: dict[tuple[str, str], Callable[[], Hook]] = {}
     entries = {path: False for layer in anatomy.layers for path in [layer.path]}
     entries |= {stack.container: False for stack in anatomy.stacks}
     for delta in deltas:
@@ -251,17 +253,17 @@ def taps_of(passes: Passes, anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[t
             target = edit.place.target
             needed[target.path, target.side] = partial(TAPS[target.side], passes, anatomy, target.path)
             if edit.elsewhere is not None:
-                needed[edit.elsewhere, "input"] = partial(InputTap, passes, anatomy, edit.elsewhere)
+                needed[edit.elsewhere, "input"] = partial(InputHook, passes, anatomy, edit.elsewhere)
                 entries.setdefault(_around(target.path, edit.elsewhere), False)
             if edit.place.moves:
                 entry = anatomy.stack(edit.place.moves).entry
-                needed[entry, "positions"] = partial(PositionTap, passes, anatomy, entry)
+                needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
         for tensor, _ in delta.masked():
-            for path, _ in owners(anatomy, tensor):
+            for path, _ in owning_modules(anatomy, tensor):
                 module = passes.model.get_submodule(path)
-                needed[path, "tensors"] = partial(OwnForward, passes, path, module)
+                needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
-    needed |= {(path, "pass"): partial(PassEntry, passes, path, opens) for path, opens in entries.items()}
+    needed |= {(path, "pass"): partial(ForwardEntry, passes, path, opens) for path, opens in entries.items()}
     for name, kind in METHODS.items():
         if hasattr(type(passes.model), name):
             needed["", name] = partial(kind, passes, name)
@@ -278,7 +280,7 @@ def _around(one: str, other: str) -> str:
     return ".".join(shared)
 
 
-def unreached(trace: Trace, delta: Delta) -> list[str]:
+def unreached_edits(trace: Trace, delta: Delta) -> list[str]:
     """The places of a delta that a pass does not reach, by name."""
     return [edit.place.name for edit in delta.all_edits() if not _reached(trace, edit)]
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import all_problems
+from ..errors import error_from_problems
 from ..methods.forms import Affine
 from .modules import Delta, Edit
 
 Values = Callable[[str], torch.Tensor]
 
 
-def merged(
+def merged_weights(
     anatomy: Anatomy, delta: Delta, original: Values, own: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The weights into which a delta folds, by name; `original` gives the base's values, `own` has the delta's.
@@ -37,7 +37,7 @@ def merged(
                 old = {leaf: values.get(name, original(name).detach()) for leaf, name in names.items() if name}
                 values |= {names[leaf]: tensor for leaf, tensor in _folded(edit, change, old).items()}
     if reasons:
-        raise all_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
+        raise error_from_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     return values
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..anatomy.skeleton import HANDLE
-from ..errors import DeltuneError, all_problems
-from .pass_manager import Passes
+from ..errors import DeltuneError, error_from_problems
+from .pass_manager import PassManager
 
 
 class ModelMethod:
@@ -18,7 +18,7 @@ class ModelMethod:
 
     of_live_model = True
 
-    def __init__(self, passes: Passes, method: str) -> None:
+    def __init__(self, passes: PassManager, method: str) -> None:
         self.passes, self.method = passes, method
         self.before: Any = None
 
@@ -123,7 +123,7 @@ class LoadStateDict(ModelMethod):
             if shape is not None and own is not None and shape != own:
                 problems.append(f"{name} has shape {tuple(shape)}, the model's has {tuple(own)}")
         if problems:
-            raise all_problems(
+            raise error_from_problems(
                 "load_state_dict wants the state dict of this model with its deltas (a base's own is loaded with "
                 "strict=False; deltas are loaded with deltune.load)",
                 problems,

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.skeleton import HANDLE
-from ..compat import drop, keep, kept
+from ..compat import delete_from_parameter_dict, parameters_of_dict, set_in_parameter_dict
 from ..errors import DeltuneError
-from .modules import Delta, Labels, slot_key
+from .modules import Delta, HeadLabels, parameter_key
 from .rows import refuse_late_gradients
-from .sparse_params import slots_of
+from .sparse_params import parameter_slots
 
 _BASE = f"{HANDLE}.base."
 """How the names of displaced tensors begin in a state dict."""
@@ -40,9 +40,9 @@ class ModelState:
 
     def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict, lock: Any) -> None:
         self.model, self.deltas, self.base, self.lock = model, deltas, base, lock
-        self.slots = slots_of(model)
+        self.slots = parameter_slots(model)
         self.standing: str | None = None
-        self.labels = Labels.of(model.config)
+        self.labels = HeadLabels.of(model.config)
         self._awake: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,25 +67,27 @@ class ModelState:
     def original(self, name: str) -> nn.Parameter:
         """The base model's own value of a tensor, whether displaced or in its slot."""
         with self.steady():
-            base = kept(self.base).get(slot_key(name))
+            base = parameters_of_dict(self.base).get(parameter_key(name))
             return self._slot(name) if base is None else base
 
     def value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's own value of a tensor that it owns."""
         with self.steady():
-            own = kept(delta.held).get(slot_key(name))
+            own = parameters_of_dict(delta.held).get(parameter_key(name))
             return self._slot(name) if own is None else own
 
     def parameters_of(self, delta: Delta) -> list[nn.Parameter]:
         """All parameters of a delta, those that stand in the model's slots included."""
         with self.mutex:
-            own = [self._slot(name) for name in delta.owned if slot_key(name) not in kept(delta.held)]
+            own = [
+                self._slot(name) for name in delta.owned if parameter_key(name) not in parameters_of_dict(delta.held)
+            ]
             return [*delta.parameters(), *own]
 
     def standing_in(self, state_dict: Mapping[str, Any]) -> str | None:
         """The delta whose tensors stood in the slots when a state dict was made, or None."""
         displaced = {key.removeprefix(_BASE) for key in state_dict if key.startswith(_BASE)}
-        own = {name: {slot_key(owned) for owned in self.delta(name).owned} for name in self.deltas}
+        own = {name: {parameter_key(owned) for owned in self.delta(name).owned} for name in self.deltas}
         here = [n for n, keys in own.items() if keys and keys <= displaced and not _held(n, keys) & state_dict.keys()]
         return here[0] if here else None
 
@@ -93,7 +95,7 @@ class ModelState:
         """The same state dict as it is when no delta is in use."""
         found, name = dict(state_dict), self.standing_in(state_dict)
         for owned in self.delta(name).owned if name is not None else ():
-            key = slot_key(owned)
+            key = parameter_key(owned)
             base = found.pop(_BASE + key)
             found[_held(name or "", [key]).pop()] = found[owned]
             slots = self.slots[owned]
@@ -131,22 +133,22 @@ class ModelState:
         self.standing = _UNSETTLED
         for delta in others:
             for owned in delta.owned:
-                if slot_key(owned) not in kept(delta.held):
-                    keep(delta.held, slot_key(owned), self._slot(owned))
-        incoming = {} if name is None else {slot_key(owned): owned for owned in self.delta(name).owned}
-        for key in [key for key in kept(self.base) if key not in incoming]:
-            self.put(key.replace("/", "."), kept(self.base)[key])
-            drop(self.base, key)
+                if parameter_key(owned) not in parameters_of_dict(delta.held):
+                    set_in_parameter_dict(delta.held, parameter_key(owned), self._slot(owned))
+        incoming = {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned}
+        for key in [key for key in parameters_of_dict(self.base) if key not in incoming]:
+            self.put(key.replace("/", "."), parameters_of_dict(self.base)[key])
+            delete_from_parameter_dict(self.base, key)
         for key, owned in incoming.items():
             held = self.delta(name or "").held
-            if key in kept(held):
-                if key not in kept(self.base):
-                    keep(self.base, key, self._slot(owned))
-                self.put(owned, kept(held)[key])
-                drop(held, key)
+            if key in parameters_of_dict(held):
+                if key not in parameters_of_dict(self.base):
+                    set_in_parameter_dict(self.base, key, self._slot(owned))
+                self.put(owned, parameters_of_dict(held)[key])
+                delete_from_parameter_dict(held, key)
         self.standing = name
 
-    def give(self, labels: Labels) -> None:
+    def give(self, labels: HeadLabels) -> None:
         """Give the model's configuration the label facts of a head."""
         if labels is not self.labels:
             labels.give(self.model)
@@ -169,7 +171,7 @@ class ModelState:
         """The parameters of a delta by the names they have in it, wherever they stand."""
         delta = self.delta(name)
         named = dict(delta.named_parameters())
-        return named | {f"held.{slot_key(owned)}": self.value(delta, owned) for owned in delta.owned}
+        return named | {f"held.{parameter_key(owned)}": self.value(delta, owned) for owned in delta.owned}
 
 
 def _held(name: str, keys: Iterable[str]) -> set[str]:

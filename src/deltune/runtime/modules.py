@@ -17,28 +17,28 @@ from ..methods.compositions import Gate
 from ..methods.counting import kept_shapes, trained_shapes
 from ..methods.forms import Shapes
 from ..methods.masks import Mask
-from ..methods.resolve import Plan, PlannedEdit
+from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.spec import Method
-from .hard_concrete import Change, Gates
-from .sparse_params import Common, Sparse
+from .hard_concrete import GatedDifference, HardConcreteGates
+from .sparse_params import SharedParameter, SparseParameter
 
 
 @dataclass(frozen=True)
-class Labels:
+class HeadLabels:
     """What a head means: the configuration's label facts that change with the delta in use."""
 
     id2label: tuple[tuple[int, str], ...]
     problem_type: str | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Labels:
+    def of(cls, config: Any) -> HeadLabels:
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
     def give(self, model: PreTrainedModel) -> None:
         """Give a model these label facts."""
         config = model.config
-        if Labels.of(config) != self:
+        if HeadLabels.of(config) != self:
             config.id2label = dict(self.id2label)
             config.label2id = {label: index for index, label in self.id2label}
             config.problem_type = self.problem_type  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class Edit(nn.Module):
     """
 
     def __init__(
-        self, planned: PlannedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
+        self, planned: ResolvedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
     ) -> None:
         super().__init__()
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
@@ -80,7 +80,7 @@ class Edit(nn.Module):
         if planned.mask is not None:
             indices = planned.mask.indices()
             for name, shape in shapes.items():
-                self.sparse[f"of_{name}"] = Sparse(shape, indices.get(name, np.zeros(0, dtype=np.int64)))
+                self.sparse[f"of_{name}"] = SparseParameter(shape, indices.get(name, np.zeros(0, dtype=np.int64)))
             return
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
@@ -104,9 +104,9 @@ class Edit(nn.Module):
             with torch.no_grad():
                 self.get_parameter(name).copy_(value)
 
-    def _sparse(self) -> Iterator[tuple[str, Sparse]]:
+    def _sparse(self) -> Iterator[tuple[str, SparseParameter]]:
         for key, sparse in self.sparse.items():
-            assert isinstance(sparse, Sparse)
+            assert isinstance(sparse, SparseParameter)
             yield key.removeprefix("of_"), sparse  # a ModuleDict has methods of its own called keys and values
 
     def _own(self, of_form: bool) -> dict[str, torch.Tensor]:
@@ -201,13 +201,13 @@ class Delta(nn.Module):
     """
 
     def __init__(
-        self, method: Method, planned: Plan, head: tuple[str, ...], head_mode: str, folded: bool = False
+        self, method: Method, planned: ResolvedMethod, head: tuple[str, ...], head_mode: str, folded: bool = False
     ) -> None:
         super().__init__()
         self.method, self.planned = method, planned
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
-        self.labels: Labels | None = None
+        self.labels: HeadLabels | None = None
         self.flags: dict[str, bool] | None = {}  # which parameters train when it is in use; None while it is
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
@@ -223,9 +223,9 @@ class Delta(nn.Module):
             tied = _tied(self.tied, edit, compose.tied(widths), masks.get(edit.tied))
             self.edits[edit.key] = Edit(edit, shared, tied, folded)
         for tensor, mask in planned.partly:
-            self.partly[slot_key(tensor.name)] = Sparse(tensor.shape, mask.indices()[tensor.name])
+            self.partly[parameter_key(tensor.name)] = SparseParameter(tensor.shape, mask.indices()[tensor.name])
         for gates in planned.gated:
-            self.gated[gates.key] = Gates(gates.tensors, gates.keep, folded)
+            self.gated[gates.key] = HardConcreteGates(gates.tensors, gates.keep, folded)
 
     def start(self) -> None:
         """Initial values of every trained tensor of the edits, drawn from torch's global generator."""
@@ -251,9 +251,9 @@ class Delta(nn.Module):
             found |= {f"gated.{key}.{leaf}": t for leaf, t in gates.kept().items()}
         return found
 
-    def all_gates(self) -> Iterator[tuple[str, Gates]]:
+    def all_gates(self) -> Iterator[tuple[str, HardConcreteGates]]:
         for key, gates in self.gated.items():
-            assert isinstance(gates, Gates)
+            assert isinstance(gates, HardConcreteGates)
             yield key, gates
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
@@ -264,10 +264,10 @@ class Delta(nn.Module):
     def all_edits(self) -> Iterator[Edit]:
         yield from (edit for _, edit in self.named_edits())
 
-    def masked(self) -> Iterator[tuple[str, Sparse | Change]]:
+    def masked(self) -> Iterator[tuple[str, SparseParameter | GatedDifference]]:
         """The tensors of the model that are trained in part, by their names there."""
         for key, sparse in self.partly.items():
-            assert isinstance(sparse, Sparse)
+            assert isinstance(sparse, SparseParameter)
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
             yield from gates.changes()
@@ -297,7 +297,9 @@ class Delta(nn.Module):
         """Let train what trained before; at first everything but a frozen head that it does not select."""
         if self.flags is None:
             return
-        frozen = {f"held.{slot_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected}
+        frozen = {
+            f"held.{parameter_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected
+        }
         for name, parameter in parameters.items():
             parameter.requires_grad_(self.flags.get(name, name not in frozen))
         self.flags = None
@@ -317,17 +319,17 @@ def _shared(home: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict |
     return found
 
 
-def _tied(home: nn.ModuleDict, edit: PlannedEdit, shapes: Shapes, mask: Mask | None) -> nn.ModuleDict | None:
+def _tied(home: nn.ModuleDict, edit: ResolvedEdit, shapes: Shapes, mask: Mask | None) -> nn.ModuleDict | None:
     """The same for what the places of one sub-module share."""
     if shapes and edit.tied not in home:
         masked = edit.mask is not None
-        home[edit.tied] = nn.ModuleDict({n: Common(s, mask, masked) for n, s in shapes.items()})
+        home[edit.tied] = nn.ModuleDict({n: SharedParameter(s, mask, masked) for n, s in shapes.items()})
     found = home[edit.tied] if shapes else None
     assert found is None or isinstance(found, nn.ModuleDict)
     return found
 
 
-def _kept_sparse(masked: Mapping[str, Sparse]) -> dict[str, torch.Tensor]:
+def _kept_sparse(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Tensor]:
     """Values and positions of masked tensors that have any."""
     found: dict[str, torch.Tensor] = {}
     for name, sparse in masked.items():
@@ -336,6 +338,6 @@ def _kept_sparse(masked: Mapping[str, Sparse]) -> dict[str, torch.Tensor]:
     return found
 
 
-def slot_key(name: str) -> str:
+def parameter_key(name: str) -> str:
     """A tensor's name as a key of a ParameterDict, which allows no dots."""
     return name.replace(".", "/")

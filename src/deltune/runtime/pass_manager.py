@@ -11,26 +11,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.quantization import plain_numbers
+from ..anatomy.quantization import is_unquantized
 from ..errors import DeltuneError
-from .attention import PREFIX, extended_name
+from .attention import PREFIX, prefix_implementation
 from .forward_pass import (
     ForwardPass,
     PassLock,
     Scope,
     current_pass,
+    current_scope,
     innermost_pass,
     recomputed_assignment,
     remember_for_backward,
     run_in_pass,
-    scope_of,
 )
 from .model_state import ModelState
 from .row_assignment import RowAssignment
 from .rows import refuse_late_gradients
 
 
-class Modules:
+class AttachedModules:
     """The modules that deltas act at, each by its parent and its name there, with all that they are inside of."""
 
     def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ class Modules:
         """Error: one of them is no longer in the model, or its weight is stored in another way."""
         for path, parent, leaf, module in self.known:
             weight = module._parameters.get("weight")
-            if parent._modules.get(leaf) is not module or not (weight is None or plain_numbers(weight)):
+            if parent._modules.get(leaf) is not module or not (weight is None or is_unquantized(weight)):
                 raise DeltuneError(
                     f"{path} was replaced or quantised after deltas were attached that act there (quantising, resizing "
                     "and other libraries' adapters do that): detach, change the model, and attach or load again; to "
@@ -52,7 +52,7 @@ class Modules:
                 )
 
 
-def refuse_offloaded(model: nn.Module) -> None:
+def check_not_offloaded(model: nn.Module) -> None:
     """Error: accelerate keeps weights of the model elsewhere and brings them only for a module's own call."""
     for path, module in model.named_modules():
         if _offloads(module.__dict__.get("_hf_hook")):
@@ -77,7 +77,7 @@ class Entry(Protocol):
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
 
 
-class Passes:
+class PassManager:
     """What hooks look up: which delta each row uses, and the notes of the pass under way.
 
     Attributes:
@@ -90,7 +90,7 @@ class Passes:
         self.attentions: list[tuple[Any, str | None]] = []
         self.inside_attention = False
         self.scopes_of_tasks = 0
-        self.modules = Modules(model, ())
+        self.modules = AttachedModules(model, ())
         self.report: dict[str, str] = {}
         self._begin_empty(lock)
 
@@ -121,7 +121,7 @@ class Passes:
 
     def assigned(self) -> RowAssignment:
         """What a pass that begins here uses."""
-        scope = scope_of(self)
+        scope = current_scope(self)
         assignment = None if scope is None else scope.assignment
         return self.in_use if assignment is None else assignment
 
@@ -181,7 +181,7 @@ class Passes:
     def _begin(self, arguments: dict[str, Any] | None) -> ForwardPass:
         """Begin a pass once the model holds the tensors that it needs. arguments: None for a part of the model, which
         may be computed again in a backward pass."""
-        scope, outer, around = scope_of(self), current_pass(self), innermost_pass()
+        scope, outer, around = current_scope(self), current_pass(self), innermost_pass()
         if outer is not None and outer.scope is scope:
             return ForwardPass(self, outer.assignment, scope, around, outer)
         recomputed = recomputed_assignment(self)
@@ -235,7 +235,7 @@ class Passes:
         """Check that deltas can act: their modules are in the model, and its weights are not kept elsewhere."""
         self.modules.check()
         if "_hf_hook" in self.model.__dict__:  # accelerate's, at the root of whatever it offloads
-            refuse_offloaded(self.model)
+            check_not_offloaded(self.model)
 
     # -- attention
 
@@ -244,9 +244,12 @@ class Passes:
         self.inside_attention = inside
         for number, (config, implementation) in enumerate(self.attentions):
             now = config._attn_implementation
-            if now not in (implementation, extended_name(implementation, check=False)):  # chosen anew since then
+            if now not in (
+                implementation,
+                prefix_implementation(implementation, check=False),
+            ):  # chosen anew since then
                 self.attentions[number] = (config, implementation := now)
-            config._attn_implementation = extended_name(implementation) if inside else implementation
+            config._attn_implementation = prefix_implementation(implementation) if inside else implementation
 
     def follow_attention(self) -> None:
         """Follow a change of the attention implementation after attaching, which knows nothing of prefixes."""
@@ -297,25 +300,25 @@ class Passes:
         Raises:
             DeltuneError: inside of rows(), or inside of a pass of this model, which it would wait for.
         """
-        scope = scope_of(self)
+        scope = current_scope(self)
         if scope is not None and scope.assignment is not None and scope.assignment.rows:
             raise DeltuneError(f"{what} inside rows(): leave it first")
         if current_pass(self) is not None:
             raise DeltuneError(f"{what} inside a forward pass of the same model: wait until it has returned")
         if "_hf_hook" in self.model.__dict__:
-            refuse_offloaded(self.model)
+            check_not_offloaded(self.model)
         with self.lock.alone():
             yield
 
     def refuse_other_scopes(self, what: str) -> None:
         """Error where another thread or task is inside of rows() or disable()."""
-        own = scope_of(self)
+        own = current_scope(self)
         if any(scope is not own for scope in list(self.scopes)):
             raise DeltuneError(f"{what}: another thread or task is inside rows() or disable(); leave it there first")
 
     def refuse_in_scopes(self, what: str, names: Sequence[str]) -> None:
         """Error where a scope of another thread or task uses one of the deltas."""
-        own = scope_of(self)
+        own = current_scope(self)
         elsewhere = [scope.assignment for scope in list(self.scopes) if scope is not own]
         if used := [name for name in names if any(a is not None and name in a.rows for a in elsewhere)]:
             raise DeltuneError(

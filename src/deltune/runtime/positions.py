@@ -10,19 +10,19 @@ from torch import nn
 from ..anatomy.types import Anatomy
 from ..compat import remove_hooks
 from ..errors import DeltuneError
-from .pass_manager import Passes
+from .pass_manager import PassManager
 from .row_assignment import parameter_names
-from .rows import run_with
+from .rows import forward_with
 
 
-class PositionTap:
+class PositionHook:
     """Moves the positions of one stack's tokens on by what the edits in use take before them.
 
     Where they are looked up in a table, the table is read that much further down, however the family counts; else its
     position_ids grow.
     """
 
-    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         stack = next(s for s in anatomy.stacks if s.entry == path)
         self.passes, self.stack = passes, stack.name
         self.table = passes.model.get_submodule(stack.positions) if stack.positions else None
@@ -64,7 +64,7 @@ class PositionTap:
         weight = module._parameters["weight"]
         assert weight is not None
         for use, shift in shifts:
-            moved = run_with(module, {"weight": weight[shift:]}, *args, **kwargs)
+            moved = forward_with(module, {"weight": weight[shift:]}, *args, **kwargs)
             if use.rows is not None:  # it may have looked up one row, (n, d) or (1, n, d), for all
                 output = output.expand(self.passes.notes().rows_of_batch, *output.shape[-2:])
             output = use.put(output, use.pick(moved.expand(output.shape)))
@@ -72,7 +72,7 @@ class PositionTap:
 
     def check(self, table: nn.Module, tokens: int, longest: int) -> None:
         """The table must hold the tokens' moved positions."""
-        rows = table.get_parameter("weight").shape[0] - unused(table)
+        rows = table.get_parameter("weight").shape[0] - unused_position_rows(table)
         if tokens + longest > rows:
             raise DeltuneError(
                 f"with shift_positions, {tokens} tokens and a prefix of {longest} take {tokens + longest} positions, "
@@ -88,10 +88,10 @@ def first_position(table: nn.Module | None) -> int:
     """The position of the first token where position_ids count it: RoBERTa's come after the padding's row."""
     if table is None or hasattr(table, "offset"):
         return 0
-    return unused(table)
+    return unused_position_rows(table)
 
 
-def unused(table: Any) -> int:
+def unused_position_rows(table: Any) -> int:
     """Rows of a position table that stand before the first position: BART's and OPT's offset, RoBERTa's padding."""
     padding = getattr(table, "padding_idx", None)
     return int(getattr(table, "offset", 0 if padding is None else padding + 1))

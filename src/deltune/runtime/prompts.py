@@ -18,12 +18,12 @@ from ..anatomy.types import Anatomy
 from ..compat import remove_hooks
 from ..errors import DeltuneError
 from .modules import Edit
-from .pass_manager import Passes
-from .positions import first_position, unused
-from .row_assignment import form, parameter_names
-from .rows import Use, by_row
+from .pass_manager import PassManager
+from .positions import first_position, unused_position_rows
+from .row_assignment import parameter_names, prompt_form
+from .rows import DeltaRows, stack_by_row
 
-Prompts = list[tuple[Use, list[Edit]]]
+Prompts = list[tuple[DeltaRows, list[Edit]]]
 """The prompts of each use."""
 
 
@@ -39,14 +39,14 @@ class PromptPass:
         shifts: Whether the rows have positions, and move those of the text on.
     """
 
-    prompts: list[tuple[Use, list[Edit]]]
+    prompts: list[tuple[DeltaRows, list[Edit]]]
     added: int
     total: int
     shifts: bool
     order: torch.Tensor | None = None
 
 
-class TokenTap:
+class PromptHook:
     """The prompt edits in use at one model's first stack.
 
     Every row of a batch has as many rows before its tokens as the longest prompt has; those that its own prompt lacks
@@ -54,7 +54,7 @@ class TokenTap:
     and at the right of any other, so that a row sees what it would see alone.
     """
 
-    def __init__(self, passes: Passes, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         model = passes.model
         stack = anatomy.stacks[0]
         self.passes = passes
@@ -105,7 +105,7 @@ class TokenTap:
         this = PromptPass(prompts, added, added + tokens, _shifts(prompts))
         if added:
             rows = [(use, torch.cat([edit.tensors()["rows"] for edit in edits])) for use, edits in prompts]
-            embeds = torch.cat([by_row(rows, batch, at_end=True)[0].to(embeds.dtype), embeds], dim=1)
+            embeds = torch.cat([stack_by_row(rows, batch, at_end=True)[0].to(embeds.dtype), embeds], dim=1)
             _lengthen_cache(cache, added)
         arguments |= {"input_ids": None, "inputs_embeds": embeds}
         mask = arguments.get("attention_mask")
@@ -239,7 +239,10 @@ class TokenTap:
         """Rows and text must fit the position table."""
         if self.positions is None or not this.shifts:
             return
-        rows, needed = self.positions.get_parameter("weight").shape[0] - unused(self.positions), seen + this.total
+        rows, needed = (
+            self.positions.get_parameter("weight").shape[0] - unused_position_rows(self.positions),
+            seen + this.total,
+        )
         length = _longest(this.prompts)
         if needed > rows:
             raise DeltuneError(
@@ -250,17 +253,17 @@ class TokenTap:
 
 def _longest(prompts: Prompts) -> int:
     """The length of the longest prompt."""
-    return max(sum(form(edit).length for edit in edits) for _, edits in prompts)
+    return max(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)
 
 
 def _shifts(prompts: Prompts) -> bool:
-    return all(form(edit).positions == "shift" for _, edits in prompts for edit in edits)
+    return all(prompt_form(edit).positions == "shift" for _, edits in prompts for edit in edits)
 
 
 def _there(prompts: Prompts, size: int, device: torch.device) -> torch.Tensor | None:
     """Which of the rows (size, l) are a prompt's; None: all."""
-    ones = [(use, torch.ones(sum(form(e).length for e in edits), 1, device=device)) for use, edits in prompts]
-    there = by_row(ones, size, at_end=True)[1]
+    ones = [(use, torch.ones(sum(prompt_form(e).length for e in edits), 1, device=device)) for use, edits in prompts]
+    there = stack_by_row(ones, size, at_end=True)[1]
     return None if there is None or bool(there.all()) else there
 
 

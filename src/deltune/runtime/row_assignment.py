@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, all_problems, excerpt, unknown
+from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms import Prompt
-from .edit_chain import Writes
+from .edit_chain import EditChain
 from .model_state import ModelState
-from .modules import Delta, Edit, Labels
-from .rows import OwnTensors, Use, edits_of, single
-from .tensor_overrides import MaskedTensors, Substitute, rowwise
+from .modules import Delta, Edit, HeadLabels
+from .rows import DeltaRows, OwnTensors, active_edits, is_single
+from .tensor_overrides import MaskedOverride, TensorOverride, override_by_row
 
 BATCH_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 """Arguments of a model that have a row for each row of the batch."""
@@ -46,16 +46,16 @@ class RowAssignment:
         tensors: For each module, by path, the tensors that take the place of its own.
     """
 
-    def __init__(self, uses: Sequence[Use], standing: str | None, labels: Labels) -> None:
+    def __init__(self, uses: Sequence[DeltaRows], standing: str | None, labels: HeadLabels) -> None:
         self.uses, self.standing, self.labels = list(uses), standing, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
-        self.inputs: dict[str, list[tuple[Edit, Use]]] = {}
-        self.attention: dict[str, list[tuple[Edit, Use]]] = {}
-        self.states: dict[str, list[tuple[Edit, Use]]] = {}
-        self.tensors: dict[str, Substitute] = {}
-        written: dict[tuple[str, str], list[tuple[Edit, Use]]] = {}
-        for edit, use in edits_of(self.uses):
+        self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        self.states: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        self.tensors: dict[str, TensorOverride] = {}
+        written: dict[tuple[str, str], list[tuple[Edit, DeltaRows]]] = {}
+        for edit, use in active_edits(self.uses):
             target = edit.place.target
             if edit.elsewhere is not None:
                 self.inputs.setdefault(edit.elsewhere, []).append((edit, use))
@@ -65,22 +65,22 @@ class RowAssignment:
                 self.states.setdefault(target.path, []).append((edit, use))
             elif target.side != "tokens":
                 written.setdefault((target.path, target.side), []).append((edit, use))
-        self.writes = {key: Writes(edits) for key, edits in written.items()}
+        self.writes = {key: EditChain(edits) for key, edits in written.items()}
         prompts = [(use, [e for e in use.delta.all_edits() if e.place.target.side == "tokens"]) for use in self.uses]
         self.prompts = [(use, edits) for use, edits in prompts if edits]
         self.shifts = _shifts(self.uses)
-        if not single(self.uses) and len({form(e).positions for _, edits in self.prompts for e in edits}) > 1:
+        if not is_single(self.uses) and len({prompt_form(e).positions for _, edits in self.prompts for e in edits}) > 1:
             raise DeltuneError("prompts with positions='shift' and with positions='none' cannot be in one batch")
 
     @classmethod
-    def of_all(cls, name: str, delta: Delta, labels: Labels, anatomy: Anatomy) -> RowAssignment:
+    def of_all(cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy) -> RowAssignment:
         """One delta for all rows."""
-        made = cls([Use(delta)], name, labels)
+        made = cls([DeltaRows(delta)], name, labels)
         masked: dict[str, dict[str, Any]] = {}
         for tensor, part in delta.masked():
-            for path, leaf in owners(anatomy, tensor):
+            for path, leaf in owning_modules(anatomy, tensor):
                 masked.setdefault(path, {})[leaf] = part
-        made.tensors = {path: MaskedTensors(parts) for path, parts in masked.items()}
+        made.tensors = {path: MaskedOverride(parts) for path, parts in masked.items()}
         return made
 
     @classmethod
@@ -88,7 +88,7 @@ class RowAssignment:
         cls,
         names: Sequence[str | None],
         deltas: Mapping[str, Delta],
-        base_labels: Labels,
+        base_labels: HeadLabels,
         anatomy: Anatomy,
         state: ModelState,
     ) -> RowAssignment:
@@ -105,7 +105,7 @@ class RowAssignment:
         made.unequal_labels = len(sizes) > 1
         paths = {module: path for path, module in state.model.named_modules(remove_duplicate=False)}
         modules = dict.fromkeys(module for use in uses for module in use.own)
-        made.tensors = {paths[module]: rowwise(module, uses) for module in modules}
+        made.tensors = {paths[module]: override_by_row(module, uses) for module in modules}
         return made
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class RowAssignment:
             )
 
 
-def form(edit: Edit) -> Prompt:
+def prompt_form(edit: Edit) -> Prompt:
     assert isinstance(edit.modification.form, Prompt)
     return edit.modification.form
 
@@ -153,8 +153,8 @@ def parameter_names(module: nn.Module) -> list[str]:
     return list(signature(type(module).forward).parameters)[1:]
 
 
-def _shifts(uses: Sequence[Use]) -> dict[str, list[tuple[Use, int]]]:
-    shifts: dict[str, list[tuple[Use, int]]] = {}
+def _shifts(uses: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]]]:
+    shifts: dict[str, list[tuple[DeltaRows, int]]] = {}
     for use in uses:
         each = {(e.place.moves, e.origin): e.modification.form.shift for e in use.delta.all_edits() if e.place.moves}
         for stack in dict.fromkeys(stack for stack, _ in each):
@@ -163,7 +163,7 @@ def _shifts(uses: Sequence[Use]) -> dict[str, list[tuple[Use, int]]]:
     return shifts
 
 
-def owners(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
+def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
     """The modules that hold a tensor of the model: path and leaf of each."""
     names = next((t.name, *t.aliases) for t in anatomy.tensors if t.name == tensor)
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
@@ -171,15 +171,15 @@ def owners(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
 
 def _uses_of_rows(
     names: Sequence[str | None], deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState
-) -> list[Use]:
+) -> list[DeltaRows]:
     if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
         raise DeltuneError(
             f"rows() takes a list with a delta's name, or None, for each row of the batch, not {excerpt(names)}"
         )
     if strange := [name for name in names if name is not None and not isinstance(name, str)]:
-        raise DeltuneError(unknown("delta", strange[0], deltas, "rows()"))
+        raise DeltuneError(unknown_name("delta", strange[0], deltas, "rows()"))
     different = [name for name in dict.fromkeys(names) if name is not None]
-    problems = [unknown("delta", name, deltas) for name in different if name not in deltas]
+    problems = [unknown_name("delta", name, deltas) for name in different if name not in deltas]
     uses = []
     for name in different if not problems else []:
         delta = deltas[name]
@@ -193,9 +193,9 @@ def _uses_of_rows(
                 f"use({name!r}) it for a batch of its own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)
-        uses.append(Use(delta, rows, len(names), _own_tensors(state, delta)))
+        uses.append(DeltaRows(delta, rows, len(names), _own_tensors(state, delta)))
     if problems:
-        raise all_problems("these rows cannot be in one batch", problems)
+        raise error_from_problems("these rows cannot be in one batch", problems)
     return uses
 
 

@@ -22,7 +22,7 @@ OwnTensors = Mapping[str, Callable[[], torch.Tensor]]
 """The tensors of a module of which a delta has values of its own, by leaf; called for the value."""
 
 
-def run_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def forward_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with other tensors in place of some of its parameters.
 
     The module is not touched, so that other threads may run it meanwhile: what runs is a copy of its attributes.
@@ -34,7 +34,7 @@ def run_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any,
 
 
 @dataclass(eq=False)
-class Use:
+class DeltaRows:
     """A delta in use by all rows (`rows` None), or by some of `of` rows.
 
     own: where it is in use by some rows, its own values of the tensors of modules.
@@ -76,28 +76,28 @@ class Use:
         if self.rows is None:
             return module.forward
         tensors = {leaf: value() for leaf, value in self.own.get(module, {}).items()}
-        return partial(run_with, module, tensors)
+        return partial(forward_with, module, tensors)
 
 
-def single(uses: Sequence[Use]) -> bool:
+def is_single(uses: Sequence[DeltaRows]) -> bool:
     """Whether all rows are alike."""
     return all(use.rows is None for use in uses)
 
 
-def joined(whole: torch.Tensor, parts: Mapping[Use, torch.Tensor]) -> torch.Tensor:
+def combine_rows(whole: torch.Tensor, parts: Mapping[DeltaRows, torch.Tensor]) -> torch.Tensor:
     """The tensor with the rows of every use replaced, in one copy whatever the number of uses."""
     index = torch.cat([use.index(whole.shape[0], whole.device) for use in parts])
     return whole.index_copy(0, index, torch.cat(tuple(parts.values())))
 
 
-def by_row(
-    parts: Sequence[tuple[Use, torch.Tensor]], size: int, at_end: bool = False
+def stack_by_row(
+    parts: Sequence[tuple[DeltaRows, torch.Tensor]], size: int, at_end: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Each use's tensor (l, …) at its rows: (size, l, …), and which of them are there, (size, l) or None for all.
 
     l is the greatest; the shorter ones begin with it, or end with it (`at_end`). Rows without a use have nothing.
     """
-    if single([use for use, _ in parts]):
+    if is_single([use for use, _ in parts]):
         ((_, only),) = parts
         return only.expand(size, *only.shape), None
     longest = max(part.shape[0] for _, part in parts)
@@ -115,7 +115,7 @@ def by_row(
     return torch.stack(padded)[which], torch.stack(there)[which]
 
 
-def edits_of(uses: Sequence[Use]) -> list[tuple[Edit, Use]]:
+def active_edits(uses: Sequence[DeltaRows]) -> list[tuple[Edit, DeltaRows]]:
     """The edits of all that is in use, each with whose it is."""
     return [(edit, use) for use in uses for edit in use.delta.all_edits()]
 

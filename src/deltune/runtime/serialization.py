@@ -20,16 +20,16 @@ from transformers import PreTrainedModel
 from .. import __version__, tensor_files
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError
-from ..filesystem import MOST_JSON, file_in, local_path, refused, whole_folder
-from ..methods.spec import explicit
+from ..filesystem import MOST_JSON, atomic_folder, find_file, user_path, write_error
+from ..methods.spec import explicit_expression
 from ..tensor_files import TensorFacts
-from .delta_schema import FORMAT, DeltaFacts, check_described, read_facts_file
+from .delta_schema import FORMAT, DeltaMetadata, check_against_metadata, read_metadata_file
 from .modules import Delta
 
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
 
-def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
+def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
     """Write one delta into `folder`, replacing a delta that is there, all or nothing.
 
     What was written is flushed to the disk, files and folders alike, and has the permissions that the umask leaves.
@@ -41,7 +41,7 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
         DeltuneError: The folder holds anything else, no space is left, or there is no permission; what was there
             before is whole.
     """
-    target = local_path(folder, "folder")
+    target = user_path(folder, "folder")
     try:
         if target.exists():
             inside = [p.name for p in target.iterdir()] if target.is_dir() else ["."]
@@ -49,7 +49,7 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
                 raise DeltuneError(
                     f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
                 )
-        with whole_folder(target) as fresh:
+        with atomic_folder(target) as fresh:
             save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
             shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
             facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
@@ -58,25 +58,25 @@ def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Te
             if (fresh / FACTS).stat().st_size > MOST_JSON:  # what is saved can be loaded
                 raise DeltuneError(f"{target / FACTS} would be longer than the {MOST_JSON >> 20} MiB that are read")
     except (OSError, safetensors.SafetensorError) as error:
-        raise refused(target, error, "nothing was changed there") from error
+        raise write_error(target, error, "nothing was changed there") from error
     return target
 
 
-def facts_of(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
+def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
     """What delta.json says: the method, the head and its labels, and the base model it belongs to."""
     labels = delta.labels
     return {
         "format": FORMAT,
         "deltune": __version__,
         "method": repr(delta.method),
-        "explicit": explicit(delta.method),
+        "explicit": explicit_expression(delta.method),
         "head": {"mode": delta.head_mode, "tensors": list(delta.head)},
         "labels": {"id2label": dict(labels.id2label), "problem_type": labels.problem_type} if labels else None,
         "base": base,
     }
 
 
-def base_facts(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
     """Which base model this is; `original` gives the base's own value of a tensor."""
     return {
         "family": anatomy.family,
@@ -119,7 +119,7 @@ def delta_folder(folder: str | Path) -> Path:
     """
     root = Path(folder)
     for inside in ("", "delta"):
-        if file_in(root, str(Path(inside, FACTS))) is not None:
+        if find_file(root, str(Path(inside, FACTS))) is not None:
             return root / inside
     try:
         if not root.is_dir():
@@ -130,22 +130,22 @@ def delta_folder(folder: str | Path) -> Path:
     raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {held})")
 
 
-def read_facts(folder: str | Path) -> DeltaFacts:
+def read_metadata(folder: str | Path) -> DeltaMetadata:
     """The validated contents of delta.json. Raises DeltuneError where there is none or it is not ours."""
     where = delta_folder(folder)
-    path = file_in(where, FACTS)
+    path = find_file(where, FACTS)
     if path is None:
         raise DeltuneError(f"{where / FACTS} is missing; the folder is incomplete")
-    return read_facts_file(path)
+    return read_metadata_file(path)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedDelta:
     """A delta's folder before its numbers are read: the facts in delta.json, and the names, types and shapes of the
     tensors in delta.safetensors, which agree with each other."""
 
     where: Path
-    facts: DeltaFacts
+    facts: DeltaMetadata
     tensors: dict[str, TensorFacts]
 
     def numbers(self) -> dict[str, torch.Tensor]:
@@ -153,10 +153,10 @@ class Saved:
         path = self.where / NUMBERS
         if _digest(path) != self.facts.sha256:
             raise DeltuneError(f"{path} is not the file that {FACTS} describes: its checksum differs")
-        return tensor_files.load(path)
+        return tensor_files.load_tensors(path)
 
 
-def read(folder: str | Path) -> Saved:
+def open_delta(folder: str | Path) -> SavedDelta:
     """Open a delta's folder and check all of it but the values of its tensors.
 
     Symbolic links are followed inside the folder, and to the blobs of a Hugging Face cache, but not elsewhere.
@@ -165,16 +165,16 @@ def read(folder: str | Path) -> Saved:
         DeltuneError: The folder is incomplete, a file is truncated or was not written by deltune, the two files do not
             describe the same tensors, or one of them is a link that leads out of the folder.
     """
-    facts, where = read_facts(folder), delta_folder(folder)
-    path = file_in(where, NUMBERS)
+    facts, where = read_metadata(folder), delta_folder(folder)
+    path = find_file(where, NUMBERS)
     if path is None:
         raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
-    tensors = tensor_files.header(path)
-    check_described(facts, tensors, path)
-    return Saved(where, facts, tensors)
+    tensors = tensor_files.read_header(path)
+    check_against_metadata(facts, tensors, path)
+    return SavedDelta(where, facts, tensors)
 
 
-def check_base(saved: Saved, own: dict[str, Any]) -> None:
+def check_base(saved: SavedDelta, own: dict[str, Any]) -> None:
     """Compare the base model of a delta with the model that it is loaded on, which `own` describes.
 
     Raises:

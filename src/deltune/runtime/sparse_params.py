@@ -10,7 +10,7 @@ from ..methods.compositions import Composition
 from ..methods.masks import Mask
 
 
-class Sparse(nn.Module):
+class SparseParameter(nn.Module):
     """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
 
     index: torch.Tensor
@@ -42,15 +42,15 @@ class Sparse(nn.Module):
         return self.on(rest)
 
 
-class Common(nn.Module):
+class SharedParameter(nn.Module):
     """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
 
     def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
         super().__init__()
-        self.sparse: Sparse | None = None
+        self.sparse: SparseParameter | None = None
         if masked:
             index = mask.indices() if mask is not None else {}
-            self.sparse = Sparse(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
+            self.sparse = SparseParameter(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
         else:
             self.dense = nn.Parameter(torch.empty(shape))
 
@@ -66,7 +66,7 @@ class Common(nn.Module):
         return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
 
 
-def slots_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """For every parameter, all the places that hold it; a tied tensor has several."""
     held: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}

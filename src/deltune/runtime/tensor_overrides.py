@@ -13,12 +13,12 @@ from torch import nn
 
 from ..compat import remove_hooks
 from ..errors import DeltuneError
-from .hard_concrete import Change
-from .rows import Use, joined, run_with
-from .sparse_params import Sparse
+from .hard_concrete import GatedDifference
+from .rows import DeltaRows, combine_rows, forward_with
+from .sparse_params import SparseParameter
 
 
-class Substitute(Protocol):
+class TensorOverride(Protocol):
     """How a module runs with tensors that are not its own."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -28,7 +28,7 @@ class Assignment(Protocol):
     """Which delta each row uses."""
 
     @property
-    def tensors(self) -> Mapping[str, Substitute]: ...
+    def tensors(self) -> Mapping[str, TensorOverride]: ...
 
 
 class Assigned(Protocol):
@@ -37,7 +37,7 @@ class Assigned(Protocol):
     def assignment(self) -> Assignment: ...
 
 
-class OwnForward:
+class ForwardOverride:
     """Stands as `forward` of a module of which some delta has tensors of its own."""
 
     of_live_model = True
@@ -78,13 +78,13 @@ class OwnForward:
 def runs_class_forward(module: nn.Module) -> bool:
     """Whether nobody but us replaced a module's forward."""
     forward = module.__dict__.get("forward")
-    return forward is None or isinstance(forward, OwnForward)
+    return forward is None or isinstance(forward, ForwardOverride)
 
 
-class MaskedTensors:
+class MaskedOverride:
     """Tensors trained in part: the model's own with the trained entries in their places."""
 
-    def __init__(self, parts: Mapping[str, Sparse | Change]) -> None:
+    def __init__(self, parts: Mapping[str, SparseParameter | GatedDifference]) -> None:
         self.parts = dict(parts)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,10 +93,10 @@ class MaskedTensors:
             base = module._parameters[leaf]
             assert base is not None
             tensors[leaf] = part.on(base.detach())
-        return run_with(module, tensors, *args, **kwargs)
+        return forward_with(module, tensors, *args, **kwargs)
 
 
-def rowwise(module: nn.Module, uses: Sequence[Use]) -> Substitute:
+def override_by_row(module: nn.Module, uses: Sequence[DeltaRows]) -> TensorOverride:
     """How a module runs of which deltas have tensors of their own, while each row uses its own delta."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return NormByRow(module, uses)
@@ -106,7 +106,7 @@ def rowwise(module: nn.Module, uses: Sequence[Use]) -> Substitute:
 class ModuleByRow:
     """The module runs again with each delta's tensors, on its rows."""
 
-    def __init__(self, module: nn.Module, uses: Sequence[Use]) -> None:
+    def __init__(self, module: nn.Module, uses: Sequence[DeltaRows]) -> None:
         self.uses = [use for use in uses if module in use.own]
         self.rest = len({row for use in self.uses for row in use.rows or ()}) < uses[0].of
 
@@ -114,21 +114,21 @@ class ModuleByRow:
         output = type(module).forward(module, *args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise DeltuneError(f"a {type(module).__name__} gives no plain tensor, so its rows cannot differ")
-        parts: dict[Use, torch.Tensor] = {}
+        parts: dict[DeltaRows, torch.Tensor] = {}
         for use in self.uses:
             mine = [use.pick(a) if isinstance(a, torch.Tensor) else a for a in args]
             named = {k: use.pick(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
             parts[use] = use.forward_of(module)(*mine, **named)
         widths = [part.shape[-1] for part in parts.values()] + ([output.shape[-1]] if self.rest else [])
         whole = _widened(output[..., : max(widths)], max(widths))
-        return joined(whole, {use: _widened(part, max(widths)) for use, part in parts.items()})
+        return combine_rows(whole, {use: _widened(part, max(widths)) for use, part in parts.items()})
 
 
 class NormByRow:
     """A LayerNorm: g ⊙ n(x) + b, with the g and b of each row, at once for all deltas. Equal to the norm to rounding,
     since its own kernel does not round n(x)."""
 
-    def __init__(self, module: nn.Module, uses: Sequence[Use]) -> None:
+    def __init__(self, module: nn.Module, uses: Sequence[DeltaRows]) -> None:
         self.uses = [use for use in uses if module in use.own]
         self.known: dict[tuple[int, torch.device], torch.Tensor] = {}
 

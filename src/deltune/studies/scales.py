@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltuneError, all_problems, unknown
+from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods.registry import parse
-from ..methods.spec import Masked, Method, Named
+from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..tasks.registry import TASKS
 from .engine.outcomes import Cell
 from .engine.sweep import Sweep
@@ -66,7 +66,7 @@ steps, and small models bear it. Accuracy in %, SICK / SST-2, at the rate taken,
 
 
 @dataclass(frozen=True)
-class Place:
+class StudySetup:
     """Where a study is run.
 
     scale: "paper" (models and data by their hub ids, the paper's protocol) or "small" (what two cores can do, from
@@ -80,7 +80,7 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.scale not in ("paper", "small"):
-            raise DeltuneError(unknown("scale", self.scale, ("paper", "small")))
+            raise DeltuneError(unknown_name("scale", self.scale, ("paper", "small")))
 
     @property
     def small(self) -> bool:
@@ -125,18 +125,18 @@ class Place:
             if absent:
                 problems.append(f"{self.models} has no model {', '.join(absent)}: give --model-root")
         if problems:
-            raise all_problems("the study cannot be run at small scale", problems)
+            raise error_from_problems("the study cannot be run at small scale", problems)
 
 
-def rate(method: str | Method) -> float:
+def small_scale_rate(method: str | Method) -> float:
     """A method's learning rate at small scale: the smallest of its terms, so that none of them diverges."""
     return min(_rate(term) for term in parse(method).terms)
 
 
 def _rate(term: Method) -> float:
-    if isinstance(term, Masked):
-        return rate(term.method)
-    return RATES.get(term.name, 1e-2) if isinstance(term, Named) else 1e-2
+    if isinstance(term, MaskedMethod):
+        return small_scale_rate(term.method)
+    return RATES.get(term.name, 1e-2) if isinstance(term, NamedMethod) else 1e-2
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def choices(methods: Mapping[str, str], axis: str = "method", **more: Any) -> li
 
 
 def crossed(
-    place: Place,
+    place: StudySetup,
     name: str,
     models: Mapping[str, str],
     tasks: Sequence[str],
@@ -173,7 +173,7 @@ def crossed(
     given = {**(SMALL if place.small else {}), **(options or {})}
     methods = {}
     for i, choice in enumerate(chosen):
-        own = {"lr": rate(choice.values["method"])} if place.small and "lr" not in given else {}
+        own = {"lr": small_scale_rate(choice.values["method"])} if place.small and "lr" not in given else {}
         methods[str(i)] = {**own, **choice.values}
     wanted = of_sweep(
         Sweep(

@@ -8,14 +8,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ..errors import all_problems, unknown
-from .engine.jobs import Work, of_run
+from ..errors import error_from_problems, unknown_name
+from .engine.jobs import Job, run_job
 from .engine.outcomes import Cell, Outcome
-from .engine.store import Row
-from .engine.sweep import Planned, Sweep, read
+from .engine.store import JobRecord
+from .engine.sweep import PlannedRun, Sweep, read_sweep
 from .report.figure_spec import Bars, Numbers, Table, View
 
-Rows = Mapping[str, Row]
+Rows = Mapping[str, JobRecord]
 
 PLAIN: dict[str, Callable[[Any], bool]] = {
     "scores": lambda value: _is_table(value, lambda one: isinstance(one, float | int)),
@@ -35,16 +35,16 @@ class Want:
     """
 
     cell: Cell
-    work: Work | None
+    work: Job | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     why: str = "not run yet"
     lost: bool = False
 
 
-Tell = Callable[[Want, Row], list[Outcome]]
+Tell = Callable[[Want, JobRecord], list[Outcome]]
 
 
-def told(want: Want, row: Row) -> list[Outcome]:
+def told(want: Want, row: JobRecord) -> list[Outcome]:
     """The outcome of a work, as it is."""
     spec = row.spec.get("run", row.spec)
     if row.result is None:
@@ -73,7 +73,7 @@ class Study:
     tell: Tell = told
     lower: bool = False
 
-    def plan(self, rows: Rows) -> list[Work]:
+    def plan(self, rows: Rows) -> list[Job]:
         """The works that are wanted now (engine.Plan)."""
         return list(dict.fromkeys(want.work for want in self.wanted(rows) if want.work is not None))
 
@@ -109,11 +109,11 @@ def of_sweep(sweep: Sweep, data_root: str | None = None) -> Callable[[Rows], Seq
     return wanted
 
 
-def _place(planned: Planned) -> tuple[Any, ...]:
+def _place(planned: PlannedRun) -> tuple[Any, ...]:
     return tuple(label for axis, label in planned.cell.items() if axis != "seed")
 
 
-def _want(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Rows) -> Want:
+def _want(planned: PlannedRun, first: PlannedRun, works: Mapping[int, Job], rows: Rows) -> Want:
     if not planned.spec.search or planned is first:
         return Want(planned.cell, works[id(planned)])
     row = rows.get(works[id(first)].name)
@@ -122,12 +122,12 @@ def _want(planned: Planned, first: Planned, works: Mapping[int, Work], rows: Row
     if row.result is None:
         return Want(planned.cell, None, why=f"the search under the first seed failed: {row.error}", lost=True)
     chosen = {name: row.result["best"][name] for name in planned.spec.search}
-    return Want(planned.cell, of_run(planned.spec.single(**chosen)))
+    return Want(planned.cell, run_job(planned.spec.single(**chosen)))
 
 
 def of_file(path: str | Path, data_root: str | Path | None = None) -> Study:
     """One's own sweep as a study: a table of scores, and bars. Errors: whatever is wrong with the file or a run."""
-    sweep = read(path)
+    sweep = read_sweep(path)
     axes = tuple(sweep.axes)
     metric = sweep.metric or ("accuracy", "entity_f1", "exact", "rougeL", "bleu", "perplexity")
     groups = "model" if len(sweep.models) > 1 else ""
@@ -144,13 +144,13 @@ def narrowed(study: Study, only: Sequence[str]) -> Study:
     wrong = [f"{''.join(parts)!r} is no AXIS=LABEL" for parts in asked if not parts[1]]
     cells = study.wanted({})
     axes = {axis for want in cells for axis in want.cell}
-    wrong += [unknown("axis", axis, axes, study.name) for axis, sign, _ in asked if sign and axis not in axes]
+    wrong += [unknown_name("axis", axis, axes, study.name) for axis, sign, _ in asked if sign and axis not in axes]
     for axis, _, label in asked:
         met = dict.fromkeys(str(want.cell[axis]) for want in cells if axis in want.cell)
         if met and not any(fnmatch(one, label) for one in met):
-            wrong.append(unknown(axis, label, met, study.name))
+            wrong.append(unknown_name(axis, label, met, study.name))
     if wrong:
-        raise all_problems("these cells cannot be chosen", wrong)
+        raise error_from_problems("these cells cannot be chosen", wrong)
     if not asked:
         return study
 

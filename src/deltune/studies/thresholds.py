@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .claims.statistics import wilson
-from .engine.jobs import Work
+from .engine.jobs import Job
 from .engine.outcomes import Cell, Outcome
-from .engine.store import Row
+from .engine.store import JobRecord
 from .scales import Wanted
 from .study import Rows, Want, told
 
@@ -34,8 +34,8 @@ class Climb:
 
     cell: Cell
     sizes: tuple[int, ...]
-    run: Callable[[int], Work]
-    full: Work
+    run: Callable[[int], Job]
+    full: Job
     chance: float
     metric: str = "accuracy"
 
@@ -88,7 +88,7 @@ def reaches(result: Mapping[str, Any], full: Mapping[str, Any], metric: str) -> 
 def wants(climb: Climb, rows: Rows) -> list[Want]:
     """The runs asked for so far, and the cell with its brackets once they are there."""
 
-    def result(work: Work) -> Mapping[str, Any] | None:
+    def result(work: Job) -> Mapping[str, Any] | None:
         row = rows.get(work.name)
         return None if row is None else row.result
 
@@ -125,12 +125,12 @@ def searched(climbs: Sequence[Climb]) -> Wanted:
     return wanted
 
 
-def _size(row: Row | None) -> int:
+def _size(row: JobRecord | None) -> int:
     """All scalars of a model; 0 while its full tuning is not done."""
     return 0 if row is None or row.result is None else int(row.result["count"]["denominator_size"])
 
 
-def bracketed(want: Want, row: Row) -> list[Outcome]:
+def bracketed(want: Want, row: JobRecord) -> list[Outcome]:
     """A run as it is; a cell without N as its brackets alone, for its run stands at its own N already."""
     (found,) = told(want, row)
     if "N" in want.cell or found.error is not None:

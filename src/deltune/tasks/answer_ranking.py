@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..errors import DeltuneError, all_problems
-from .base import Answers, Columns, Limits, Use
+from ..errors import DeltuneError, error_from_problems
+from .base import Columns, InferenceContext, Limits, Predictions
 from .classification import CLASSIFICATION
-from .encoding import IGNORED, Encoded, Row
+from .encoding import IGNORED, EncodedRows, Row
 from .generation import sources
 from .multiple_choice import CHOICE
-from .text_inputs import Tokens, common, joined, kept, prompts
+from .text_inputs import Tokens, common_prefix_length, fill_template, join_prompt_and_target, truncate_prompt
 
 
 def split(alone: Tokens, wholes: Sequence[Tokens]) -> tuple[Tokens, list[Tokens]]:
     """What all texts have before the candidates, and each of these: what comes before ends where they begin to differ
     from its own tokens."""
-    start = common([alone, *wholes])
+    start = common_prefix_length([alone, *wholes])
     return alone[:start], [whole[start:] for whole in wholes]
 
 
@@ -65,24 +65,24 @@ def encode(
     candidates: Sequence[Sequence[str]],
     right: Sequence[int] | None,
     training: bool,
-) -> Encoded:
+) -> EncodedRows:
     """In training a row for the right candidate and its end, as in generation; else one for each path.
 
     Facts of a row: `text`, which text it is of; `prompt`, how many tokens come before a candidate; `candidates` and
     `numbers`, those that it tells; `right`. A decoder's long prompt loses its beginning, an encoder's its end.
     """
     both = bool(model.config.is_encoder_decoder)
-    texts = prompts(columns, limits.template)
-    asked = sources(tokenizer, model, texts, limits.max_length) if both else Encoded([], 0)
+    texts = fill_template(columns, limits.template)
+    asked = sources(tokenizer, model, texts, limits.max_length) if both else EncodedRows([], 0)
     if training:
         assert right is not None
         candidates = [[own[i]] for own, i in zip(candidates, right, strict=True)]
     rows: list[Row] = []
     truncated, targets = asked.truncated, 0
     found = (
-        joined(tokenizer, [""] * len(texts), candidates, "text_target")
+        join_prompt_and_target(tokenizer, [""] * len(texts), candidates, "text_target")
         if both
-        else joined(tokenizer, texts, candidates)
+        else join_prompt_and_target(tokenizer, texts, candidates)
     )
     for i, (alone, wholes, end) in enumerate(found):
         start, owns = split(alone, wholes)
@@ -90,7 +90,7 @@ def encode(
             raise DeltuneError(f"{candidates[i][owns.index(())]!r} has no tokens, so it cannot be an answer")
         if not both:
             truncated += len(start) > limits.max_length
-            start = kept(tokenizer, start, limits.max_length)
+            start = truncate_prompt(tokenizer, start, limits.max_length)
         cut = [own[: max(1, limits.target_length - len(end))] for own in owns]
         targets += cut != owns
         facts = {"text": i, "prompt": len(start)} | ({} if right is None else {"right": right[i]})
@@ -102,10 +102,10 @@ def encode(
                 labels = [IGNORED] * len(start) + ids[len(start) :]
                 row = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
             rows.append({**row, **facts, "candidates": list(told.values()), "numbers": list(told)})
-    return Encoded(rows, truncated, len(texts), targets)
+    return EncodedRows(rows, truncated, len(texts), targets)
 
 
-def likelihoods(use: Use, encoded: Encoded, mean: bool) -> list[list[float]]:
+def likelihoods(use: InferenceContext, encoded: EncodedRows, mean: bool) -> list[list[float]]:
     """log p(candidate | prompt) of every text's candidates (nats), or its mean over the candidate's tokens."""
     both = bool(use.model.config.is_encoder_decoder)
     found: list[dict[int, float]] = [{} for _ in range(encoded.texts)]
@@ -133,7 +133,7 @@ def likelihoods(use: Use, encoded: Encoded, mean: bool) -> list[list[float]]:
     return [[values[number] for number in sorted(values)] for values in found]
 
 
-def _once(use: Use, rows: Sequence[Row], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _once(use: InferenceContext, rows: Sequence[Row], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """A batch of an encoder-decoder with every prompt encoded once, however many rows it has."""
     firsts = {row["text"]: at for at, row in reversed(list(enumerate(rows)))}
     order = list(firsts)
@@ -148,7 +148,9 @@ def _once(use: Use, rows: Sequence[Row], batch: dict[str, torch.Tensor]) -> dict
     }
 
 
-def _ranked(use: Use, encoded: Encoded, mean: bool) -> tuple[list[int], list[list[float]], float | None]:
+def _ranked(
+    use: InferenceContext, encoded: EncodedRows, mean: bool
+) -> tuple[list[int], list[list[float]], float | None]:
     """For every text the candidate with the greatest score, all scores, and the loss."""
     logs = [torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in likelihoods(use, encoded, mean)]
     right = {row["text"]: row["right"] for row in encoded.rows if "right" in row}
@@ -156,10 +158,12 @@ def _ranked(use: Use, encoded: Encoded, mean: bool) -> tuple[list[int], list[lis
     return [int(values.argmax()) for values in logs], [values.exp().tolist() for values in logs], loss
 
 
-def _encode_classes(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def _encode_classes(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     words = list(limits.words.values())
-    first = "" if model.config.is_encoder_decoder else prompts(columns, limits.template)[0]
-    alone, wholes, end = next(joined(tokenizer, [first], [words], "text_target" if not first else "text"))
+    first = "" if model.config.is_encoder_decoder else fill_template(columns, limits.template)[0]
+    alone, wholes, end = next(
+        join_prompt_and_target(tokenizer, [first], [words], "text_target" if not first else "text")
+    )
     owns = split(alone, wholes)[1]
     wrong = [
         f"{one!r} and {other!r}"
@@ -167,22 +171,22 @@ def _encode_classes(tokenizer: Any, model: Any, columns: Columns, limits: Limits
         if a[: len(b)] == b[: len(a)]
     ]
     if wrong:
-        raise all_problems("to this tokenizer words of labels are the same tokens; give others by words", wrong)
+        raise error_from_problems("to this tokenizer words of labels are the same tokens; give others by words", wrong)
     rows = len(next(iter(columns.values())))
     return encode(tokenizer, model, columns, limits, [words] * rows, columns.get("label"), training)
 
 
-def _classes(use: Use, encoded: Encoded) -> Answers:
+def _classes(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     best, scores, loss = _ranked(use, encoded, mean=False)
-    return Answers(best, [dict(zip(use.labels, values, strict=True)) for values in scores], loss)
+    return Predictions(best, [dict(zip(use.labels, values, strict=True)) for values in scores], loss)
 
 
-def _encode_choices(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def _encode_choices(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     return encode(tokenizer, model, columns, limits, columns["choices"], columns.get("answer"), training)
 
 
-def _choices(use: Use, encoded: Encoded) -> Answers:
-    return Answers(*_ranked(use, encoded, mean=True))
+def _choices(use: InferenceContext, encoded: EncodedRows) -> Predictions:
+    return Predictions(*_ranked(use, encoded, mean=True))
 
 
 CLASSES = replace(CLASSIFICATION, loads="seq2seq-lm", encode=_encode_classes, answers=_classes, spoken=str)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.attaching import tuned
-from .encoding import Encoded, collate
+from .encoding import EncodedRows, collate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,13 +33,13 @@ class Limits:
     generate: Mapping[str, Any] = field(default_factory=dict)
 
 
-def casting(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+def autocast_to(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """The context of a pass in a precision."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class Use:
+class InferenceContext:
     """A model in use on a split: how many rows at once, in which precision, and who is told of progress.
 
     deltas: the delta that each row uses, where they differ. loss_only: nothing is generated, only the loss is wanted.
@@ -56,12 +56,12 @@ class Use:
     loss_only: bool = False
 
     @torch.no_grad()
-    def over(self, encoded: Encoded, take: Callable[[list[int], dict[str, torch.Tensor]], None]) -> None:
+    def over(self, encoded: EncodedRows, take: Callable[[list[int], dict[str, torch.Tensor]], None]) -> None:
         """Every batch of a split in eval mode, the longest rows first: take(indices, batch)."""
         model = self.model
         device = next(model.parameters()).device
         order = sorted(range(len(encoded)), key=lambda i: -encoded.lengths[i])
-        cast = casting(device, self.precision)
+        cast = autocast_to(device, self.precision)
         training = model.training
         model.eval()
         try:
@@ -78,7 +78,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Answers:
+class Predictions:
     """What a model answered, row by row: predictions as metrics compare them, and what is written of their scores.
 
     loss: the mean loss of what has one (a row, a token), None where there are no references. references: where the
@@ -92,7 +92,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskKind:
     """One kind of task on one kind of model.
 
     loads: what the model is loaded as (models.KINDS). metrics: measured where none are named, the first chooses.
@@ -107,8 +107,8 @@ class Kind:
     loads: str
     metrics: tuple[str, ...]
     compares: tuple[str, ...]
-    encode: Callable[..., Encoded]
-    answers: Callable[[Use, Encoded], Answers]
+    encode: Callable[..., EncodedRows]
+    answers: Callable[[InferenceContext, EncodedRows], Predictions]
     references: Callable[[Columns, Sequence[str]], list[Any]]
     shown: Callable[[Columns, int], Any]
     labelled: bool = False

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .base import Answers, Columns, Kind, Limits, Use
-from .encoding import Encoded, encode
+from .base import Columns, InferenceContext, Limits, Predictions, TaskKind
+from .encoding import EncodedRows, encode
 
 
-def logits(use: Use, encoded: Encoded) -> torch.Tensor:
+def logits(use: InferenceContext, encoded: EncodedRows) -> torch.Tensor:
     """(rows, labels) in float32, in the order of the rows; labels beyond a row's own are -inf."""
     parts: list[torch.Tensor] = []
     order: list[int] = []
@@ -30,16 +30,16 @@ def logits(use: Use, encoded: Encoded) -> torch.Tensor:
     return result
 
 
-def answers(use: Use, encoded: Encoded) -> Answers:
+def answers(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     found = logits(use, encoded)
     loss = None
     if "labels" in encoded.rows[0]:
         loss = functional.cross_entropy(found, torch.tensor([int(row["labels"]) for row in encoded.rows])).item()
     scores = [dict(zip(use.labels, row, strict=False)) for row in found.softmax(-1).tolist()]
-    return Answers(found.argmax(-1).tolist(), scores, loss)
+    return Predictions(found.argmax(-1).tolist(), scores, loss)
 
 
-def _encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def _encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     return encode(tokenizer, model, columns, limits.max_length)
 
 
@@ -51,7 +51,7 @@ def shown(columns: Columns, i: int) -> Any:
     return columns["text"][i] if "pair" not in columns else [columns["text"][i], columns["pair"][i]]
 
 
-CLASSIFICATION = Kind(
+CLASSIFICATION = TaskKind(
     "classification",
     "classification",
     ("accuracy", "f1", "f1_macro", "matthews"),

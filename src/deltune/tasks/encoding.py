@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ..anatomy.inspection import inspect
 from ..errors import DeltuneError
-from ..runtime.attaching import existing
+from ..runtime.attaching import find_tuned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Encoded(Dataset[Row]):
+class EncodedRows(Dataset[Row]):
     """Rows of input ids (and masks, token types, labels); `truncated`: how many inputs were cut.
 
     texts: what the rows are of, where that is not one each (`text` of a row: which). truncated_targets: how many
@@ -71,7 +71,7 @@ def encode(
     model: PreTrainedModel,
     columns: Mapping[str, Sequence[Any]],
     max_length: int,
-) -> Encoded:
+) -> EncodedRows:
     """The columns text, (pair) and (label) as rows that the model takes, each cut to `max_length` tokens."""
     taken = signature(model.forward).parameters
     rows: list[Row] = []
@@ -87,7 +87,7 @@ def encode(
         if full:  # only these may have been longer
             whole = tokenizer(*[[text[i] for i in full] for text in texts], truncation=False, verbose=False)
             truncated += sum(len(ids) > max_length for ids in whole["input_ids"])
-    return Encoded(rows, truncated)
+    return EncodedRows(rows, truncated)
 
 
 FACTS = ("prompt", "text", "tokens", "candidates", "numbers", "right", "states")
@@ -113,12 +113,12 @@ def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str
     return batch
 
 
-def count(ids: Sequence[Any]) -> int:
+def count_tokens(ids: Sequence[Any]) -> int:
     """Tokens of a row: of all its choices, where it has choices."""
     return len(ids) if isinstance(ids[0], int) else sum(map(len, ids))
 
 
-def real(batch: Mapping[str, torch.Tensor], labels: bool) -> torch.Tensor:
+def non_padding_mask(batch: Mapping[str, torch.Tensor], labels: bool) -> torch.Tensor:
     """(B, n): which tokens of a batch's inputs (of its labels) are no padding; with choices, (B choices, n)."""
     return batch["labels"] != IGNORED if labels else batch["attention_mask"].bool().flatten(0, -2)
 
@@ -126,8 +126,8 @@ def real(batch: Mapping[str, torch.Tensor], labels: bool) -> torch.Tensor:
 def _states(rows: Sequence[Row], batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """(B, n, …): what is known of each token, of the inputs or else of the labels; 0 at padding."""
     parts = [row["states"][name] for row in rows]
-    labels = any(len(part) != count(row["input_ids"]) for part, row in zip(parts, rows, strict=True))
-    mask = real(batch, labels)
+    labels = any(len(part) != count_tokens(row["input_ids"]) for part, row in zip(parts, rows, strict=True))
+    mask = non_padding_mask(batch, labels)
     whole = parts[0].new_zeros(*mask.shape, *parts[0].shape[1:])
     whole[mask] = torch.cat(parts)
     return whole
@@ -144,7 +144,7 @@ def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
     return torch.tensor([[*r, *own] if side == "left" else [*own, *r] for own, r in zip(labels, rest, strict=True)])
 
 
-class Batches(Sampler[list[int]]):
+class LengthGroupedBatches(Sampler[list[int]]):
     """The rows of every step, of similar length and in random order; each step cut into `chunks` batches.
 
     By rows: rows are shuffled, sorted within pools of 150 steps, cut into steps of `size`, and the steps shuffled; the
@@ -243,7 +243,7 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(model, middle) else (low, middle)
-    bare = existing(model)
+    bare = find_tuned(model)
     method = "" if bare is None else f" with {bare.method!r}"
     raise DeltuneError(
         f"max_length={max_length} is more than {type(model).__name__} holds{method}: {low} tokens. "
@@ -255,7 +255,7 @@ def _fits(model: PreTrainedModel, length: int) -> bool:
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(stated, int) and length > stated > 0:
         return False
-    handle = existing(model)
+    handle = find_tuned(model)
     anatomy = handle.anatomy if handle else inspect(model)
     first = model.get_submodule(anatomy.layers[0].path)
     last = model.config.get_text_config().vocab_size - 1  # a token that is no padding

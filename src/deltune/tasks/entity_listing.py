@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import DeltuneError
 from . import generation
-from .base import Answers, Columns, Limits, Use
-from .encoding import Encoded
+from .base import Columns, InferenceContext, Limits, Predictions
+from .encoding import EncodedRows
 from .token_classification import OUTSIDE, TAGGING
 
 NOTHING = "none"
@@ -79,7 +79,7 @@ def _stop(tokens: Sequence[str], start: int, wanted: str) -> int:
     return 0
 
 
-def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     """Rows of generation, the list of its entities the target. Error: labels that are no BIO tags."""
     labels = list(limits.words)
     if foreign := [label for label in labels if label != OUTSIDE and not type_of(label)]:
@@ -102,12 +102,12 @@ def _types(words: Mapping[str, str]) -> dict[str, str]:
     return {type_of(label): word for label, word in words.items() if type_of(label)}
 
 
-def answers(use: Use, encoded: Encoded) -> Answers:
+def answers(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     """The tags that each generated list means; the list itself is the score."""
     found = generation.answers(use, encoded)
     types = _types(use.limits.words)
     tags = [tags_of(text, row["tokens"], types) for text, row in zip(found.predictions, encoded.rows, strict=True)]
-    return Answers(tags, found.predictions, found.loss)
+    return Predictions(tags, found.predictions, found.loss)
 
 
 LISTS = replace(TAGGING, loads="seq2seq-lm", encode=encode, answers=answers, spoken=type_of)

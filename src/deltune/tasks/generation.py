@@ -13,18 +13,18 @@ import torch
 from torch.nn import functional
 
 from ..runtime.frozen_layers import PREFIX
-from .base import Answers, Columns, Kind, Limits, Use
-from .encoding import IGNORED, Encoded, Row
-from .languages import beginning
-from .text_inputs import joined, kept, prompts
+from .base import Columns, InferenceContext, Limits, Predictions, TaskKind
+from .encoding import IGNORED, EncodedRows, Row
+from .languages import forced_bos_options
+from .text_inputs import fill_template, join_prompt_and_target, truncate_prompt
 
 
-def sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> Encoded:
+def sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> EncodedRows:
     """What an encoder reads: a row a text, without labels."""
     taken = signature(model.forward).parameters
     found, truncated = _cut(tokenizer, texts, max_length, "text")
     rows = [{name: values[i] for name, values in found.items() if name in taken} for i in range(len(texts))]
-    return Encoded(rows, truncated)
+    return EncodedRows(rows, truncated)
 
 
 def _cut(tokenizer: Any, texts: Sequence[str], length: int, side: str) -> tuple[Any, int]:
@@ -35,9 +35,9 @@ def _cut(tokenizer: Any, texts: Sequence[str], length: int, side: str) -> tuple[
     return found, sum(len(ids) > length for ids in whole)  # only these may be longer
 
 
-def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     """For an encoder-decoder: the source as input, the target as labels; in training a row for every reference."""
-    asked = sources(tokenizer, model, prompts(columns, limits.template), limits.max_length)
+    asked = sources(tokenizer, model, fill_template(columns, limits.template), limits.max_length)
     if "targets" not in columns:
         return asked
     pairs = [(row, target) for i, row in enumerate(asked.rows) for target in _targets(columns, i, training)]
@@ -52,21 +52,21 @@ def encode_pairs(tokenizer: Any, model: Any, columns: Columns, limits: Limits, t
     return replace(asked, rows=rows, truncated_targets=cut)
 
 
-def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     """For a decoder: prompt, target and end in one sequence, the loss on the target alone. A long prompt loses its
     beginning. `prompt`: how many tokens come before the target.
 
     The prompt's tokens are its own, as they are when the target is not known; the target's are those that follow in
     the joined text. Where one token would be of both, they are the target's own.
     """
-    texts = prompts(columns, limits.template)
+    texts = fill_template(columns, limits.template)
     told = "targets" in columns
     targets = [_targets(columns, i, training) if told else [] for i in range(len(texts))]
     rows: list[Row] = []
     truncated = cut = 0
-    for i, (alone, wholes, end) in enumerate(joined(tokenizer, texts, targets)):
+    for i, (alone, wholes, end) in enumerate(join_prompt_and_target(tokenizer, texts, targets)):
         truncated += len(alone) > limits.max_length
-        ids = list(kept(tokenizer, alone, limits.max_length))
+        ids = list(truncate_prompt(tokenizer, alone, limits.max_length))
         if not told:
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "prompt": len(ids)})
         for target, whole in zip(targets[i], wholes, strict=True):
@@ -79,7 +79,7 @@ def encode_sequences(tokenizer: Any, model: Any, columns: Columns, limits: Limit
             labels = [IGNORED] * len(ids) + said
             mask = [1] * len(labels)
             rows.append({"input_ids": [*ids, *said], "attention_mask": mask, "labels": labels, "prompt": len(ids)})
-    return Encoded(rows, truncated, truncated_targets=cut)
+    return EncodedRows(rows, truncated, truncated_targets=cut)
 
 
 def _targets(columns: Columns, i: int, training: bool) -> list[str]:
@@ -88,7 +88,7 @@ def _targets(columns: Columns, i: int, training: bool) -> list[str]:
     return targets if training else targets[:1]
 
 
-def encode_running(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def encode_running(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     """Running text: every text in stretches of max_length tokens, each a row; `text`: which text it is of."""
     rows = []
     for i, text in enumerate(columns["text"]):
@@ -97,10 +97,10 @@ def encode_running(tokenizer: Any, model: Any, columns: Columns, limits: Limits,
             part = ids[start : start + limits.max_length]
             if len(part) > 1:  # of one token alone nothing is predicted
                 rows.append({"input_ids": part, "attention_mask": [1] * len(part), "labels": list(part), "text": i})
-    return Encoded(rows, 0, len(columns["text"]))
+    return EncodedRows(rows, 0, len(columns["text"]))
 
 
-def answers(use: Use, encoded: Encoded) -> Answers:
+def answers(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Generated texts, and the loss of the first reference a token, where there are references."""
     predictions: list[Any] = [None] * len(encoded)
     totals = [0.0, 0]
@@ -122,7 +122,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             "max_new_tokens": use.limits.target_length,
             "do_sample": False,
             "num_beams": 1,
-            **(beginning(use.tokenizer, use.model) if both else {}),
+            **(forced_bos_options(use.tokenizer, use.model) if both else {}),
             **use.limits.generate,
         }
         found = use.model.generate(**inputs, **options)  # type: ignore[operator]
@@ -131,10 +131,12 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             predictions[row] = text.strip()
 
     use.over(encoded, take)
-    return Answers(predictions, [None] * len(encoded), totals[0] / max(totals[1], 1) if told else None)
+    return Predictions(predictions, [None] * len(encoded), totals[0] / max(totals[1], 1) if told else None)
 
 
-def _left(prompts: Sequence[list[int]], use: Use, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _left(
+    prompts: Sequence[list[int]], use: InferenceContext, batch: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Prompts padded on the left, as generation wants them."""
     side, use.tokenizer.padding_side = use.tokenizer.padding_side, "left"
     try:
@@ -145,7 +147,7 @@ def _left(prompts: Sequence[list[int]], use: Use, batch: dict[str, torch.Tensor]
     return {"input_ids": found["input_ids"].to(device), "attention_mask": found["attention_mask"].to(device)}
 
 
-def _loss(use: Use, batch: dict[str, torch.Tensor], shifted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(use: InferenceContext, batch: dict[str, torch.Tensor], shifted: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of every row, summed over its tokens, and how many they are."""
     found = use.model(**batch).logits.float()
     labels = batch["labels"]
@@ -155,7 +157,7 @@ def _loss(use: Use, batch: dict[str, torch.Tensor], shifted: bool) -> tuple[torc
     return each.sum(1), (labels != IGNORED).sum(1)
 
 
-def likelihoods(use: Use, encoded: Encoded) -> Answers:
+def likelihoods(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     """The log-likelihood (nats) of every text, against its number of predicted tokens."""
     sums, tokens = [0.0] * encoded.texts, [0] * encoded.texts
 
@@ -167,7 +169,7 @@ def likelihoods(use: Use, encoded: Encoded) -> Answers:
 
     use.over(encoded, take)
     each = [math.exp(-value / max(number, 1)) for value, number in zip(sums, tokens, strict=True)]
-    return Answers(sums, each, -sum(sums) / max(sum(tokens), 1), tokens)
+    return Predictions(sums, each, -sum(sums) / max(sum(tokens), 1), tokens)
 
 
 def references(columns: Columns, labels: Sequence[str]) -> list[list[str]]:
@@ -180,11 +182,11 @@ def shown(columns: Columns, i: int) -> Any:
 
 MEASURED, COMPARED = ("bleu", "rougeL", "exact"), ("texts", "answers")
 
-SEQ2SEQ = Kind("generation", "seq2seq-lm", MEASURED, COMPARED, encode_pairs, answers, references, shown)
-CAUSAL = Kind(
+SEQ2SEQ = TaskKind("generation", "seq2seq-lm", MEASURED, COMPARED, encode_pairs, answers, references, shown)
+CAUSAL = TaskKind(
     "generation", "causal-lm", MEASURED, COMPARED, encode_sequences, answers, references, shown, continues=True
 )
-LANGUAGE = Kind(
+LANGUAGE = TaskKind(
     "language", "causal-lm", ("perplexity",), ("log-likelihoods",), encode_running, likelihoods,
     lambda columns, labels: [], lambda columns, i: columns["text"][i],
 )  # fmt: skip

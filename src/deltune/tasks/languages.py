@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeltuneError, unknown
+from ..errors import DeltuneError, unknown_name
 
 PAIRS = """
     af=afr ar=arb az=azj bn=ben bg=bul ca=cat cs=ces da=dan de=deu el=ell en=eng es=spa et=est fa=pes fi=fin
@@ -20,7 +20,7 @@ THREE = dict(pair.split("=") for pair in PAIRS.split())
 """ISO 639-1 -> ISO 639-3, of a macrolanguage its standard variety, for tokenizers that write the latter."""
 
 
-def codes(tokenizer: Any) -> list[str]:
+def language_codes(tokenizer: Any) -> list[str]:
     """The languages that a tokenizer can be told (`src_lang`, `tgt_lang`), as it writes them; none of any other."""
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
         return []
@@ -28,7 +28,7 @@ def codes(tokenizer: Any) -> list[str]:
     return sorted(named or (t for t in tokenizer.all_special_tokens if re.fullmatch(r"[a-z]{2,3}_[A-Za-z]{2,4}", t)))
 
 
-def code(language: str, there: list[str]) -> str:
+def language_code(language: str, there: list[str]) -> str:
     """A tokenizer's own code (en_XX, eng_Latn) for a language (en, eng), or the code itself.
 
     Errors: a language that it lacks; several codes that fit, as of languages with two scripts.
@@ -40,33 +40,33 @@ def code(language: str, there: list[str]) -> str:
     if len(found) > 1:
         raise DeltuneError(f"language {language!r} is {' or '.join(found)} to this tokenizer; give one of these")
     if not found:
-        raise DeltuneError(unknown("language", language, there))
+        raise DeltuneError(unknown_name("language", language, there))
     return found[0]
 
 
-def languages(tokenizer: Any) -> tuple[str | None, str | None]:
+def tokenizer_languages(tokenizer: Any) -> tuple[str | None, str | None]:
     """Of its texts and of its targets, as it was told."""
     return getattr(tokenizer, "src_lang", None), getattr(tokenizer, "tgt_lang", None)
 
 
-def speak(tokenizer: Any, source: str | None, target: str | None) -> None:
+def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
     """Tell a tokenizer its languages; None: as it is. Errors: it has none, or lacks this one."""
-    there = codes(tokenizer)
+    there = language_codes(tokenizer)
     for name, option, language in (("src_lang", "source", source), ("tgt_lang", "target", target)):
         if language is not None and not there:
             raise DeltuneError(
                 f"{type(tokenizer).__name__} has no languages to choose from; leave {option}_language={language} out"
             )
         if language is not None:
-            setattr(tokenizer, name, code(language, there))
+            setattr(tokenizer, name, language_code(language, there))
 
 
-def beginning(tokenizer: Any, model: Any) -> dict[str, int | None]:
+def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
     """Options of `generate` for an answer that begins as the targets did in training; none without languages.
 
     A target's language is its first token, which is forced then, or its last, which the model moves to the front.
     """
-    if not codes(tokenizer):
+    if not language_codes(tokenizer):
         return {}
     if getattr(tokenizer, "tgt_lang", "") is None:
         warnings.warn(

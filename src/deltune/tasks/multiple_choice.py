@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional
 
 from ..errors import DeltuneError
-from .base import Answers, Columns, Kind, Limits, Use
-from .encoding import CHUNK, Encoded
+from .base import Columns, InferenceContext, Limits, Predictions, TaskKind
+from .encoding import CHUNK, EncodedRows
 
 
-def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     """Rows of (choices, tokens): each choice after the question (and its context). Error: rows of unequal numbers."""
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
@@ -32,7 +32,7 @@ def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, trainin
             row = {name: values[part] for name, values in found.items() if name in taken}
             truncated += any(whole[part])
             rows.append({**row, **({"labels": columns["answer"][start + i]} if "answer" in columns else {})})
-    return Encoded(rows, truncated)
+    return EncodedRows(rows, truncated)
 
 
 def asked(columns: Columns, i: int) -> str:
@@ -40,7 +40,7 @@ def asked(columns: Columns, i: int) -> str:
     return f"{context}{columns['question'][i]}"
 
 
-def answers(use: Use, encoded: Encoded) -> Answers:
+def answers(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     predictions: list[Any] = [None] * len(encoded)
     scores: list[Any] = [None] * len(encoded)
     total = 0.0
@@ -55,7 +55,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             predictions[row], scores[row] = best, share
 
     use.over(encoded, take)
-    return Answers(predictions, scores, total / len(encoded) if "labels" in encoded.rows[0] else None)
+    return Predictions(predictions, scores, total / len(encoded) if "labels" in encoded.rows[0] else None)
 
 
 def references(columns: Columns, labels: Sequence[str]) -> list[int]:
@@ -66,4 +66,4 @@ def shown(columns: Columns, i: int) -> Any:
     return {"question": asked(columns, i), "choices": list(columns["choices"][i])}
 
 
-CHOICE = Kind("choice", "choice", ("accuracy",), ("classes",), encode, answers, references, shown)
+CHOICE = TaskKind("choice", "choice", ("accuracy",), ("classes",), encode, answers, references, shown)

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..data.hub_layouts import EXPORTED, Layout, exported, first, inside, place, several, tagged, triples
-from ..errors import DeltuneError, unknown
-from ..filesystem import local_path
+from ..data.hub_layouts import (
+    EXPORTED,
+    Layout,
+    first_non_empty,
+    format_triples,
+    index_in,
+    list_of_columns,
+    nested_field,
+    parquet_files,
+    spans_to_bio_tags,
+)
+from ..errors import DeltuneError, unknown_name
+from ..filesystem import user_path
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ TASKS: Mapping[str, Task] = {
     "sick": _pair(
         "sick",
         Layout(
-            f"RobZamp/sick@{EXPORTED}", exported("train", "validation", "test"),
+            f"RobZamp/sick@{EXPORTED}", parquet_files("train", "validation", "test"),
             columns={"text": "sentence_A", "pair": "sentence_B"},
         ),
         "premise", "hypothesis", NLI, INFERENCE,
@@ -106,7 +116,7 @@ TASKS: Mapping[str, Task] = {
         "tagging", "conll04", {"tokens": "tokens", "tags": "tags"}, ENTITIES,
         Layout(
             "DFKI-SLT/conll04",
-            columns={"tags": tagged("tokens", "entities", CONLL04)},
+            columns={"tags": spans_to_bio_tags("tokens", "entities", CONLL04)},
         ),
     ),
     "broad_twitter": Task(
@@ -121,7 +131,7 @@ TASKS: Mapping[str, Task] = {
         "choice", "commonsense_qa", {"question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
         Layout(
             "tau/commonsense_qa", splits=TESTED, held_out=1000,
-            columns={"choices": inside("choices", "text"), "answer": place("answerKey", "ABCDE")},
+            columns={"choices": nested_field("choices", "text"), "answer": index_in("answerKey", "ABCDE")},
         ),
     ),
     "social_iqa": Task(
@@ -129,13 +139,13 @@ TASKS: Mapping[str, Task] = {
         {"context": "context", "question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
         Layout(
             "lighteval/siqa", splits=TESTED, held_out=1000,
-            columns={"choices": several("answerA", "answerB", "answerC"), "answer": place("label", "123")},
+            columns={"choices": list_of_columns("answerA", "answerB", "answerC"), "answer": index_in("label", "123")},
         ),
     ),
     "e2e_nlg": Task(
         "generation", "e2e_nlg", SOURCE, ("bleu", "nist", "meteor", "rougeL", "cider"),
         Layout(
-            f"tuetschek/e2e_nlg@{EXPORTED}", exported("train", "validation", "test"),
+            f"tuetschek/e2e_nlg@{EXPORTED}", parquet_files("train", "validation", "test"),
             columns={"source": "meaning_representation", "targets": "human_reference"},
             gathered=("validation", "test"),
         ),
@@ -144,8 +154,8 @@ TASKS: Mapping[str, Task] = {
     "dart": Task(
         "generation", "dart", SOURCE, TABLE_TO_TEXT,
         Layout(
-            f"Yale-LILY/dart@{EXPORTED}", exported("train", "validation", "test"),
-            columns={"source": triples("tripleset"), "targets": inside("annotations", "text")},
+            f"Yale-LILY/dart@{EXPORTED}", parquet_files("train", "validation", "test"),
+            columns={"source": format_triples("tripleset"), "targets": nested_field("annotations", "text")},
         ),
         WORDED,
     ),
@@ -154,7 +164,7 @@ TASKS: Mapping[str, Task] = {
         Layout(
             "GEM/web_nlg@5df27588a0b8eb8af35396d865ff297b85bd81e3",
             {split: f"en/web_nlg-{split}.parquet" for split in ("train", "validation", "test")},
-            columns={"source": triples("input"), "targets": first("references", "target")},
+            columns={"source": format_triples("input"), "targets": first_non_empty("references", "target")},
         ),
         WORDED,
     ),
@@ -164,17 +174,17 @@ TASKS: Mapping[str, Task] = {
     ),
     "xsum": Task(
         "generation", "xsum", {"source": "document", "targets": "summary"}, SUMMARY,
-        Layout(f"EdinburghNLP/xsum@{EXPORTED}", exported("train", "validation", "test")), SHORT,
+        Layout(f"EdinburghNLP/xsum@{EXPORTED}", parquet_files("train", "validation", "test")), SHORT,
     ),
     "multi_news": Task(
         "generation", "multi_news", {"source": "document", "targets": "summary"}, SUMMARY,
-        Layout(f"alexfabbri/multi_news@{EXPORTED}", exported("train", "validation", "test")), SHORT,
+        Layout(f"alexfabbri/multi_news@{EXPORTED}", parquet_files("train", "validation", "test")), SHORT,
     ),
     "wmt16_en_ro": Task(
         "generation", "wmt16_en_ro", SOURCE, ("bleu", "chrf", "ter"),
         Layout(
             "wmt/wmt16:ro-en",
-            columns={"source": inside("translation", "en"), "targets": inside("translation", "ro")},
+            columns={"source": nested_field("translation", "en"), "targets": nested_field("translation", "ro")},
         ),
         "{source}\nIn Romanian:", languages=("en", "ro"),
     ),
@@ -198,19 +208,19 @@ TASKS: Mapping[str, Task] = {
 """Every known task."""
 
 
-def find(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
+def find_task(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
     """A task of the table and where its data is: a folder below `data_root`, else on the hub, its columns by role.
 
     Errors: an unknown task, a root without that folder, a task that no hub has.
     """
     if name not in TASKS:
-        raise DeltuneError(unknown("task", name, TASKS))
+        raise DeltuneError(unknown_name("task", name, TASKS))
     task = TASKS[name]
     if data_root is None:
         if not task.hub:
             raise DeltuneError(f"task {name} has no hub id; give data_root, the folder that holds {task.folder}/")
         return task, replace(task.hub, columns={**task.columns, **task.hub.columns})
-    folder = local_path(data_root, "data_root") / task.folder
+    folder = user_path(data_root, "data_root") / task.folder
     if not folder.is_dir():
         if not folder.parent.is_dir():
             raise DeltuneError(f"there is no folder {folder.parent}, where task {name} is looked for")

@@ -7,14 +7,14 @@ from string import Formatter
 from typing import Any
 
 from ..data.columns import INPUTS
-from ..errors import DeltuneError, unknown
+from ..errors import DeltuneError, unknown_name
 from .base import Columns
 from .encoding import CHUNK
 
 Tokens = tuple[int, ...]
 
 
-def joined(
+def join_prompt_and_target(
     tokenizer: Any, befores: Sequence[str], afters: Sequence[Sequence[str]], side: str = "text"
 ) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
     """For every row the tokens of what comes before, of each text that it makes with what follows, and of the end.
@@ -26,7 +26,7 @@ def joined(
     """
     special = set(tokenizer.all_special_ids)
     nothing = tokenizer(**{side: ""})["input_ids"]
-    start = common([nothing, tokenizer(**{side: "a"})["input_ids"]])
+    start = common_prefix_length([nothing, tokenizer(**{side: "a"})["input_ids"]])
     usual = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     written = tuple(nothing[start:]) if special.issuperset(nothing[start:]) else ()
     for first in range(0, len(befores), CHUNK):
@@ -42,13 +42,13 @@ def _without(tokens: Tokens, end: Tokens) -> Tokens:
     return tokens[: len(tokens) - len(end)] if end and tokens[-len(end) :] == end else tokens
 
 
-def common(several: Sequence[Sequence[int]]) -> int:
+def common_prefix_length(several: Sequence[Sequence[int]]) -> int:
     """How many tokens all of them begin with."""
     same = [len(set(tokens)) == 1 for tokens in zip(*several, strict=False)]
     return [*same, False].index(False)
 
 
-def kept(tokenizer: Any, before: Tokens, max_length: int) -> Tokens:
+def truncate_prompt(tokenizer: Any, before: Tokens, max_length: int) -> Tokens:
     """The last tokens of what comes before: a long one loses its beginning, an empty one is the token for a beginning.
 
     Error: a tokenizer that has none.
@@ -61,7 +61,7 @@ def kept(tokenizer: Any, before: Tokens, max_length: int) -> Tokens:
     return (found,)
 
 
-def prompts(columns: Columns, template: str) -> list[str]:
+def fill_template(columns: Columns, template: str) -> list[str]:
     """The template filled with every row's inputs, a list of texts as one with blanks between.
 
     Without a template: the texts of a row, or its tokens where these are all. Errors: a template with a lone brace, a
@@ -77,7 +77,7 @@ def prompts(columns: Columns, template: str) -> list[str]:
     asked = [str(name) for _, name, _, _ in parts]
     if styled := [name for _, name, style, conversion in parts if style or conversion]:
         raise DeltuneError(f"template {template!r}: {{{styled[0]}}} takes no format after its name")
-    if wrong := [unknown("role", name, inputs, where="template") for name in asked if name not in inputs]:
+    if wrong := [unknown_name("role", name, inputs, where="template") for name in asked if name not in inputs]:
         raise DeltuneError(" ".join(wrong))
     told = {role: [v if isinstance(v, str) else " ".join(v) for v in inputs[role]] for role in dict.fromkeys(asked)}
     return [template.format(**{r: told[r][i] for r in told}) for i in range(len(next(iter(inputs.values()))))]

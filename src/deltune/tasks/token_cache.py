@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow
 from filelock import FileLock
 
-from ..filesystem import local_path, replacing
-from .base import Columns, Kind, Limits
-from .encoding import Encoded, Row
-from .languages import languages
+from ..filesystem import atomic_open, user_path
+from .base import Columns, Limits, TaskKind
+from .encoding import EncodedRows, Row
+from .languages import tokenizer_languages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,36 +62,36 @@ class Stored(Sequence[Row]):
         return found
 
 
-def folder() -> Path | None:
+def cache_folder() -> Path | None:
     """Where rows are kept: $DELTUNE_CACHE, else deltune below the user's cache; None where it is `off`."""
     named = os.environ.get(VARIABLE)
     if named == "off":
         return None
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return local_path(named or f"{caches}/deltune/rows", f"${VARIABLE}")
+    return user_path(named or f"{caches}/deltune/rows", f"${VARIABLE}")
 
 
-def encoded(
-    kind: Kind,
+def encode_cached(
+    kind: TaskKind,
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     columns: Columns,
     limits: Limits,
     training: bool,
     content: str,
-) -> Encoded:
+) -> EncodedRows:
     """What kind.encode gives, from the disk where it was kept; `content` says which data the columns are.
 
     A folder that cannot be written is a warning, a file that cannot be read is made anew.
     """
-    place = folder()
+    place = cache_folder()
     if place is None:
         return kind.encode(tokenizer, model, columns, limits, training)
     key = _key(kind, tokenizer, model, limits, training, content)
     path = place / f"{key}.arrow"
     if (found := _read(path)) is not None:
         return found
-    with making(path):
+    with exclusive_creation(path):
         if (found := _read(path)) is not None:  # made by another process meanwhile
             return found
         made = kind.encode(tokenizer, model, columns, limits, training)
@@ -107,7 +107,7 @@ def encoded(
 
 
 def _key(
-    kind: Kind,
+    kind: TaskKind,
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     limits: Limits,
@@ -135,12 +135,12 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         said,
         tokenizer.special_tokens_map,
         sorted(tokenizer.init_kwargs.items(), key=str),
-        languages(tokenizer),  # set after it was made
+        tokenizer_languages(tokenizer),  # set after it was made
     ]
 
 
 @contextlib.contextmanager
-def making(path: Path) -> Iterator[None]:
+def exclusive_creation(path: Path) -> Iterator[None]:
     """Inside, no other process makes this file: who comes second waits, and finds it. Where nothing can be locked each
     makes its own, and the last one stays."""
     with contextlib.ExitStack() as held:
@@ -151,24 +151,24 @@ def making(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
+def is_complete(path: Path) -> Iterator[BinaryIO]:
     """A file that is there under its name when all of it is on the disk, or not at all: it is trusted by its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, PART) as file:
+    with atomic_open(path, PART) as file:
         yield file
 
 
-def _write(path: Path, made: Encoded) -> None:
+def _write(path: Path, made: EncodedRows) -> None:
     """The rows as one file, whole or not at all."""
     rows = [{**row, "length": length} for row, length in zip(made.rows, made.lengths, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
     table = table.replace_schema_metadata({name: str(getattr(made, name)) for name in COUNTS})
-    with whole(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+    with is_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
-    bound(path.parent, ".arrow", [path], KEPT)
+    evict_old_files(path.parent, ".arrow", [path], KEPT)
 
 
-def _read(path: Path) -> Encoded | None:
+def _read(path: Path) -> EncodedRows | None:
     """Rows that were kept; None where there are none that can be read."""
     if not path.is_file():
         return None
@@ -179,12 +179,12 @@ def _read(path: Path) -> Encoded | None:
         os.utime(path)
     except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
         return None
-    made = Encoded(Stored(table.drop_columns(["length"])), **counts)
+    made = EncodedRows(Stored(table.drop_columns(["length"])), **counts)
     made.__dict__["lengths"] = lengths  # found already
     return made
 
 
-def bound(place: Path, suffix: str, newest: Collection[Path], most: float) -> None:
+def evict_old_files(place: Path, suffix: str, newest: Collection[Path], most: float) -> None:
     """Remove what was used longest ago, until our files in a folder are within so many bytes, `newest` in any case; and
     what a killed process was writing a day ago or earlier. Files of other names stay; what others remove is gone."""
 

@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from ..errors import DeltuneError
-from .base import Answers, Columns, Kind, Limits, Use
-from .encoding import CHUNK, IGNORED, Encoded
+from .base import Columns, InferenceContext, Limits, Predictions, TaskKind
+from .encoding import CHUNK, IGNORED, EncodedRows
 
 OUTSIDE = "O"
 
 
-def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> Encoded:
+def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
     """Rows with `labels` at the first sub-word of every token, IGNORED elsewhere. Tokens beyond max_length are lost."""
     if not tokenizer.is_fast:
         raise DeltuneError(
@@ -36,7 +36,7 @@ def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, trainin
                 last = word if word is not None else last
             truncated += last is not None and last < len(tokens) - 1
             rows.append({**row, "labels": labels, "tokens": len(tokens)})
-    return Encoded(rows, truncated)
+    return EncodedRows(rows, truncated)
 
 
 def _tokenized(tokenizer: Any, texts: list[list[str]], max_length: int) -> Any:
@@ -46,7 +46,7 @@ def _tokenized(tokenizer: Any, texts: list[list[str]], max_length: int) -> Any:
         raise DeltuneError(f"{error}; give a tokenizer made with add_prefix_space=True") from error
 
 
-def answers(use: Use, encoded: Encoded) -> Answers:
+def answers(use: InferenceContext, encoded: EncodedRows) -> Predictions:
     """The likeliest tag of every token; those cut off are outside of any entity."""
     predictions: list[Any] = [None] * len(encoded)
     scores: list[Any] = [None] * len(encoded)
@@ -67,7 +67,7 @@ def answers(use: Use, encoded: Encoded) -> Answers:
             scores[row] = best.values[at][here].tolist()
 
     use.over(encoded, take)
-    return Answers(predictions, scores, total / max(count, 1))
+    return Predictions(predictions, scores, total / max(count, 1))
 
 
 def references(columns: Columns, labels: Sequence[str]) -> list[list[str]]:
@@ -78,4 +78,4 @@ def shown(columns: Columns, i: int) -> Any:
     return list(columns["tokens"][i])
 
 
-TAGGING = Kind("tagging", "tagging", ("entity_f1",), ("tags",), encode, answers, references, shown)
+TAGGING = TaskKind("tagging", "tagging", ("entity_f1",), ("tags",), encode, answers, references, shown)

@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 
 from ..errors import DeltuneError
 from ..runtime.attaching import tuned
-from ..runtime.frozen_layers import Trunk
+from ..runtime.frozen_layers import FrozenLayers
 from ..tasks import token_cache
-from ..tasks.base import Use, casting
-from ..tasks.encoding import Encoded, Row, collate, count, real
+from ..tasks.base import InferenceContext, autocast_to
+from ..tasks.encoding import EncodedRows, Row, collate, count_tokens, non_padding_mask
 from . import distributed
 
 VERSION = 1
@@ -47,7 +47,7 @@ told = logging.getLogger("deltune")
 
 
 @dataclass(frozen=True)
-class Shortened(Encoded):
+class CachedRows(EncodedRows):
     """Rows whose batches go into passes with the trunk's states. One row alone is as it was.
 
     states: argument of a pass -> (tokens, states, width); starts: argument -> where each row begins there, and the end.
@@ -67,12 +67,14 @@ class Shortened(Encoded):
         return rows
 
 
-def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float) -> dict[str, Encoded]:
+def with_cached_activations(
+    trunk: FrozenLayers, use: InferenceContext, encoded: Mapping[str, EncodedRows], gib: float
+) -> dict[str, EncodedRows]:
     """The splits with their states, from the disk or made now by one pass; as they are if none can be kept, and told.
 
     gib: the most that the folder may hold, in GiB; what was used longest ago goes. Error: these splits alone are more.
     """
-    place = token_cache.folder()
+    place = token_cache.cache_folder()
     if place is None or not gib:
         return _told(encoded, f"{token_cache.VARIABLE}=off" if place is None else "trunk_cache=0")
     place = place / "trunk"
@@ -93,17 +95,17 @@ def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float
         """What hinders: states save time and change no number, so that nothing may fail for them."""
         try:
             for split, plan in plans.items():
-                with token_cache.making(plan.path(place)):
+                with token_cache.exclusive_creation(plan.path(place)):
                     if plan.read(place) is None:
                         plan.write(place, trunk, use, encoded[split])
                     elif use.advance is not None:
                         use.advance(len(encoded[split]))
         except OSError as error:
             return f"no states can be written ({error})"
-        token_cache.bound(place, ".safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
+        token_cache.evict_old_files(place, ".safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
         return None
 
-    if (why := distributed.of_main(make)) is not None:
+    if (why := distributed.broadcast_from_main(make)) is not None:
         return _told(encoded, why)
     found = {split: plan.over(place, encoded[split]) for split, plan in plans.items()}
     whole = {split: rows for split, rows in found.items() if rows is not None}
@@ -113,7 +115,7 @@ def shortened(trunk: Trunk, use: Use, encoded: Mapping[str, Encoded], gib: float
     return whole
 
 
-def _told(encoded: Mapping[str, Encoded], why: str) -> dict[str, Encoded]:
+def _told(encoded: Mapping[str, EncodedRows], why: str) -> dict[str, EncodedRows]:
     told.info("the frozen trunk is run in every pass: %s", why)
     return dict(encoded)
 
@@ -122,7 +124,12 @@ class _Plan:
     """What is kept of one split: its name by content, its size, and where each row's tokens begin."""
 
     def __init__(
-        self, base: str, trunk: Trunk, encoded: Encoded, reads: Reads, shapes: Mapping[str, tuple[Any, tuple[int, ...]]]
+        self,
+        base: str,
+        trunk: FrozenLayers,
+        encoded: EncodedRows,
+        reads: Reads,
+        shapes: Mapping[str, tuple[Any, tuple[int, ...]]],
     ) -> None:
         self.reads, self.shapes = reads, shapes
         content = hashlib.sha256(json.dumps([base, reads, [[n, str(s)] for n, s in shapes.items()]]).encode())
@@ -132,7 +139,7 @@ class _Plan:
             for name, own in labels.items():
                 lengths[name].append(sum(_lengths(row, own, reads)))
             for field in sorted(_tokens(row, any(labels.values()))):
-                content.update(f"{field} {count(row[field])} ".encode() + _flat(row[field]).tobytes())
+                content.update(f"{field} {count_tokens(row[field])} ".encode() + _flat(row[field]).tobytes())
         self.starts = {name: [0, *itertools.accumulate(own)] for name, own in lengths.items()}
         self.name = content.hexdigest()[: token_cache.NAME]
 
@@ -166,22 +173,22 @@ class _Plan:
         whole = {name: facts["shape"] for name, facts in self.tensors().items()}
         return found if {name: list(t.shape) for name, t in found.items()} == whole else None
 
-    def over(self, place: Path, encoded: Encoded) -> Encoded | None:
+    def over(self, place: Path, encoded: EncodedRows) -> EncodedRows | None:
         """The rows, with their states; None where these cannot be read."""
         states = self.read(place)
         if states is None:
             return None
         cut = (encoded.truncated, encoded.texts, encoded.truncated_targets)
-        made = Shortened(encoded.rows, *cut, states, self.starts, self.reads)
+        made = CachedRows(encoded.rows, *cut, states, self.starts, self.reads)
         made.__dict__["lengths"] = encoded.lengths  # of the whole rows: the order of batches goes by them
         return made
 
-    def write(self, place: Path, trunk: Trunk, use: Use, encoded: Encoded) -> None:
+    def write(self, place: Path, trunk: FrozenLayers, use: InferenceContext, encoded: EncodedRows) -> None:
         """One pass over the split, into a file that is whole or not there. safetensors wants all tensors at once."""
         header = json.dumps(facts := self.tensors()).encode()
         header += b" " * (-len(header) % 8)
         begin = 8 + len(header)
-        with token_cache.whole(self.path(place)) as file:
+        with token_cache.is_complete(self.path(place)) as file:
             file.write(len(header).to_bytes(8, "little") + header)
 
             def take(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
@@ -196,7 +203,7 @@ class _Plan:
 
 
 def _tried(
-    trunk: Trunk, use: Use, encoded: Encoded
+    trunk: FrozenLayers, use: InferenceContext, encoded: EncodedRows
 ) -> str | tuple[Reads, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
     """Which tokens are read above the trunk, and type and shape of a token's states by argument; or why there are none.
 
@@ -220,7 +227,7 @@ def _tried(
     if "attention_mask" not in whole:
         return "without an attention_mask nobody can tell tokens from padding"
     try:
-        with torch.no_grad(), torch.random.fork_rng(), casting(device, use.precision):
+        with torch.no_grad(), torch.random.fork_rng(), autocast_to(device, use.precision):
             expected = logits(lambda: trunk.study(whole))
             if not trunk.keeps:
                 return "each of its layers gives something besides its state that is read above"
@@ -235,7 +242,7 @@ def _tried(
                     found = logits(lambda: model(**short))  # noqa: B023
                 except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # whatever the family says
                     continue
-                if _same(found, expected, real(whole, spoken), CLOSE[use.precision]):
+                if _same(found, expected, non_padding_mask(whole, spoken), CLOSE[use.precision]):
                     return reads, {name: (t.dtype, tuple(t.shape[2:])) for name, t in states.items()}
     finally:
         model.train(training)
@@ -252,7 +259,7 @@ def _same(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, close
 
 
 def _parts(
-    trunk: Trunk,
+    trunk: FrozenLayers,
     rows: Sequence[Row],
     batch: Mapping[str, torch.Tensor],
     reads: Reads,
@@ -263,14 +270,14 @@ def _parts(
     for name, whole in (trunk.states(batch) if states is None else states).items():
         labels = _of_labels(trunk, name, rows[0])
         lengths = [_lengths(row, labels, "all") for row in rows]
-        tokens = whole[real(batch, labels)].split([n for own in lengths for n in own])
+        tokens = whole[non_padding_mask(batch, labels)].split([n for own in lengths for n in own])
         at = iter(part if reads == "all" else part[:1] if reads == "first" else part[-1:] for part in tokens)
         for row, own in zip(found, lengths, strict=True):
             row[name] = torch.cat([next(at) for _ in own])
     return found
 
 
-def _of_labels(trunk: Trunk, name: str, row: Row) -> bool:
+def _of_labels(trunk: FrozenLayers, name: str, row: Row) -> bool:
     """Whether the states of an argument are of the labels' tokens: a decoder's that is told them."""
     return trunk.second(name) and isinstance(row.get("labels"), list)
 
@@ -312,7 +319,7 @@ LABELS = ("id2label", "label2id", "problem_type", "architectures", "_name_or_pat
 """What a configuration says of other things than the trunk."""
 
 
-def _identity(trunk: Trunk, precision: str) -> str:
+def _identity(trunk: FrozenLayers, precision: str) -> str:
     """What a trunk gives, apart from rows: its tensors, configuration, and which states are kept."""
     content = hashlib.sha256()
     model, anatomy = trunk.model, trunk.anatomy

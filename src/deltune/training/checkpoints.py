@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerState
 
-from ..errors import DeltuneError, all_problems, excerpt, first_line
-from ..filesystem import file_mode, fsync_directory, fsync_file, refused, write, write_json
+from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
+from ..filesystem import fsync_directory, fsync_file, new_file_mode, write_error, write_json, write_text
 from . import distributed, run_dir
 
 TENSORS, FACTS, STATE, SUMS = "tensors.safetensors", "facts.json", "trainer_state.json", "SHA256SUMS"
@@ -35,13 +35,13 @@ SUMMED = (TENSORS, FACTS, STATE)
 TODO = "bring back a copy of the folder, or start afresh (--fresh)"
 
 
-def latest(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint, or None."""
     steps = [p for p in folder.glob("*") if p.name.isdecimal() and p.is_dir()] if folder.is_dir() else []
     return max(steps, key=lambda p: int(p.name), default=None)
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     step: int,
     trained: Mapping[str, nn.Parameter],
@@ -65,14 +65,14 @@ def save(
                 tensors[f"optimizer.{index}.{name}"] = distributed.gather_shards(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
-    states = distributed.gathered(_random_state())
+    states = distributed.all_gather_objects(_random_state())
     tensors |= {f"rng.{i}.{name}": value for i, (own, _) in enumerate(states) for name, value in own.items()}
     facts = facts | {
         "optimizer": {"groups": held["param_groups"], "scalars": scalars},
         "scheduler": scheduler.state_dict(),
         "rng": [told for _, told in states],
     }
-    return distributed.of_main(lambda: _write(folder, step, tensors, facts, state))
+    return distributed.broadcast_from_main(lambda: _write(folder, step, tensors, facts, state))
 
 
 def _write(
@@ -84,12 +84,12 @@ def _write(
         folder.mkdir(exist_ok=True)
         fresh.mkdir()
         save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}, fresh / TENSORS)
-        os.chmod(fresh / TENSORS, file_mode(fresh))  # safetensors keeps its files to their owner
+        os.chmod(fresh / TENSORS, new_file_mode(fresh))  # safetensors keeps its files to their owner
         write_json(fresh / FACTS, facts)
         state(str(fresh / STATE))
         for name in (TENSORS, STATE):
             fsync_file(fresh / name)
-        seal(fresh)
+        write_checksums(fresh)
         if target.exists():
             os.rename(target, old)
         os.replace(fresh, target)
@@ -100,16 +100,16 @@ def _write(
             os.rename(old, target)
         if not isinstance(error, OSError | safetensors.SafetensorError):
             raise
-        raise refused(folder.parent, error) from error
+        raise write_error(folder.parent, error) from error
     for older in folder.iterdir():
         if older != target:
             shutil.rmtree(older, ignore_errors=True)
     return target
 
 
-def seal(checkpoint: Path) -> None:
+def write_checksums(checkpoint: Path) -> None:
     """Write the checksums of a checkpoint's files beside them."""
-    write(checkpoint / SUMS, "".join(f"{digest(checkpoint / name)}  {name}\n" for name in SUMMED))
+    write_text(checkpoint / SUMS, "".join(f"{digest(checkpoint / name)}  {name}\n" for name in SUMMED))
 
 
 def digest(path: Path) -> str:
@@ -142,19 +142,19 @@ def verify(checkpoint: Path) -> None:
     if set(sums) != set(SUMMED):
         problems.append(f"{SUMS} is not the file that was written: it has other names in it")
     if problems:
-        raise all_problems(f"{checkpoint} is damaged, and is not used; {TODO}", problems)
+        raise error_from_problems(f"{checkpoint} is damaged, and is not used; {TODO}", problems)
 
 
-def resumable(folder: Path) -> Path | None:
+def find_resumable(folder: Path) -> Path | None:
     """Return the newest checkpoint, held against its checksums; None where there is none.
 
     Raises:
         DeltuneError: It is damaged.
     """
-    checkpoint = latest(folder)
+    checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:
         verify(checkpoint)
-        facts(checkpoint)
+        read_progress(checkpoint)
         with _restoring(checkpoint):
             state = TrainerState.load_from_json(str(checkpoint / STATE))
             if state.global_step != int(checkpoint.name) or not isinstance(state.epoch, float | int):
@@ -162,7 +162,7 @@ def resumable(folder: Path) -> Path | None:
     return checkpoint
 
 
-def facts(checkpoint: Path) -> dict[str, Any]:
+def read_progress(checkpoint: Path) -> dict[str, Any]:
     """The facts of a checkpoint. Error: it cannot be read, or is not as it was written."""
     try:
         return run_dir.read_record(run_dir.Progress, checkpoint / FACTS)
@@ -193,7 +193,7 @@ def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> No
 
 def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     """Put the states of optimiser and scheduler back. Error: they do not fit."""
-    told = facts(checkpoint)
+    told = read_progress(checkpoint)
     with _restoring(checkpoint):
         _restore_optimizer(checkpoint, told, optimizer, scheduler)
 
@@ -203,7 +203,7 @@ def _restore_optimizer(checkpoint: Path, told: dict[str, Any], optimizer: Any, s
     states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in told["optimizer"]["scalars"].items()}
     for key, value in _tensors(checkpoint, "optimizer.").items():
         index, name = key.split(".", 1)
-        states.setdefault(int(index), {})[name] = distributed.cut(value, parameters[int(index)])
+        states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
     optimizer.load_state_dict({"state": states, "param_groups": told["optimizer"]["groups"]})
     scheduler.load_state_dict(told["scheduler"])
 
@@ -213,7 +213,7 @@ def restore_random(checkpoint: Path) -> None:
 
     A process more than there were when the checkpoint was written goes on drawing as it began. Error: they are none.
     """
-    own, states = distributed.index(), facts(checkpoint)["rng"]
+    own, states = distributed.rank(), read_progress(checkpoint)["rng"]
     if own < len(states):
         with _restoring(checkpoint):
             _restore_random(states[own], _tensors(checkpoint, f"rng.{own}."))
@@ -249,4 +249,4 @@ def _tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _unreadable(checkpoint: Path, error: Exception) -> DeltuneError:
-    return DeltuneError(f"{checkpoint} cannot be read ({type(error).__name__}: {first_line(error)}); {TODO}")
+    return DeltuneError(f"{checkpoint} cannot be read ({type(error).__name__}: {error_summary(error)}); {TODO}")

@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
 from pydantic import model_validator as validator
 
-from ..errors import DeltuneError, all_problems, unknown
-from ..filesystem import local_path
-from ..methods.registry import parse, rate
-from ..methods.spec import explicit
+from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..filesystem import user_path
+from ..methods.registry import default_learning_rate, parse
+from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
 from ..tasks.base import Limits
 from ..tasks.registry import TASKS
@@ -167,7 +167,7 @@ class RunSpec(BaseModel):
         if value is None or value == "minilm":
             return value
         try:
-            path = local_path(value)
+            path = user_path(value)
         except DeltuneError as error:
             raise ValueError(str(error)) from error
         return str(path.resolve()) if path.exists() else value
@@ -175,7 +175,7 @@ class RunSpec(BaseModel):
     @field_validator("metrics")
     @classmethod
     def _measured(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [unknown("metric", name, METRICS) for name in value if name not in METRICS]:
+        if wrong := [unknown_name("metric", name, METRICS) for name in value if name not in METRICS]:
             raise ValueError(" ".join(wrong))
         return value
 
@@ -191,7 +191,7 @@ class RunSpec(BaseModel):
     @classmethod
     def _chooses(cls, value: str | None) -> str | None:
         if value not in (None, "loss", *METRICS):
-            raise ValueError(unknown("metric", str(value), ["loss", *METRICS]))
+            raise ValueError(unknown_name("metric", str(value), ["loss", *METRICS]))
         return value
 
     @field_validator("seeds")
@@ -205,7 +205,7 @@ class RunSpec(BaseModel):
     @classmethod
     def _searched(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         able = set(cls.model_fields) - set(UNSEARCHED)
-        wrong = [unknown("option", name, able) for name in value if name not in cls.model_fields]
+        wrong = [unknown_name("option", name, able) for name in value if name not in cls.model_fields]
         wrong += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
         wrong += [f"no values for {name}" for name, values in value.items() if not values]
         if (tries := math.prod(len(values) for values in value.values())) > TRIES:
@@ -234,11 +234,11 @@ class RunSpec(BaseModel):
         given = isinstance(values, dict)
         values = {k: v for k, v in values.items() if k != "task_version"} if given else values  # canonical's own
         if given and (problems := config_checks.plain(values)):
-            raise all_problems("the spec is wrong", problems)
+            raise error_from_problems("the spec is wrong", problems)
         problems = [*config_checks.source(values, fields), *config_checks.sizes(values, fields)] if given else []
         names = [values.get(field) for field in ("task", "protocol")] if given else [0]
         try:
-            values = presets.filled(values) if all(isinstance(name, str | None) for name in names) else values
+            values = presets.apply_preset(values) if all(isinstance(name, str | None) for name in names) else values
         except DeltuneError as error:
             problems.append(str(error))
         try:
@@ -246,7 +246,7 @@ class RunSpec(BaseModel):
         except ValidationError as error:
             problems = [config_checks.problem(e, fields) for e in error.errors()] + problems
         if problems:
-            raise all_problems("the spec is wrong", problems)
+            raise error_from_problems("the spec is wrong", problems)
         for field, several in made.search.items():  # as the field makes of them: "1e-3" is a number
             made.search[field] = tuple(getattr(made.single(**{field: value}), field) for value in several)
         return made
@@ -272,7 +272,7 @@ class RunSpec(BaseModel):
     @property
     def rate(self) -> float:
         """The learning rate: lr, or what the method says (catalogue.rate)."""
-        return rate(self.method) if self.lr is None else self.lr
+        return default_learning_rate(self.method) if self.lr is None else self.lr
 
     def limits(self, template: str, words: Mapping[str, str]) -> Limits:
         """How long inputs and outputs may be, and how outputs are searched for.
@@ -304,7 +304,10 @@ class RunSpec(BaseModel):
     def canonical(self) -> dict[str, Any]:
         """The fields that are not at their default and can change the result, as JSON values."""
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
-        idle = [("lr", self.lr == rate(self.method) and "method" not in self.search), ("seed", bool(self.seeds))]
+        idle = [
+            ("lr", self.lr == default_learning_rate(self.method) and "method" not in self.search),
+            ("seed", bool(self.seeds)),
+        ]
         idle += [("epochs", self.steps is not None), ("aggregate", not self.seeds)]
         idle += [("max_generated", self.max_generated == self.target_length and "target_length" not in self.search)]
         idle += [("data_root", self.data is not None)]
@@ -329,7 +332,7 @@ class RunSpec(BaseModel):
 
     def yaml(self) -> str:
         """The whole spec, defaults written out, so that the file outlives a change of them."""
-        values = self.model_dump(mode="json") | {"method": explicit(parse(self.method))}
+        values = self.model_dump(mode="json") | {"method": explicit_expression(parse(self.method))}
         if "method" not in self.search:  # then each method may have a rate of its own
             values["lr"] = self.rate
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from ..data.columns import KINDS
-from ..errors import LONGEST, excerpt, unknown
+from ..errors import LONGEST, excerpt, unknown_name
 from ..metrics.registry import METRICS
 from ..tasks.registry import TASKS
 from .yaml_values import DEPTH
@@ -56,9 +56,9 @@ def source(values: Mapping[str, Any], fields: Fields) -> list[str]:
     if not isinstance(task, str | None):
         return []  # said of the field itself
     if data is None and task not in TASKS:
-        return [f"task: {unknown('task', str(task), TASKS)}"]
+        return [f"task: {unknown_name('task', str(task), TASKS)}"]
     if data is not None and task is not None and task not in KINDS:
-        return [f"task: {unknown('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
+        return [f"task: {unknown_name('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
     return []
 
 
@@ -72,10 +72,10 @@ def sizes(values: Mapping[str, Any], fields: Fields) -> list[str]:
 
 def metric_options(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What is wrong with the options of metrics: no such metric, no such option, a value of another kind."""
-    problems = [unknown("metric", name, METRICS) for name in values if name not in METRICS]
+    problems = [unknown_name("metric", name, METRICS) for name in values if name not in METRICS]
     for name in values.keys() & METRICS.keys():
         known = METRICS[name].options
-        problems += [unknown("option", option, known, name) for option in values[name] if option not in known]
+        problems += [unknown_name("option", option, known, name) for option in values[name] if option not in known]
         problems += [
             f"{name}.{option}: {excerpt(value)} is not of the kind of its default, {known[option]!r}"
             for option, value in values[name].items()
@@ -98,7 +98,7 @@ def problem(error: Any, fields: Fields) -> str:
     parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple["))]
     place = ".".join(part if len(part) <= LONGEST else excerpt(part) for part in parts)
     if error["type"] == "extra_forbidden":
-        return unknown("option", error["loc"][0], [*fields, "output"])
+        return unknown_name("option", error["loc"][0], [*fields, "output"])
     if error["type"] == "missing":
         return f"{place} is missing: {fields[place.partition('.')[0]].description}"
     told = error.get("ctx", {}).get("error")

@@ -24,7 +24,7 @@ from ..runtime.handle import NAME, Tuned
 Found = TypeVar("Found")
 
 
-def join(device: torch.device) -> None:
+def init_processes(device: torch.device) -> None:
     """Meet the other processes, where a launcher (--launch, accelerate, torchrun) started several.
 
     Errors: one device named for all of them, fewer devices than processes.
@@ -40,30 +40,30 @@ def join(device: torch.device) -> None:
     PartialState(cpu=device.type == "cpu")
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def count() -> int:
-    return distributed.get_world_size() if several() else 1
+def world_size() -> int:
+    return distributed.get_world_size() if is_distributed() else 1
 
 
-def index() -> int:
-    return distributed.get_rank() if several() else 0
+def rank() -> int:
+    return distributed.get_rank() if is_distributed() else 0
 
 
-def main() -> bool:
+def is_main() -> bool:
     """Whether this process writes and speaks for all."""
-    return index() == 0
+    return rank() == 0
 
 
-def of_main(work: Callable[[], Found]) -> Found:
+def broadcast_from_main(work: Callable[[], Found]) -> Found:
     """What the main process finds, for all; what goes wrong there is an error in all."""
-    if not several():
+    if not is_distributed():
         return work()
     found: list[Any] = [None, None]
     error: Exception | None = None
-    if main():
+    if is_main():
         try:
             found[0] = work()
         except Exception as caught:
@@ -74,7 +74,7 @@ def of_main(work: Callable[[], Found]) -> Found:
     return result
 
 
-def together(work: Callable[[], Found]) -> Found:
+def run_on_all(work: Callable[[], Found]) -> Found:
     """What each process finds by itself; what goes wrong in one is an error in all, so that none waits for it."""
     result: list[Any] = [None]
     error: Exception | None = None
@@ -82,33 +82,33 @@ def together(work: Callable[[], Found]) -> Found:
         result[0] = work()
     except Exception as caught:
         error = caught
-    _raise(error, next((told for told in gathered(_said(error)) if told is not None), None))
+    _raise(error, next((told for told in all_gather_objects(_said(error)) if told is not None), None))
     found: Found = result[0]
     return found
 
 
-def gathered(value: Found) -> list[Found]:
+def all_gather_objects(value: Found) -> list[Found]:
     """Every process's value, in every process."""
-    if not several():
+    if not is_distributed():
         return [value]
-    values: list[Any] = [None] * count()
+    values: list[Any] = [None] * world_size()
     distributed.all_gather_object(values, value)
     return values
 
 
-def total(value: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
     """The sum of every process's value."""
-    if not several():
+    if not is_distributed():
         return value
     summed = value.detach().clone()
     distributed.all_reduce(summed)
     return summed
 
 
-def part_ways(seed: int) -> None:
+def seed_by_rank(seed: int) -> None:
     """From here on each process draws its own numbers (of dropout); the main one those of a single process."""
-    if not main():
-        set_seed(seed + index())
+    if not is_main():
+        set_seed(seed + rank())
 
 
 def _said(error: Exception | None) -> DeltuneError | None:
@@ -124,31 +124,31 @@ def _raise(own: Exception | None, told: DeltuneError | None) -> None:
         raise told
 
 
-def shard(handle: Tuned, device: torch.device) -> None:
+def shard_model(handle: Tuned, device: torch.device) -> None:
     """Share a tuned model out, in place: a layer is whole while it runs, everything else is from a pass's start.
 
     Error: a single process; a trained tensor without an axis to cut.
     """
-    if not several():
+    if not is_distributed():
         raise DeltuneError("sharding=fsdp shares a model among processes, here is one: deltune train --launch N")
     handle.know_base()  # reads the whole base
     model = handle.model
     if uncut := [name for name, parameter in handle.trained() if not parameter.dim()]:
         raise DeltuneError(f"sharding=fsdp cannot cut {', '.join(uncut)}, single numbers; give sharding=none")
     apart = {parameter for parameter in model.parameters() if not parameter.dim()}
-    mesh = init_device_mesh(device.type, (count(),))
+    mesh = init_device_mesh(device.type, (world_size(),))
     layers = dict.fromkeys(model.get_submodule(layer.path) for layer in handle.anatomy.layers)
     resting = [handle.base] if len(handle.base) else []  # what is displaced never runs, so it stays shared out
     for module in (*layers, *resting, model):
         fully_shard(module, mesh=mesh, ignored_params=apart)
 
 
-def sharded(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
 @contextlib.contextmanager
-def whole(handle: Tuned, write: bool = False) -> Iterator[None]:
+def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
     """Inside, every tensor of the delta in use stands whole in its place; write: what is changed there is kept.
 
     All processes must come here together.
@@ -175,7 +175,7 @@ def whole(handle: Tuned, write: bool = False) -> Iterator[None]:
     if write:
         with torch.no_grad():
             for parameter, value in wanted.items():
-                parameter.copy_(cut(value.detach(), parameter))
+                parameter.copy_(shard_like(value.detach(), parameter))
 
 
 def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def cut(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole value shared out as another tensor is, where that is shared out."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value

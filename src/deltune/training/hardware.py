@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import DeltuneError, unknown
+from ..errors import DeltuneError, unknown_name
 
 
-def device(asked: str = "auto") -> torch.device:
+def resolve_device(asked: str = "auto") -> torch.device:
     """auto: the accelerator where there is one, else the CPU; or one by name, such as cpu, cuda, cuda:1 or mps.
 
     Error: this machine has no such device.
@@ -19,11 +19,11 @@ def device(asked: str = "auto") -> torch.device:
     if accelerator is not None:
         known += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
     if asked not in known:
-        raise DeltuneError(unknown("device", asked, known, "this machine"))
+        raise DeltuneError(unknown_name("device", asked, known, "this machine"))
     return torch.device(asked)
 
 
-def precision(asked: str, where: torch.device) -> str:
+def resolve_precision(asked: str, where: torch.device) -> str:
     """fp32 or bf16; auto is bf16 on an accelerator that has it, else fp32 (a CPU emulates it, and is slower).
 
     Error: bf16 on a device that has none.

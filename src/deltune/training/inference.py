@@ -9,31 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data import loading as reading
-from ..errors import DeltuneError, all_problems, excerpt, first_line, unknown
-from ..filesystem import local_path, room, write_lines
+from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
+from ..filesystem import clear_write_errors, user_path, write_jsonl
 from ..metrics.base import Scores
 from ..metrics.registry import METRICS, score
 from ..models import LABELLED, fit_padding, load_config, load_model
 from ..runtime.attaching import load, tuned
-from ..runtime.serialization import read_facts
+from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
-from ..tasks.base import Columns, Kind, Limits, Use
+from ..tasks.base import Columns, InferenceContext, Limits, TaskKind
 from ..tasks.classification import CLASSIFICATION, logits
-from ..tasks.encoding import Encoded, check_length
-from ..tasks.languages import codes, languages
+from ..tasks.encoding import EncodedRows, check_length
+from ..tasks.languages import language_codes, tokenizer_languages
 from . import hardware
 from .config import RunSpec
 from .prediction_inputs import Input, columns_of
-from .progress import Bar
-from .run_dir import Run
-from .task_setup import assignment, by_name, check_fits, kind_of, limits_of, tokenizer_of
+from .progress import ProgressBar
+from .run_dir import RunDir
+from .task_setup import check_fits, length_limits, load_task_tokenizer, set_up_task, task_kind_by_name, task_kind_for
 
 Given = Mapping[str, Mapping[str, Any]]
 """Options of metrics, by the metrics' names."""
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredSplit:
     """A split with the model's answers, row by row: metrics (loss included), and why others could not be had."""
 
     metrics: dict[str, float]
@@ -44,22 +44,27 @@ class Scored:
     scores: list[Any]
 
 
-def scored(
-    kind: Kind, use: Use, encoded: Encoded, columns: Columns, names: Sequence[str], options: Given | None = None
-) -> Scored:
+def score_split(
+    kind: TaskKind,
+    use: InferenceContext,
+    encoded: EncodedRows,
+    columns: Columns,
+    names: Sequence[str],
+    options: Given | None = None,
+) -> ScoredSplit:
     """The answers to a split, measured by the named metrics; with use.loss_only its loss alone."""
     answers = kind.answers(use, encoded)
     if use.loss_only:
-        return Scored({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
+        return ScoredSplit({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
     references = answers.references or kind.references(columns, use.labels)
     found = measured(kind, names, answers.predictions, references, len(use.labels), options)
     metrics = ({} if answers.loss is None else {"loss": answers.loss}) | {n: score.value for n, score in found.items()}
     signatures = {name: score.signature for name, score in found.items()}
-    return Scored(metrics, signatures, found.omitted, answers.predictions, references, answers.scores)
+    return ScoredSplit(metrics, signatures, found.omitted, answers.predictions, references, answers.scores)
 
 
 def measured(
-    kind: Kind,
+    kind: TaskKind,
     names: Sequence[str],
     predictions: Sequence[Any],
     references: Sequence[Any],
@@ -77,7 +82,9 @@ def measured(
     return found
 
 
-def lines(kind: Kind, columns: Columns, result: Scored, labels: Sequence[str]) -> list[dict[str, Any]]:
+def prediction_lines(
+    kind: TaskKind, columns: Columns, result: ScoredSplit, labels: Sequence[str]
+) -> list[dict[str, Any]]:
     """The predictions of a split as lines of JSON: id, input, prediction, reference, scores."""
 
     def said(value: Any) -> Any:
@@ -111,12 +118,12 @@ class Ready:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    kind: Kind
-    runs: Mapping[str, Run]
+    kind: TaskKind
+    runs: Mapping[str, RunDir]
     labels_of: Mapping[str, tuple[str, ...]]
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunDir:
         return next(iter(self.runs.values()))
 
     @property
@@ -125,29 +132,31 @@ class Ready:
 
     @property
     def precision(self) -> str:
-        return hardware.precision(self.spec.precision, self.model.device)
+        return hardware.resolve_precision(self.spec.precision, self.model.device)
 
     @property
     def labels(self) -> tuple[str, ...]:
         return next(iter(self.labels_of.values()))
 
 
-def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
+def load_run(run: str | Path | Mapping[str, str | Path]) -> Ready:
     """Load the base model that a run's spec names, and its delta; or those of several runs on one base, by name.
 
     Errors: no run, no delta yet, another base model.
     """
-    runs = {name: Run(at).kept for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
+    runs = {name: RunDir(at).kept for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
     if not runs:
         raise DeltuneError("no run is named")
     first = next(iter(runs.values()))
     spec = first.spec
     labels = {name: _labels(place) for name, place in runs.items()}
     name = first.data.kind
-    kind = kind_of(name, load_config(spec.model), spec.answer)
-    tokenizer = tokenizer_of(spec)
-    several = len(runs) > 1 and codes(tokenizer)
-    spoken = {name: languages(tokenizer_of(place.spec)) for name, place in runs.items()} if several else {}
+    kind = task_kind_for(name, load_config(spec.model), spec.answer)
+    tokenizer = load_task_tokenizer(spec)
+    several = len(runs) > 1 and language_codes(tokenizer)
+    spoken = (
+        {name: tokenizer_languages(load_task_tokenizer(place.spec)) for name, place in runs.items()} if several else {}
+    )
     if len(set(spoken.values())) > 1:
         told = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in spoken.items())
         raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({told}); use them apart")
@@ -159,15 +168,15 @@ def ready(run: str | Path | Mapping[str, str | Path]) -> Ready:
             warnings.warn(f"{place.folder} is not finished: this is its best delta so far", stacklevel=2)
         load(model, place.folder, name=name)
     tuned(model).use(next(iter(runs)))
-    model.to(hardware.device())  # type: ignore[arg-type]
+    model.to(hardware.resolve_device())  # type: ignore[arg-type]
     return Ready(model, tokenizer, kind, runs, labels)
 
 
-def _labels(place: Run) -> tuple[str, ...]:
+def _labels(place: RunDir) -> tuple[str, ...]:
     """The labels of a run's head, in the order of their ids. Error: it has no delta yet."""
     if not place.delta.is_dir():
         raise DeltuneError(f"{place.folder} has no delta yet; run the same `deltune train` again, it resumes")
-    labels = read_facts(place.folder).labels
+    labels = read_metadata(place.folder).labels
     return tuple(name for _, name in labels.pairs) if labels else ()
 
 
@@ -187,41 +196,41 @@ def evaluate(
     splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
     progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
     """
-    place = Run(run).kept
+    place = RunDir(run).kept
     known = place.spec
-    folder = None if output is None else local_path(output, "output")
-    facts = ready(run)
+    folder = None if output is None else user_path(output, "output")
+    facts = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         columns = known.columns or place.data.columns or None
         whole = {"validation_rows": None, "test_rows": None}
         known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns, **whole})
     if other is not None:
         known = RunSpec(**{**known.model_dump(exclude={"data", "columns", "labels", "metric"}), **other})
-    asked = assignment(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
+    asked = set_up_task(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
     found = asked.data
     usual = {stem: split for split, stems in reading.SPLITS.items() for stem in stems}
     wanted = [s for s in SPLITS if s in found.splits] if splits is None else [usual.get(s, s) for s in splits]
-    wrong = [unknown("split", s, found.splits) for s in wanted if s not in found.splits]
+    wrong = [unknown_name("split", s, found.splits) for s in wanted if s not in found.splits]
     if wrong or not wanted:
         raise DeltuneError(" ".join(wrong) or f"data {found.source} has neither a validation nor a test split")
     if found.labels != facts.labels and facts.kind.name in LABELLED:
         raise DeltuneError(f"the run's labels are {', '.join(facts.labels)}, here are {', '.join(found.labels)}")
-    limits = limits_of(place.spec if other is None else known, facts.kind, found.labels)
+    limits = length_limits(place.spec if other is None else known, facts.kind, found.labels)
     results = {}
-    with Bar(progress) as bar, room(folder or place.folder):
+    with ProgressBar(progress) as bar, clear_write_errors(folder or place.folder):
         for split in wanted:
             rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
             content = f"{found.fingerprint} {split}"
-            encoded = token_cache.encoded(facts.kind, facts.tokenizer, facts.model, rows, limits, False, content)
+            encoded = token_cache.encode_cached(facts.kind, facts.tokenizer, facts.model, rows, limits, False, content)
             bar.start(split, len(encoded))
-            use = Use(
+            use = InferenceContext(
                 facts.model, facts.tokenizer, found.labels, limits, known.rows(), facts.precision, bar.advance
             )  # fmt: skip
-            result = scored(facts.kind, use, encoded, rows, asked.metrics, known.metric_options)
+            result = score_split(facts.kind, use, encoded, rows, asked.metrics, known.metric_options)
             results[split] = result.metrics
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                write_lines(folder / f"{split}.jsonl", lines(facts.kind, rows, result, found.labels))
+                write_jsonl(folder / f"{split}.jsonl", prediction_lines(facts.kind, rows, result, found.labels))
     return results
 
 
@@ -230,18 +239,18 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
     Errors: no run, not finished, no predictions, a metric that does not fit the kind of task.
     """
-    scored = rescored(run, metrics)
+    scored = rescore_with_statistics(run, metrics)
     return {split: {name: score.value for name, score in scores.items()} for split, scores in scored.items()}
 
 
-def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
+def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
     """As rescore, with the statistics of every example."""
-    place = Run(run).kept
+    place = RunDir(run).kept
     own = place.metrics
     files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
-    kind = by_name(place.data.kind)
+    kind = task_kind_by_name(place.data.kind)
     labels = {name: i for i, name in enumerate(_labels(place))} if kind.labelled else {}
     results: dict[str, Scores] = {}
     for split, file in files.items():
@@ -254,7 +263,9 @@ def rescored(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
             try:
                 results[split] = measured(kind, wanted, answers, references, len(labels), options)
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-                raise DeltuneError(f"{file} holds what {kind.name} is not measured by ({first_line(error)})") from error
+                raise DeltuneError(
+                    f"{file} holds what {kind.name} is not measured by ({error_summary(error)})"
+                ) from error
     return results
 
 
@@ -279,7 +290,7 @@ def predict(
     they are computed in the same batches. Longer texts than a run's max_length are cut, as in training. Errors: no
     texts, inputs of another kind, a name that is no run's.
     """
-    facts = run if isinstance(run, Ready) else ready(run)
+    facts = run if isinstance(run, Ready) else load_run(run)
     if not texts:
         raise DeltuneError("no texts to predict")
     if rows is not None:
@@ -291,9 +302,9 @@ def predict(
     return [{key: answer, "scores": scores} for answer, scores in zip(said, found.scores, strict=True)]
 
 
-def predicted(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Inputs, each an id and an input, with what a run answers: id, input, prediction, scores."""
-    facts = ready(run)
+    facts = load_run(run)
     columns = columns_of(facts.kind.name, facts.run, [row["input"] for row in inputs])
     return [
         {
@@ -312,32 +323,32 @@ def _mixed(facts: Ready, texts: Sequence[Input], names: Sequence[str]) -> list[d
         )
     if len(names) != len(texts):
         raise DeltuneError(f"rows names the run of {len(names)} texts, and there are {len(texts)}")
-    wrong = [unknown("run", name, facts.runs) for name in dict.fromkeys(names) if name not in facts.runs]
+    wrong = [unknown_name("run", name, facts.runs) for name in dict.fromkeys(names) if name not in facts.runs]
     if wrong:
-        raise all_problems("these rows cannot be predicted", wrong)
+        raise error_from_problems("these rows cannot be predicted", wrong)
     encoded: list[Any] = [None] * len(texts)
     for name in dict.fromkeys(names):
         own = [i for i, other in enumerate(names) if other == name]
         for i, row in zip(own, _encoded(facts, name, {i: texts[i] for i in own})[0].rows, strict=True):
             encoded[i] = row
     found = []
-    for name, row in zip(names, logits(_use(facts, Limits(), names), Encoded(encoded, 0)).softmax(-1), strict=True):
+    for name, row in zip(names, logits(_use(facts, Limits(), names), EncodedRows(encoded, 0)).softmax(-1), strict=True):
         labels = facts.labels_of[name]
         scores = dict(zip(labels, row.tolist(), strict=False))  # beyond them stands what wider heads have
         found.append({"label": labels[int(row.argmax())], "scores": scores})
     return found
 
 
-def _use(facts: Ready, limits: Limits, deltas: Sequence[str] | None = None) -> Use:
+def _use(facts: Ready, limits: Limits, deltas: Sequence[str] | None = None) -> InferenceContext:
     rows = facts.spec.rows()
-    return Use(facts.model, facts.tokenizer, facts.labels, limits, rows, facts.precision, None, deltas)
+    return InferenceContext(facts.model, facts.tokenizer, facts.labels, limits, rows, facts.precision, None, deltas)
 
 
-def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[Encoded, Limits]:
+def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, Limits]:
     """One run's inputs, by their place in all, as rows that are cut as the run cuts them; and its limits."""
     place = facts.runs[name]
     columns = columns_of(facts.kind.name, place, list(texts.values()), [i + 1 for i in texts])
-    limits = limits_of(place.spec, facts.kind, facts.labels_of[name])
+    limits = length_limits(place.spec, facts.kind, facts.labels_of[name])
     handle = tuned(facts.model)
     before = handle.active
     try:

@@ -9,7 +9,7 @@ from types import FrameType
 _asked = threading.Event()
 
 
-def follow() -> None:
+def watch_interrupts() -> None:
     """Remember from here on that an interrupt came. In the main thread, where nobody else handles it."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is (
         signal.default_int_handler
@@ -17,7 +17,7 @@ def follow() -> None:
         signal.signal(signal.SIGINT, _take)
 
 
-def check() -> None:
+def raise_if_interrupted() -> None:
     """Raise KeyboardInterrupt if one came."""
     if _asked.is_set():
         _asked.clear()

@@ -9,7 +9,7 @@ from ..data import loading as reading
 from ..data.loading import Data
 from ..models import LABELLED, Kept, load_model
 from .config import RunSpec
-from .task_setup import tokenizer_of
+from .task_setup import load_task_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ KEPT = 8
 """Data sets that are kept; the one used longest ago goes first."""
 
 
-class Parts:
+class ModelCache:
     """A model, a tokenizer and data sets, kept for the next run that wants the same.
 
     A model is given out bare; whoever attaches to it detaches, or drops it. Its weights are read once: a head that is
@@ -54,7 +54,7 @@ class Parts:
         """As assignments.tokenizer_of."""
         wanted = (spec.model, spec.source_language, spec.target_language, spec.task if spec.data is None else None)
         if self._tokenizer is None or self._tokenizer[0] != wanted:
-            self._tokenizer = (wanted, tokenizer_of(spec))
+            self._tokenizer = (wanted, load_task_tokenizer(spec))
         return self._tokenizer[1]
 
     def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, *rest: Any) -> Data:
@@ -62,7 +62,7 @@ class Parts:
         key = repr((source, columns, labels, samples, seed if samples else None, rest))
         if key not in self._data:
             self.read["data"] += 1
-            self._data[key] = reading.load(source, columns, labels, samples, seed, *rest)
+            self._data[key] = reading.load_data(source, columns, labels, samples, seed, *rest)
         self._data.move_to_end(key)
         while len(self._data) > KEPT:
             self._data.popitem(last=False)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DeltuneError, unknown
-from ..methods.registry import parse, rate
-from ..methods.spec import Masked, Method, Named
+from ..errors import DeltuneError, unknown_name
+from ..methods.registry import default_learning_rate, parse
+from ..methods.spec import MaskedMethod, Method, NamedMethod
 
 Values = Mapping[str, Any]
 
@@ -150,7 +150,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 """Every known protocol."""
 
 
-def over(base: Values, given: Values) -> dict[str, Any]:
+def merge_values(base: Values, given: Values) -> dict[str, Any]:
     """The values of `base` under those of `given`: a value given takes the place of a list of values to try, too."""
     if given.get("method") is not None and base.get("method") is not None and "lr" not in given:
         base = {field: value for field, value in base.items() if field != "lr" or value != _rate(base["method"])}
@@ -161,20 +161,20 @@ def over(base: Values, given: Values) -> dict[str, Any]:
     return found
 
 
-def filled(given: Values) -> dict[str, Any]:
+def apply_preset(given: Values) -> dict[str, Any]:
     """A spec's values, those not given from its protocol. Error: an unknown protocol."""
     name = given.get("protocol")
     if name is None:
         return dict(given)
     if name not in PROTOCOLS:
-        raise DeltuneError(f"protocol: {unknown('protocol', str(name), PROTOCOLS)}")
-    return over(PROTOCOLS[name].of(given.get("task"), _alone(given.get("method"))), given)
+        raise DeltuneError(f"protocol: {unknown_name('protocol', str(name), PROTOCOLS)}")
+    return merge_values(PROTOCOLS[name].of(given.get("task"), _alone(given.get("method"))), given)
 
 
 def _rate(method: Any) -> float | None:
     """The rate of a method where none is given; a file that writes it out means no rate of its own."""
     try:
-        return rate(method)
+        return default_learning_rate(method)
     except (DeltuneError, TypeError):
         return None
 
@@ -185,6 +185,6 @@ def _alone(method: Any) -> str | None:
         found: Method = parse(method)
     except (DeltuneError, TypeError):
         return None  # told with the other problems of the spec
-    while isinstance(found, Masked):
+    while isinstance(found, MaskedMethod):
         found = found.method
-    return found.name if isinstance(found, Named) else None
+    return found.name if isinstance(found, NamedMethod) else None

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as TimeLeft
 
 
-class Bar:
+class ProgressBar:
     """Stages with a title, a count and a note; silent unless wanted and on a terminal."""
 
     def __init__(self, wanted: bool = True) -> None:
@@ -22,7 +22,7 @@ class Bar:
         self.progress = Progress(*columns, TextColumn("left"), left, note, console=console, disable=not shown)
         self.stage: TaskID | None = None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         self.progress.start()
         return self
 

@@ -18,18 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import __version__
 from ..data.columns import KINDS
-from ..errors import Busy, DeltuneError, all_problems, excerpt
+from ..errors import BusyError, DeltuneError, error_from_problems, excerpt
 from ..filesystem import (
+    clear_write_errors,
     fsync_directory,
     fsync_file,
-    local_path,
     parse_json,
-    read_object,
-    read_objects,
-    room,
-    write,
+    read_json_object,
+    read_jsonl,
+    user_path,
     write_json,
-    write_lines,
+    write_jsonl,
+    write_text,
 )
 from .config import RunSpec, read_spec
 
@@ -145,13 +145,13 @@ def checked(kind: type[Record], values: dict[str, Any], where: str) -> dict[str,
             + ("" if e["type"] == "missing" else f", not {excerpt(e['input'])}")
             for e in error.errors()[:SHOWN]
         ]
-        raise all_problems(f"{where} is not as deltune wrote it", problems) from error
+        raise error_from_problems(f"{where} is not as deltune wrote it", problems) from error
     return values
 
 
 def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
     """Read a JSON object that a run wrote. Raises DeltuneError: unreadable, or not what a run writes there."""
-    return checked(kind, read_object(path), str(path))
+    return checked(kind, read_json_object(path), str(path))
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
@@ -162,14 +162,14 @@ def writing(method: Callable[..., None]) -> Callable[..., None]:
     """What only the run's writer does; other processes at the run pass over it."""
 
     @functools.wraps(method)
-    def written(self: Run, *args: Any) -> None:
+    def written(self: RunDir, *args: Any) -> None:
         if self.writer:
             method(self, *args)
 
     return written
 
 
-class Run:
+class RunDir:
     """The folder of one run.
 
     finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs, beside
@@ -179,7 +179,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path, writer: bool = True) -> None:
-        self.folder, self.writer = local_path(folder, "the folder of a run"), writer
+        self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in OWN[:4])
         self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in OWN[4:])
 
@@ -197,7 +197,7 @@ class Run:
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
-            with room(self.folder):
+            with clear_write_errors(self.folder):
                 held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             if (self.folder / "delta.json").is_file():
                 raise DeltuneError(
@@ -214,17 +214,17 @@ class Run:
         return read_record(Metrics, self.metrics_file)
 
     @property
-    def kept(self) -> Run:
+    def kept(self) -> RunDir:
         """The single run whose delta this folder has: itself, or the best of several."""
         if not self.spec.several:
             return self
         name = self.metrics["best"].get("run")
-        if name is None or not Run(self.runs / name).exists or Run(self.runs / name).spec.several:
+        if name is None or not RunDir(self.runs / name).exists or RunDir(self.runs / name).spec.several:
             raise DeltuneError(
                 f"{self.metrics_file} names {name!r} as the best of several runs, and {self.runs} holds no such run; "
                 "bring the folder back, or start afresh (--fresh)"
             )
-        return Run(self.runs / name)
+        return RunDir(self.runs / name)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Run:
             wrong = [f"{path} is a folder" for path in files if path.is_dir()]
             wrong += [f"{path} is no folder" for path in places if path.exists() and not path.is_dir()]
             if wrong:
-                raise all_problems(
+                raise error_from_problems(
                     f"{self.folder} is not as a run leaves it; put right or start afresh (--fresh)", wrong
                 )
             differing = self.spec.differences(spec)
@@ -256,7 +256,7 @@ class Run:
                     "Choose another output folder, or start afresh there (--fresh)"
                 )
         elif self.folder.is_dir():
-            with room(self.folder):
+            with clear_write_errors(self.folder):
                 foreign = sorted(p.name for p in self.folder.iterdir())
             if foreign:
                 raise DeltuneError(f"{self.folder} is no RUN folder, it holds {', '.join(foreign[:5])}; choose another")
@@ -312,7 +312,7 @@ class Run:
     def open(self, spec: RunSpec) -> None:
         """Write the spec, where it is not there."""
         if not self.exists:
-            write(self.spec_file, spec.yaml())
+            write_text(self.spec_file, spec.yaml())
 
     @writing
     def point(self, name: str, to: Path) -> None:
@@ -347,7 +347,7 @@ class Run:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
             except OSError as error:
-                raise Busy(f"another process is at work on {self.folder}; wait for it or stop it") from error
+                raise BusyError(f"another process is at work on {self.folder}; wait for it or stop it") from error
             yield
         finally:
             os.close(handle)
@@ -372,16 +372,16 @@ class Run:
                 with contextlib.suppress(ValueError, DeltuneError):
                     if checked(LogLine, parse_json(line), "the line").get("step", 0) <= step:
                         kept.append(line if line.endswith("\n") else line + "\n")
-        write(self.log_file, "".join(kept))
+        write_text(self.log_file, "".join(kept))
 
     def logged(self) -> list[dict[str, Any]]:
         """The lines of the log. Error: one that is broken."""
-        return [checked(LogLine, v, f"{self.log_file} line {n}") for n, v in read_objects(self.log_file)]
+        return [checked(LogLine, v, f"{self.log_file} line {n}") for n, v in read_jsonl(self.log_file)]
 
     def answers(self, split: str) -> list[tuple[int, dict[str, Any]]]:
         """The lines of predictions/SPLIT.jsonl, with their numbers. Error: one that is broken."""
         path = self.predictions / f"{split}.jsonl"
-        return [(n, checked(Predicted, v, f"{path} line {n}")) for n, v in read_objects(path)]
+        return [(n, checked(Predicted, v, f"{path} line {n}")) for n, v in read_jsonl(path)]
 
     @writing
     def sync(self) -> None:
@@ -393,7 +393,7 @@ class Run:
     def predicted(self, split: str, rows: Iterable[dict[str, Any]]) -> None:
         """Write predictions/SPLIT.jsonl."""
         self.predictions.mkdir(exist_ok=True)
-        write_lines(self.predictions / f"{split}.jsonl", rows)
+        write_jsonl(self.predictions / f"{split}.jsonl", rows)
 
     @writing
     def finish(self, metrics: dict[str, Any]) -> None:

@@ -9,41 +9,41 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..data.loading import Data
-from ..errors import Diverged
-from ..methods.registry import rate
+from ..errors import DivergedError
+from ..methods.registry import default_learning_rate
 from ..metrics.registry import METRICS
-from ..runtime.frozen_layers import Trunk
+from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.handle import Tuned
-from ..runtime.serialization import read_facts
-from ..tasks.base import Columns, Kind, Limits, Use
-from ..tasks.encoding import Batches, Encoded
+from ..runtime.serialization import read_metadata
+from ..tasks.base import Columns, InferenceContext, Limits, TaskKind
+from ..tasks.encoding import EncodedRows, LengthGroupedBatches
 from . import checkpoints, distributed
 from .config import RunSpec
-from .inference import Scored, lines, scored
-from .progress import Bar
-from .run_dir import Run
+from .inference import ScoredSplit, prediction_lines, score_split
+from .progress import ProgressBar
+from .run_dir import RunDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass
-class Job:
+class RunState:
     """All that one run works with."""
 
     spec: RunSpec
-    run: Run
+    run: RunDir
     tuned: Tuned
     tokenizer: PreTrainedTokenizerBase
     data: Data
-    kind: Kind
+    kind: TaskKind
     metrics: tuple[str, ...]
     limits: Limits
     columns: Mapping[str, Columns]
-    encoded: dict[str, Encoded]
-    batches: Batches
+    encoded: dict[str, EncodedRows]
+    batches: LengthGroupedBatches
     precision: str
-    trunk: Trunk | None = None
+    trunk: FrozenLayers | None = None
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # validations since the best
     before: float = 0.0  # seconds of earlier processes
@@ -77,7 +77,7 @@ class Job:
         """What chooses the best epoch."""
         return self.spec.metric or self.metrics[0]
 
-    def scored(self, split: str, bar: Bar | None = None, loss_only: bool = False) -> Scored:
+    def scored(self, split: str, bar: ProgressBar | None = None, loss_only: bool = False) -> ScoredSplit:
         """The model's answers to a split, and their metrics.
 
         Each of several processes answers every row: where a model is shared out all must run together, through as
@@ -85,30 +85,32 @@ class Job:
         """
         use = self.use(bar, loss_only)
         options = self.spec.metric_options
-        result = scored(self.kind, use, self.encoded[split], self.columns[split], self.metrics, options)
-        metrics = distributed.of_main(lambda: result.metrics)  # rounding must not let processes decide differently
+        result = score_split(self.kind, use, self.encoded[split], self.columns[split], self.metrics, options)
+        metrics = distributed.broadcast_from_main(
+            lambda: result.metrics
+        )  # rounding must not let processes decide differently
         result = replace(result, metrics=metrics)
         if not math.isfinite(result.metrics["loss"]):
-            raise diverged(self, f"the {split} loss is {result.metrics['loss']}")
+            raise diverged_error(self, f"the {split} loss is {result.metrics['loss']}")
         return result
 
-    def use(self, bar: Bar | None = None, loss_only: bool = False) -> Use:
+    def use(self, bar: ProgressBar | None = None, loss_only: bool = False) -> InferenceContext:
         """Its model, for a pass over a split."""
         advance = bar.advance if bar else None
-        return Use(
-            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(distributed.count()),
+        return InferenceContext(
+            self.model, self.tokenizer, self.data.labels, self.limits, self.spec.rows(distributed.world_size()),
             self.precision, advance, loss_only=loss_only,
         )  # fmt: skip
 
-    def answered(self, split: str, result: Scored) -> dict[str, Any]:
+    def answered(self, split: str, result: ScoredSplit) -> dict[str, Any]:
         """Write a split's predictions; returns what is to be known of them besides."""
 
         def write() -> str:
-            self.run.predicted(split, lines(self.kind, self.columns[split], result, self.data.labels))
+            self.run.predicted(split, prediction_lines(self.kind, self.columns[split], result, self.data.labels))
             return checkpoints.digest(self.run.predictions / f"{split}.jsonl")
 
         facts = {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
-        return {**facts, "sha256": distributed.of_main(write)}
+        return {**facts, "sha256": distributed.broadcast_from_main(write)}
 
     def kept_answers(self) -> dict[str, dict[str, Any]]:
         """What the best epoch answered to the validation split, if it is whole and of the delta on the disk; else
@@ -122,16 +124,16 @@ class Job:
 
         def of_it() -> bool:
             whole = file.is_file() and checkpoints.digest(file) == found["sha256"]
-            return bool(whole and found["delta"] == read_facts(self.run.delta).sha256)
+            return bool(whole and found["delta"] == read_metadata(self.run.delta).sha256)
 
-        return {"validation": found} if distributed.of_main(of_it) else {}
+        return {"validation": found} if distributed.broadcast_from_main(of_it) else {}
 
     def keep(self) -> str:
         """Save the delta as it is; returns the digest of its numbers."""
-        with distributed.whole(self.tuned):
-            return distributed.of_main(lambda: read_facts(self.tuned.save(self.run.delta)).sha256)
+        with distributed.unsharded(self.tuned):
+            return distributed.broadcast_from_main(lambda: read_metadata(self.tuned.save(self.run.delta)).sha256)
 
-    def judge(self, result: Scored, epoch: float, step: int) -> bool:
+    def judge(self, result: ScoredSplit, epoch: float, step: int) -> bool:
         """Keep the delta, and its answers, if this validation is the best so far; returns whether it is."""
         metrics = result.metrics
         value = metrics[self.metric]
@@ -141,7 +143,7 @@ class Job:
             self.stale += 1
             return False
         digest = self.keep()
-        self.best = {"epoch": passes(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
+        self.best = {"epoch": epochs_done(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
         folding = self.precision != "fp32" and len(self.tuned.delta().shared)  # in bf16 here, in fp32 for the file
         if result.predictions and not folding:
             self.best["answered"] = {"delta": digest, **self.answered("validation", result)}
@@ -149,18 +151,18 @@ class Job:
         return True
 
 
-def passes(epoch: float) -> float:
+def epochs_done(epoch: float) -> float:
     """Passes over the rows, to a hundredth; a whole number of them as such."""
     return round(epoch) if abs(epoch - round(epoch)) < 1e-6 else round(epoch, 2)
 
 
-def diverged(job: Job, what: str) -> Diverged:
+def diverged_error(job: RunState, what: str) -> DivergedError:
     """The error for a loss that is no number; a run without any checkpoint leaves nothing behind."""
     kept = "the run stays as it was after its last good epoch"
-    if checkpoints.latest(job.run.checkpoint) is None:
+    if checkpoints.latest_checkpoint(job.run.checkpoint) is None:
         job.run.clear()
         kept = "nothing is kept"
-    return Diverged(
+    return DivergedError(
         f"{what}: training diverged at a learning rate of {job.spec.rate:g}; {kept}. "
-        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, rate(job.spec.method)):g}, or a warm-up"
+        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, default_learning_rate(job.spec.method)):g}, or a warm-up"
     )

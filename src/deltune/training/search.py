@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import Diverged
+from ..errors import DivergedError
 from ..metrics.registry import METRICS
 from .config import RunSpec
-from .run_dir import Run
+from .run_dir import RunDir
 
 One = Callable[[RunSpec, Path], dict[str, Any]]
 """Does a single run in a folder; its metrics."""
@@ -21,7 +21,7 @@ SPLITS = ("validation", "test")
 told = logging.getLogger("deltune")
 
 
-def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
+def run_series(spec: RunSpec, run: RunDir, one: One) -> dict[str, Any]:
     """The runs of a spec below run.folder/runs, and their aggregate as its metrics; `one` does each.
 
     Values are tried under the first seed: the first stay unless the next do better on validation, and so on until
@@ -38,7 +38,7 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
     for seed in spec.seeds[1:]:
         lines.append(_line(run, one, chosen.model_copy(update={"seed": seed}), f"seed{seed}", spec))
         if not lines[-1]["metrics"]:
-            raise Diverged(lines[-1]["error"])
+            raise DivergedError(lines[-1]["error"])
         lines[-1]["chosen"] = True
     kept = [line for line in lines if line["chosen"]]
     best = max(kept, key=lambda line: _value(line["metrics"]))  # the first of equal ones
@@ -56,7 +56,7 @@ def together(spec: RunSpec, run: Run, one: One) -> dict[str, Any]:
     return metrics
 
 
-def _search(spec: RunSpec, run: Run, one: One) -> tuple[RunSpec, list[dict[str, Any]]]:
+def _search(spec: RunSpec, run: RunDir, one: One) -> tuple[RunSpec, list[dict[str, Any]]]:
     """The single run whose values are chosen, and a line for every try."""
     tries = spec.tries()
     lines: list[dict[str, Any]] = []
@@ -68,19 +68,19 @@ def _search(spec: RunSpec, run: Run, one: One) -> tuple[RunSpec, list[dict[str, 
             break
         chosen = i
     if not lines[chosen]["metrics"]:
-        raise Diverged(lines[chosen]["error"])
+        raise DivergedError(lines[chosen]["error"])
     lines[chosen]["chosen"] = True
     return tries[chosen], lines
 
 
-def _line(run: Run, one: One, single: RunSpec, name: str, spec: RunSpec) -> dict[str, Any]:
+def _line(run: RunDir, one: One, single: RunSpec, name: str, spec: RunSpec) -> dict[str, Any]:
     """One run, done or found done; one that diverged has no metrics but an error."""
     tried = {field: single.rate if field == "lr" else getattr(single, field) for field in spec.search}
     told.info("%s: seed %d%s", name, single.seed, "".join(f", {field} {value}" for field, value in tried.items()))
     line = {"run": name, "seed": single.seed, "tried": tried, "chosen": False, "metrics": {}}
     try:
         line["metrics"] = one(single, run.runs / name)
-    except Diverged as error:
+    except DivergedError as error:
         line["error"] = str(error)
         told.info("%s", error)
     return line

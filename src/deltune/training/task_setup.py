@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..data import loading as reading
 from ..data.hub_layouts import Layout
 from ..data.loading import Data
-from ..errors import DeltuneError, all_problems, unknown
+from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..metrics.registry import METRICS
 from ..models import SPEAKING, load_config, load_tokenizer
 from ..tasks.answer_ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
-from ..tasks.base import Kind, Limits
+from ..tasks.base import Limits, TaskKind
 from ..tasks.classification import CLASSIFICATION
 from ..tasks.entity_listing import LISTS
 from ..tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
-from ..tasks.languages import codes, speak
+from ..tasks.languages import language_codes, set_languages
 from ..tasks.multiple_choice import CHOICE
-from ..tasks.registry import TASKS, Task, find
+from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import TAGGING
 from .config import RunSpec
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Ways(NamedTuple):
     """Ways of answering: by a head, in words of an encoder-decoder, in words of a decoder, after the prompt."""
 
-    head: Kind | None
-    both: Kind | None
-    after: Kind | None
+    head: TaskKind | None
+    both: TaskKind | None
+    after: TaskKind | None
 
 
 TABLE: Mapping[str, Ways] = {
@@ -46,27 +46,27 @@ TABLE: Mapping[str, Ways] = {
 
 
 @dataclass(frozen=True)
-class Assignment:
+class TaskSetup:
     """A spec's data as read, with the kind of task on this kind of model, and its metrics."""
 
     data: Data
-    kind: Kind
+    kind: TaskKind
     metrics: tuple[str, ...]
 
 
-def assignment(
+def set_up_task(
     spec: RunSpec,
     training: bool = True,
     labels: tuple[str, ...] | None = None,
-    read: Callable[..., Data] = reading.load,
-) -> Assignment:
+    read: Callable[..., Data] = reading.load_data,
+) -> TaskSetup:
     """Read what a spec asks for; labels: the run's own, where it has them; read: data.load, or one that remembers.
 
     Errors: whatever is wrong with the data; a model that cannot do this kind of task.
     """
     config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
-    task, found = data_of(spec, training, labels, read)
-    chosen = kind_of(found.kind, config, spec.answer)
+    task, found = load_task_data(spec, training, labels, read)
+    chosen = task_kind_for(found.kind, config, spec.answer)
     metrics = spec.metrics or (task.metrics if task else chosen.metrics)
     if len(found.labels) != 2:
         if "f1" in spec.metrics or spec.metric == "f1":
@@ -75,20 +75,20 @@ def assignment(
     if spec.metric not in (None, "loss", *metrics):
         metrics = (*metrics, str(spec.metric))
     check_fits(chosen, metrics)
-    return Assignment(found, chosen, metrics)
+    return TaskSetup(found, chosen, metrics)
 
 
-def data_of(
+def load_task_data(
     spec: RunSpec,
     training: bool = True,
     labels: tuple[str, ...] | None = None,
-    read: Callable[..., Data] = reading.load,
+    read: Callable[..., Data] = reading.load_data,
 ) -> tuple[Task | None, Data]:
     """The known task of a spec, where it has one, and its data as read; the arguments are those of `assignment`."""
     task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
     if spec.data is None:
         assert spec.task is not None
-        task, where = find(spec.task, spec.data_root)
+        task, where = find_task(spec.task, spec.data_root)
         kind = task.kind
         if isinstance(where, Layout):
             source, layout = where.source, where
@@ -109,22 +109,24 @@ def data_of(
             f"{error}"
         ) from error
     if spec.relabel:
-        found = reading.relabelled(found, spec.relabel)
+        found = reading.with_label_names(found, spec.relabel)
     return task, found
 
 
-def tokenizer_of(spec: RunSpec) -> PreTrainedTokenizerBase:
+def load_task_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     """The tokenizer of a spec's model, told the languages of the spec, or else of its task where it has languages.
 
     Errors: a language that it lacks; any, where it has none.
     """
     tokenizer = load_tokenizer(spec.model)
-    source, target = TASKS[str(spec.task)].languages if spec.data is None and codes(tokenizer) else (None, None)
-    speak(tokenizer, spec.source_language or source, spec.target_language or target)
+    source, target = (
+        TASKS[str(spec.task)].languages if spec.data is None and language_codes(tokenizer) else (None, None)
+    )
+    set_languages(tokenizer, spec.source_language or source, spec.target_language or target)
     return tokenizer
 
 
-def kind_of(name: str, config: PreTrainedConfig, answer: str = "head") -> Kind:
+def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head") -> TaskKind:
     """The kind of task on a model of this configuration, answered by a head or in words.
 
     Error: tagging in words by anything but an encoder-decoder.
@@ -141,12 +143,12 @@ def kind_of(name: str, config: PreTrainedConfig, answer: str = "head") -> Kind:
     return found
 
 
-def by_name(name: str) -> Kind:
+def task_kind_by_name(name: str) -> TaskKind:
     """The kind of task where its model does not matter."""
     return next(kind for kind in TABLE[name] if kind is not None)
 
 
-def limits_of(spec: RunSpec, kind: Kind, labels: Sequence[str]) -> Limits:
+def length_limits(spec: RunSpec, kind: TaskKind, labels: Sequence[str]) -> Limits:
     """Lengths, template and words of a run: the spec's own, else those of its task.
 
     Errors: words or a template where nothing is said in words; words that are missing, of no label, or shared.
@@ -163,21 +165,21 @@ def limits_of(spec: RunSpec, kind: Kind, labels: Sequence[str]) -> Limits:
         wrong.append("words are for labels that are answered in words (answer: words)")
     else:
         told = {name: word.strip() for name, word in spec.words.items()}
-        wrong += [unknown("label", name, names, where="words") for name in told if name not in names]
+        wrong += [unknown_name("label", name, names, where="words") for name in told if name not in names]
         wrong += [f"label {name!r} has no word" for name in names if not told.get(name)]
     sharing: dict[str, list[str]] = {}
     for name, word in told.items():
         sharing.setdefault(word, []).append(name)
     wrong += [f"labels {', '.join(own)} have the same word {w!r}" for w, own in sharing.items() if w and len(own) > 1]
     if wrong:
-        raise all_problems("what is said in words is wrong", wrong)
+        raise error_from_problems("what is said in words is wrong", wrong)
     words = {label: told.get(kind.spoken(label), "") for label in labels} if kind.spoken else {}
     return spec.limits(task.template if task else "", words)
 
 
-def check_fits(kind: Kind, metrics: Sequence[str]) -> None:
+def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
     """Error for metrics that are unknown or compare something else than this kind of task gives."""
-    if wrong := [unknown("metric", name, METRICS) for name in metrics if name not in METRICS]:
+    if wrong := [unknown_name("metric", name, METRICS) for name in metrics if name not in METRICS]:
         raise DeltuneError(" ".join(wrong))
     if foreign := [name for name in metrics if METRICS[name].kind not in kind.compares]:
         fitting = [name for name, metric in METRICS.items() if metric.kind in kind.compares]

@@ -14,25 +14,25 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from ..data.loading import Data
-from ..errors import DeltuneError, unknown
-from ..filesystem import room
+from ..errors import DeltuneError, unknown_name
+from ..filesystem import clear_write_errors
 from ..models import fit_padding
 from ..runtime.attaching import attach, load
-from ..runtime.frozen_layers import Trunk
-from ..runtime.serialization import read as read_delta
+from ..runtime.frozen_layers import FrozenLayers
+from ..runtime.serialization import open_delta as read_delta
 from ..tasks import token_cache
-from ..tasks.base import Kind
-from ..tasks.encoding import Batches, Encoded, check_causal, check_length
+from ..tasks.base import TaskKind
+from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, check_length
 from . import activation_cache, checkpoints, distributed, hardware
 from .config import RunSpec
 from .inference import SPLITS
-from .model_cache import Parts
-from .progress import Bar
-from .run_dir import Run, environment
-from .run_state import Job
-from .search import together
-from .task_setup import assignment, data_of, limits_of
-from .trainer import DeltaTrainer, Reports
+from .model_cache import ModelCache
+from .progress import ProgressBar
+from .run_dir import RunDir, environment
+from .run_state import RunState
+from .search import run_series
+from .task_setup import length_limits, load_task_data, set_up_task
+from .trainer import DeltaTrainer, ReportCallback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def train(
     progress: bool = True,
     devices: str = "auto",
     sharded: str = "none",
-    parts: Parts | None = None,
+    parts: ModelCache | None = None,
 ) -> dict[str, Any]:
     """Tune spec.method on spec.data, keep the best delta, score it; returns what metrics.json holds.
 
@@ -67,21 +67,21 @@ def train(
     loss that is no number; no space left.
     A spec of several runs (seeds, search) makes a folder of these, and their aggregate (series.together).
     """
-    device = hardware.device(devices)
-    distributed.join(device)
-    run = Run(output, writer=distributed.main())
-    shared = parts or Parts()
-    found = distributed.of_main(lambda: _finished(spec, run, resume, shared))
+    device = hardware.resolve_device(devices)
+    distributed.init_processes(device)
+    run = RunDir(output, writer=distributed.is_main())
+    shared = parts or ModelCache()
+    found = distributed.broadcast_from_main(lambda: _finished(spec, run, resume, shared))
     if found is not None:
         told.info("%s is finished; nothing to do", run.folder)
         return found
     with contextlib.ExitStack() as held:
-        held.enter_context(room(run.folder))
-        distributed.of_main(lambda: held.enter_context(run.locked()))
+        held.enter_context(clear_write_errors(run.folder))
+        distributed.broadcast_from_main(lambda: held.enter_context(run.locked()))
         if spec.several:
             if not resume:
                 run.clear()
-            return together(spec, run, lambda one, at: train(one, at, True, progress, devices, sharded, shared))
+            return run_series(spec, run, lambda one, at: train(one, at, True, progress, devices, sharded, shared))
         try:
             return _train(spec, run, resume, progress, device, sharded, shared)
         except BaseException:
@@ -89,14 +89,14 @@ def train(
             raise
 
 
-def _finished(spec: RunSpec, run: Run, resume: bool, parts: Parts) -> dict[str, Any] | None:
+def _finished(spec: RunSpec, run: RunDir, resume: bool, parts: ModelCache) -> dict[str, Any] | None:
     """The metrics of a run that needs no training. Errors: the folder holds something else; its data changed."""
     if resume or not run.exists:
         run.check(spec)
     if not resume or not run.finished:
         return None
     try:
-        now = data_of(run.kept.spec, read=parts.data)[1].facts
+        now = load_task_data(run.kept.spec, read=parts.data)[1].facts
     except DeltuneError as error:
         told.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
     else:
@@ -105,31 +105,35 @@ def _finished(spec: RunSpec, run: Run, resume: bool, parts: Parts) -> dict[str, 
 
 
 def _train(
-    spec: RunSpec, run: Run, resume: bool, progress: bool, device: torch.device, sharded: str, parts: Parts
+    spec: RunSpec, run: RunDir, resume: bool, progress: bool, device: torch.device, sharded: str, parts: ModelCache
 ) -> dict[str, Any]:
-    job, source = distributed.together(lambda: _job(spec, run, device, sharded, parts))
+    job, source = distributed.run_on_all(lambda: _job(spec, run, device, sharded, parts))
     arguments = _arguments(job, device)
-    facts = {"device": str(arguments.device), "precision": job.precision, "processes": distributed.count()}
-    checkpoint = distributed.of_main(lambda: _resumable(run)) if resume else None
-    with Bar(progress and distributed.main()) as bar, _trunk(job, arguments.device, bar):
+    facts = {"device": str(arguments.device), "precision": job.precision, "processes": distributed.world_size()}
+    checkpoint = distributed.broadcast_from_main(lambda: _resumable(run)) if resume else None
+    with ProgressBar(progress and distributed.is_main()) as bar, _trunk(job, arguments.device, bar):
         if not resume:  # only now is nothing left that may be refused
             run.clear()
-        distributed.of_main(lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source})))
+        distributed.broadcast_from_main(
+            lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source}))
+        )
         _fit(job, arguments, bar, checkpoint)
         return _finish(job, bar)
 
 
-def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Parts) -> tuple[Job, dict[str, Any]]:
+def _job(
+    spec: RunSpec, run: RunDir, device: torch.device, sharded: str, parts: ModelCache
+) -> tuple[RunState, dict[str, Any]]:
     """All that the run works with, and what is to be known of its data."""
-    precision = hardware.precision(spec.precision, device)
-    rows = spec.rows(distributed.count())
+    precision = hardware.resolve_precision(spec.precision, device)
+    rows = spec.rows(distributed.world_size())
     if sharded not in SHARDED:
-        raise DeltuneError(unknown("sharding", sharded, SHARDED))
-    asked = assignment(spec, read=parts.data)
+        raise DeltuneError(unknown_name("sharding", sharded, SHARDED))
+    asked = set_up_task(spec, read=parts.data)
     found, kind = asked.data, asked.kind
     if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
         raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
-    limits = limits_of(spec, kind, found.labels)
+    limits = length_limits(spec, kind, found.labels)
     tokenizer = parts.tokenizer(spec)
     model = _base(spec, kind, found, tokenizer, parts)
     if kind.loads == "causal-lm":
@@ -138,46 +142,48 @@ def _job(spec: RunSpec, run: Run, device: torch.device, sharded: str, parts: Par
     tuned = attach(model, spec.method, head=spec.head)
     if not any(True for _ in tuned.trained()):
         raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
-    trunk = None if spec.trunk_dropout == "on" else Trunk(tuned)
+    trunk = None if spec.trunk_dropout == "on" else FrozenLayers(tuned)
     check_length(model, kind.positions(limits))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {
-        split: token_cache.encoded(
+        split: token_cache.encode_cached(
             kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}"
         )
         for split, rows in columns.items()
     }
     if sharded == "fsdp":
-        distributed.shard(tuned, device)
+        distributed.shard_model(tuned, device)
         parts.drop()  # its weights are shared out now
     batches = _batches(spec, encoded["train"], rows)
     held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision, trunk)
-    return Job(spec, run, tuned, tokenizer, *held), found.facts
+    return RunState(spec, run, tuned, tokenizer, *held), found.facts
 
 
-def _base(spec: RunSpec, kind: Kind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: Parts) -> PreTrainedModel:
+def _base(
+    spec: RunSpec, kind: TaskKind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: ModelCache
+) -> PreTrainedModel:
     """The model that a spec names, as it is before any tuning."""
     model = parts.model(spec.model, kind.loads, data.labels or None, spec.seed)
     fit_padding(model, tokenizer)
     return model
 
 
-def _batches(spec: RunSpec, train: Encoded, rows: int) -> Batches:
+def _batches(spec: RunSpec, train: EncodedRows, rows: int) -> LengthGroupedBatches:
     """The training rows, step by step, each step cut for the devices into batches of so many rows."""
     if spec.batch_tokens is not None:
-        return Batches(train.sizes, 0, spec.seed, distributed.count(), spec.batch_tokens)
-    return Batches(train.lengths, spec.batch_size, spec.seed, spec.batch_size // rows)
+        return LengthGroupedBatches(train.sizes, 0, spec.seed, distributed.world_size(), spec.batch_tokens)
+    return LengthGroupedBatches(train.lengths, spec.batch_size, spec.seed, spec.batch_size // rows)
 
 
-def _arguments(job: Job, device: torch.device) -> TrainingArguments:
+def _arguments(job: RunState, device: torch.device) -> TrainingArguments:
     spec, batches = job.spec, job.batches
     moments = "epoch" if spec.validate_every is None else "steps"
     arguments = TrainingArguments(
         output_dir=str(job.run.folder),
         num_train_epochs=spec.epochs,
         max_steps=spec.steps or -1,
-        per_device_train_batch_size=spec.rows(distributed.count()),
-        gradient_accumulation_steps=batches.chunks // distributed.count(),
+        per_device_train_batch_size=spec.rows(distributed.world_size()),
+        gradient_accumulation_steps=batches.chunks // distributed.world_size(),
         learning_rate=spec.rate,
         lr_scheduler_type=SCHEDULES.get(spec.schedule, spec.schedule),
         warmup_steps=spec.warmup,
@@ -211,30 +217,32 @@ def _arguments(job: Job, device: torch.device) -> TrainingArguments:
 
 
 @contextlib.contextmanager
-def _trunk(job: Job, device: torch.device, bar: Bar) -> Iterator[None]:
+def _trunk(job: RunState, device: torch.device, bar: ProgressBar) -> Iterator[None]:
     """Inside, a frozen trunk that runs without dropout is run once for each row; in the end the model is free of it."""
     if job.trunk is None:
         yield
         return
-    if distributed.sharded(job.model):
+    if distributed.is_sharded(job.model):
         told.info("the frozen trunk is run in every pass: sharding=fsdp shares its layers out")
     else:
         job.model.to(device)  # type: ignore[arg-type]
         bar.start("trunk", sum(map(len, job.encoded.values())))
-        job.encoded = activation_cache.shortened(job.trunk, job.use(bar), job.encoded, job.spec.trunk_cache)
+        job.encoded = activation_cache.with_cached_activations(
+            job.trunk, job.use(bar), job.encoded, job.spec.trunk_cache
+        )
     try:
         yield
     finally:
         job.trunk.remove()
 
 
-def _resumable(run: Run) -> Path | None:
+def _resumable(run: RunDir) -> Path | None:
     """The checkpoint that a run goes on from, None for a run from its start.
 
     Error: the checkpoint, or the best delta so far, is damaged; nothing is written before.
     """
-    checkpoint = checkpoints.resumable(run.checkpoint)
-    if checkpoint is not None and checkpoints.facts(checkpoint)["best"]:
+    checkpoint = checkpoints.find_resumable(run.checkpoint)
+    if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
         run.recover()
         try:
             read_delta(run.delta).numbers()
@@ -243,7 +251,7 @@ def _resumable(run: Run) -> Path | None:
     return checkpoint
 
 
-def _fit(job: Job, arguments: TrainingArguments, bar: Bar, checkpoint: Path | None) -> None:
+def _fit(job: RunState, arguments: TrainingArguments, bar: ProgressBar, checkpoint: Path | None) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or the end of patience."""
     if checkpoint is None:
         job.run.rewind(-1)
@@ -258,7 +266,7 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar, checkpoint: Path | No
                     told.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, what, length)
         job.run.log({"step": 0, "event": "start", **job.truncated})
     else:
-        kept = checkpoints.facts(checkpoint)
+        kept = checkpoints.read_progress(checkpoint)
         job.best, job.stale, job.before = kept["best"], kept["stale"], kept["seconds"]
         job.run.rewind(int(checkpoint.name))
         told.info("resuming %s after step %s", job.run.folder, checkpoint.name)
@@ -266,21 +274,21 @@ def _fit(job: Job, arguments: TrainingArguments, bar: Bar, checkpoint: Path | No
         return
     trainer = DeltaTrainer(job, arguments)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Reports(job, bar))
-    distributed.part_ways(job.spec.seed)
+    trainer.add_callback(ReportCallback(job, bar))
+    distributed.seed_by_rank(job.spec.seed)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
 
 
-def _finish(job: Job, bar: Bar) -> dict[str, Any]:
+def _finish(job: RunState, bar: ProgressBar) -> dict[str, Any]:
     """Score the kept delta as it is on the disk, where its answers are not there yet, and write the metrics."""
     seconds = job.seconds
     count = job.tuned.count().as_dict()
-    sharded, device = distributed.sharded(job.model), job.model.device
-    model = _base(job.spec, job.kind, job.data, job.tokenizer, Parts()) if sharded else job.tuned.detach()
+    sharded, device = distributed.is_sharded(job.model), job.model.device
+    model = _base(job.spec, job.kind, job.data, job.tokenizer, ModelCache()) if sharded else job.tuned.detach()
     job.tuned = load(model, job.run.delta)
     if sharded:
-        distributed.shard(job.tuned, device)
+        distributed.shard_model(job.tuned, device)
     splits = [split for split in SPLITS if split in job.encoded]
     found = job.kept_answers()
     rest = [split for split in splits if split not in found]

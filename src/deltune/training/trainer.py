@@ -13,14 +13,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..tasks.encoding import IGNORED, Row, collate
 from . import checkpoints, distributed, interrupts
-from .progress import Bar
-from .run_state import Job, diverged, passes
+from .progress import ProgressBar
+from .run_state import RunState, diverged_error, epochs_done
 
 
 class DeltaTrainer(Trainer):
     """A Trainer whose checkpoints hold the delta alone, and whose batches are of similar length."""
 
-    def __init__(self, job: Job, arguments: TrainingArguments) -> None:
+    def __init__(self, job: RunState, arguments: TrainingArguments) -> None:
         self.job = job
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = job.kind.loads == "causal-lm"
@@ -34,9 +34,9 @@ class DeltaTrainer(Trainer):
         # whether a model divides by the number of items that it is given can only be told by trying (BERT's
         # classifiers take it and do not), so none is given one: compute_loss weighs the means
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, True
-        if distributed.sharded(job.model):  # placed and averaged already: no DDP around it
+        if distributed.is_sharded(job.model):  # placed and averaged already: no DDP around it
             self.is_distributed_loading_by_transformers = True
-        elif distributed.several():
+        elif distributed.is_distributed():
             self.accelerator.ddp_handler.find_unused_parameters = self._some_unused()
 
     def _some_unused(self) -> bool:
@@ -66,7 +66,7 @@ class DeltaTrainer(Trainer):
         """The batches of a step on this device, and how many items all devices' batches have."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         own = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
-        return batches, distributed.total(own)
+        return batches, distributed.all_reduce_sum(own)
 
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the loss of a batch is the mean of: rows, or the tokens that are predicted."""
@@ -91,9 +91,11 @@ class DeltaTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step. Error: its loss is no number."""
         loss = super().training_step(*args, **kwargs)
-        all_parts = distributed.total(loss)
+        all_parts = distributed.all_reduce_sum(loss)
         if not torch.isfinite(all_parts):
-            raise diverged(self.job, f"the training loss is {all_parts.item()} at step {self.state.global_step + 1}")
+            raise diverged_error(
+                self.job, f"the training loss is {all_parts.item()} at step {self.state.global_step + 1}"
+            )
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -120,9 +122,9 @@ class DeltaTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if "validation" not in self.job.encoded:
             self.job.keep()
-            self.job.best = {"epoch": passes(self.state.epoch), "step": self.state.global_step}
+            self.job.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
         self.job.run.sync()
-        checkpoints.save(
+        checkpoints.save_checkpoint(
             self.job.run.checkpoint,
             self.state.global_step,
             dict(self.job.tuned.trained()),
@@ -133,7 +135,7 @@ class DeltaTrainer(Trainer):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with distributed.whole(self.job.tuned, write=True):
+        with distributed.unsharded(self.job.tuned, write=True):
             checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.trained()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -145,10 +147,10 @@ class DeltaTrainer(Trainer):
             checkpoints.restore_random(Path(checkpoint))
 
 
-class Reports(TrainerCallback):
+class ReportCallback(TrainerCallback):
     """The bar and log.jsonl."""
 
-    def __init__(self, job: Job, bar: Bar) -> None:
+    def __init__(self, job: RunState, bar: ProgressBar) -> None:
         self.job, self.bar = job, bar
         self.loss = ""
 
@@ -159,9 +161,9 @@ class Reports(TrainerCallback):
         self.job.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not reach it where a loader skips batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        interrupts.check()
+        interrupts.raise_if_interrupted()
         gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
-        with distributed.whole(self.job.tuned, write=True) if gated else contextlib.nullcontext():
+        with distributed.unsharded(self.job.tuned, write=True) if gated else contextlib.nullcontext():
             self.job.tuned.advance(state.global_step / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -180,4 +182,6 @@ class Reports(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         name = self.job.metric
-        self.bar.note(f"{self.loss} · epoch {passes(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}")
+        self.bar.note(
+            f"{self.loss} · epoch {epochs_done(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}"
+        )

@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field
 
 from ..errors import DeltuneError, excerpt
-from ..filesystem import local_path
+from ..filesystem import user_path
 
 MOST = 2**31 - 1
 """Of whatever is counted: more does not fit into the tensors that hold it."""
@@ -33,7 +33,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
         DeltuneError: There is no such file, it is broken or no mapping, or it is beyond the bounds above.
     """
     try:
-        with local_path(path, "file").open("rb") as file:
+        with user_path(path, "file").open("rb") as file:
             text = file.read(BYTES + 1)
     except OSError as error:
         raise DeltuneError(f"{path} cannot be read: {error}") from error

@@ -19,16 +19,16 @@ from .comparisons import (
     Comparison,
     Exact,
     Key,
-    Lacking,
+    MissingCells,
     Term,
     Where,
     combined,
+    describe_cell,
     difference,
     levels,
     linear,
     mean_of,
     one_seed,
-    said,
     seeds_of,
     weighted_sum,
 )
@@ -49,7 +49,7 @@ class Beats:
 
     def checks(self, grid: Cells) -> list[Check]:
         units = difference(grid, self.better, self.worse, self.reading)
-        text = f"{said(self.better)} − {said(self.worse)}"
+        text = f"{describe_cell(self.better)} − {describe_cell(self.worse)}"
         return [Comparison(text, units, self.margin, math.inf, self.reading.unit)]
 
 
@@ -68,7 +68,7 @@ class Within:
 
     def checks(self, grid: Cells) -> list[Check]:
         units = difference(grid, self.what, self.reference, self.reading)
-        text = f"{said(self.what)} − {said(self.reference)}"
+        text = f"{describe_cell(self.what)} − {describe_cell(self.reference)}"
         return [Comparison(text, units, -self.points, self.points if self.both else math.inf, self.reading.unit)]
 
 
@@ -99,7 +99,7 @@ class Rises:
             return found
 
         text = f"slope along {self.axis}" + "".join(
-            f"{' −' if i else ''} of {said(w)}" for i, w in enumerate(wheres) if w
+            f"{' −' if i else ''} of {describe_cell(w)}" for i, w in enumerate(wheres) if w
         )
         units = linear(grid, [{**where, self.axis: EVERY} for where in wheres], terms, self.reading)
         return Comparison(text, units, low, high, f"{self.reading.unit} a decade of {self.axis}")
@@ -133,24 +133,24 @@ class Shrinks:
         for setting, members in grid.strata([where]):
             try:
                 units[setting] = self._slopes(grid, where, members, setting)
-            except Lacking as lacking:
+            except MissingCells as lacking:
                 reasons += lacking.reasons
         if reasons:
-            raise Lacking(reasons)
+            raise MissingCells(reasons)
         text = f"slope along {self.along} of the gap over {self.over}"
         return [Comparison(text, units, -math.inf, 0.0, f"{self.reading.unit} a decade of {self.along}")]
 
     def _slopes(self, grid: Cells, where: Where, members: Sequence[Outcome], setting: Key) -> dict[Hashable, Number]:
         seeds = seeds_of(members)
         if len(seeds) < 2:
-            raise Lacking([one_seed(setting)])
+            raise MissingCells([one_seed(setting)])
         gaps: dict[Hashable, list[tuple[float, Number]]] = {seed: [] for seed in seeds}
         for label, weight in levels(grid, self.along, where, members, setting):
             groups: dict[Any, list[Cell]] = {}
             for cell in grid.picked({**where, self.along: label}, members, setting):
                 groups.setdefault(cell[self.over], []).append(cell)
             if len(groups) < 2:
-                raise Lacking([f"one {self.over} at {self.along}={label}: no gap"])
+                raise MissingCells([f"one {self.over} at {self.along}={label}: no gap"])
             numbers = {
                 seed: [weighted_sum(grid, mean_of(cells), self.reading, seed) for cells in groups.values()]
                 for seed in seeds
@@ -182,7 +182,7 @@ class Fewer:
                 cells, seed = grid.picked(where, members, setting), seeds_of(members)[0]
                 sizes.append(sum(grid.read(COUNT, cell, seed).value for cell in cells) / len(cells))
             largest = max(largest, sizes[0] / sizes[1] if sizes[1] else math.inf)
-        text = f"trained scalars of {said(self.fewer)} / {said(self.more)}, the largest"
+        text = f"trained scalars of {describe_cell(self.fewer)} / {describe_cell(self.more)}, the largest"
         return [Exact(text, largest, self.ratio, "times")]
 
 
@@ -199,7 +199,7 @@ class Best:
         rest = {axis: label for axis, label in self.what.items() if axis != self.over}
         rivals = [r for r in grid.labels(self.over, rest) if r not in (self.what[self.over], *self.but)]
         if not rivals:
-            raise Lacking([f"nothing to compare {said(self.what)} with"])
+            raise MissingCells([f"nothing to compare {describe_cell(self.what)} with"])
         return _all_checks(
             grid, [Beats(self.what, {**self.what, self.over: rival}, reading=self.reading) for rival in rivals]
         )
@@ -218,7 +218,7 @@ class Alike:
         where = {**self.of, self.over: self.of.get(self.over, EVERY)}
         pairs = list(itertools.combinations(grid.labels(self.over, where), 2))
         if not pairs:
-            raise Lacking([f"no two labels of {self.over} to compare"])
+            raise MissingCells([f"no two labels of {self.over} to compare"])
         sides = [({**self.of, self.over: a}, {**self.of, self.over: b}) for a, b in pairs]
         return _all_checks(grid, [Within(a, b, self.points, both=True, reading=self.reading) for a, b in sides])
 
@@ -252,13 +252,15 @@ def _all_checks(grid: Cells, forms: Sequence[Form]) -> list[Check]:
     for form in forms:
         try:
             found += form.checks(grid)
-        except Lacking as lacking:
+        except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:
-        raise Lacking(reasons)
+        raise MissingCells(reasons)
     return found
 
 
 def _same_axes(one: Where, other: Where) -> None:
     if one.keys() != other.keys() or not one:
-        raise DeltuneError(f"both sides of a comparison name the same axes: {said(one)!r}, {said(other)!r}.")
+        raise DeltuneError(
+            f"both sides of a comparison name the same axes: {describe_cell(one)!r}, {describe_cell(other)!r}."
+        )

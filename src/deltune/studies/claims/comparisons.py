@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import DeltuneError
 from ..engine.outcomes import Cell, Outcome
-from .measurements import Asked, Number, Reading
+from .measurements import MetricChoice, Number, Reading
 from .statistics import slope_weights
 
 
@@ -39,7 +39,7 @@ SEED = "seed"
 Key = tuple[tuple[str, Hashable], ...]
 
 
-class Lacking(Exception):
+class MissingCells(Exception):
     """Reasons why a comparison cannot be made."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class Lacking(Exception):
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
 
 
-def said(where: Mapping[str, Any]) -> str:
+def describe_cell(where: Mapping[str, Any]) -> str:
     """A cell or a choice of cells in words: method=lora, task=cb."""
     return ", ".join(
         f"{axis}={' or '.join(map(str, label)) if isinstance(label, tuple) else label}" for axis, label in where.items()
@@ -58,14 +58,14 @@ def said(where: Mapping[str, Any]) -> str:
 class Cells:
     """The outcomes of a study by their cells."""
 
-    def __init__(self, outcomes: Sequence[Outcome], asked: Asked) -> None:
+    def __init__(self, outcomes: Sequence[Outcome], asked: MetricChoice) -> None:
         self.outcomes, self.asked = list(outcomes), asked
         self.axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
         self.cells: dict[Key, Outcome] = {}
         for outcome in self.outcomes:
             key = self._key(outcome.cell, self.axes)
             if key in self.cells:
-                raise DeltuneError(f"two outcomes of one cell: {said(outcome.cell)}.")
+                raise DeltuneError(f"two outcomes of one cell: {describe_cell(outcome.cell)}.")
             self.cells[key] = outcome
         self._read: dict[tuple[Reading, Key], Number | str] = {}
 
@@ -83,14 +83,14 @@ class Cells:
         compared = {*also, SEED}.union(*wheres)
         missing = sorted(compared - {*self.axes, SEED})
         if missing:
-            raise Lacking([f"the outcomes have no axis {', '.join(map(repr, missing))}"])
+            raise MissingCells([f"the outcomes have no axis {', '.join(map(repr, missing))}"])
         free = [axis for axis in self.axes if axis not in compared]
         found: dict[Key, list[Outcome]] = {}
         for outcome in self.outcomes:
             if any(_fits(outcome, where) for where in wheres):
                 found.setdefault(self._key(outcome.cell, free), []).append(outcome)
         if not found:
-            raise Lacking([f"no outcome has {said(where)}" for where in wheres])
+            raise MissingCells([f"no outcome has {describe_cell(where)}" for where in wheres])
         yield from found.items()
 
     def picked(self, where: Where, members: Sequence[Outcome], setting: Key) -> list[Cell]:
@@ -99,11 +99,13 @@ class Cells:
         for axis, label in where.items():
             if isinstance(label, Chosen) and label is not EVERY and fitting:
                 if len(self.labels(axis, {})) < 2:
-                    raise Lacking([f"only one {axis} in the study: no {label}"])
+                    raise MissingCells([f"only one {axis} in the study: no {label}"])
                 extreme = (min if label is SMALLEST else max)(self.place(axis, o.cell[axis]) for o in fitting)
                 fitting = [o for o in fitting if self.place(axis, o.cell[axis]) == extreme]
         if not fitting:
-            raise Lacking([f"nothing has {said(where)}" + (f" at {said(dict(setting))}" if setting else "")])
+            raise MissingCells(
+                [f"nothing has {describe_cell(where)}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
+            )
         open_axes = [axis for axis, label in where.items() if isinstance(label, Chosen)]
         fixed = {axis: _labels(label) for axis, label in where.items() if axis not in open_axes}
         found = dict.fromkeys(self._key(o.cell, open_axes) for o in fitting)
@@ -118,13 +120,13 @@ class Cells:
         if axis != "model":
             number = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*%?\s*", str(label))
             if not number:
-                raise Lacking([f"labels of {axis!r} are not in an order: {label!r}"])
+                raise MissingCells([f"labels of {axis!r} are not in an order: {label!r}"])
             return float(number[1])
         for outcome in self.outcomes:
             size = outcome.extra.get("parameters") or outcome.count.get("denominator_size")
             if outcome.cell.get(axis) == label and size:
                 return float(size)
-        raise Lacking([f"the size of the model {label!r} is not known"])
+        raise MissingCells([f"the size of the model {label!r} is not known"])
 
     def read(self, reading: Reading, cell: Cell, seed: Any) -> Number:
         """The number of one cell. Raises Lacking if it is missing or failed."""
@@ -132,10 +134,10 @@ class Cells:
         full = {axis: known[axis] for axis in self.axes if known.get(axis) is not None}
         outcome = self.cells.get(self._key(full, self.axes))
         if outcome is None:
-            raise Lacking([f"missing: {said(full)}"])
+            raise MissingCells([f"missing: {describe_cell(full)}"])
         if outcome.error is not None:
             state = "waiting" if outcome.waiting else "failed"
-            raise Lacking([f"{state}: {said(full)} ({(outcome.error.splitlines() or [''])[0]})"])
+            raise MissingCells([f"{state}: {describe_cell(full)} ({(outcome.error.splitlines() or [''])[0]})"])
         key = (reading, self._key(full, self.axes))
         if key not in self._read:
             group = [outcome]
@@ -147,7 +149,7 @@ class Cells:
                 self._read[reading, self._key(member.cell, self.axes)] = number
         found = self._read[key]
         if isinstance(found, str):
-            raise Lacking([f"{found}: {said(full)}"])
+            raise MissingCells([f"{found}: {describe_cell(full)}"])
         return found
 
     @staticmethod
@@ -224,24 +226,24 @@ def linear(
     for setting, members in grid.strata(wheres):
         try:
             weighted = terms(setting, members)
-        except Lacking as lacking:
+        except MissingCells as lacking:
             reasons += lacking.reasons
             continue
         found[setting] = {}
         for seed in seeds_of(members):
             try:
                 found[setting][seed] = weighted_sum(grid, weighted, reading, seed)
-            except Lacking as lacking:
+            except MissingCells as lacking:
                 reasons += lacking.reasons
         if len(seeds_of(members)) < 2:
             reasons.append(one_seed(setting))
     if reasons:
-        raise Lacking(reasons)
+        raise MissingCells(reasons)
     return found
 
 
 def one_seed(setting: Key) -> str:
-    return "one seed" + (f" at {said(dict(setting))}" if setting else "") + ": no claim from one seed"
+    return "one seed" + (f" at {describe_cell(dict(setting))}" if setting else "") + ": no claim from one seed"
 
 
 def mean_of(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
@@ -254,10 +256,10 @@ def weighted_sum(grid: Cells, terms: Sequence[Term], reading: Reading, seed: Has
     for weight, cell in terms:
         try:
             numbers.append((weight, grid.read(reading, cell, seed)))
-        except Lacking as lacking:
+        except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:
-        raise Lacking(reasons)
+        raise MissingCells(reasons)
     # Examples of two test splits are no pairs, even where they are equally many.
     apart = {tuple(cell.get(axis) for axis in DATA) for _, cell in terms}
     return combined(numbers, aligned=len(apart) == 1)
@@ -278,5 +280,7 @@ def levels(grid: Cells, axis: str, where: Where, members: Sequence[Outcome], set
     labels = list(dict.fromkeys(cell[axis] for cell in cells))
     places = [grid.place(axis, label) for label in labels]
     if min(places) <= 0 or len(set(places)) < 2:
-        raise Lacking([f"a trend needs two sizes of {axis}" + (f" at {said(dict(setting))}" if setting else "")])
+        raise MissingCells(
+            [f"a trend needs two sizes of {axis}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
+        )
     return list(zip(labels, slope_weights([math.log10(place) for place in places]), strict=True))

@@ -38,7 +38,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MetricChoice:
     """The study's metric, in general or for each task. lower: lower is better, even if METRICS does not say so."""
 
     metric: str | Mapping[str, str]
@@ -54,7 +54,7 @@ class Asked:
         return -1.0 if self.lower or (metric in METRICS and METRICS[metric].better == "lower") else 1.0
 
 
-Read = Callable[[Sequence[Outcome], Asked], list[Number | str]]
+Read = Callable[[Sequence[Outcome], MetricChoice], list[Number | str]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Reading:
     over: str | None = None
 
 
-def _each(read: Callable[[Outcome, Asked], Number | str]) -> Read:
+def _each(read: Callable[[Outcome, MetricChoice], Number | str]) -> Read:
     return lambda group, asked: [read(outcome, asked) for outcome in group]
 
 
@@ -80,7 +80,7 @@ def points(metric: str) -> float:
     return 100.0 if metric in METRICS and METRICS[metric].range[1] == 1.0 else 1.0
 
 
-def _score(outcome: Outcome, asked: Asked) -> Number | str:
+def _score(outcome: Outcome, asked: MetricChoice) -> Number | str:
     metric = asked.of(outcome)
     if metric not in outcome.scores:
         return f"no {metric}"
@@ -101,13 +101,13 @@ SCORE = Reading(_each(_score), "points")
 def score(name: str, unit: str = "points", lower: bool = False) -> Reading:
     """A score by its name, as it is."""
 
-    def read(outcome: Outcome, asked: Asked) -> Number | str:
+    def read(outcome: Outcome, asked: MetricChoice) -> Number | str:
         return Number(float(outcome.scores[name])) if name in outcome.scores else f"no {name}"
 
     return Reading(_each(read), unit, lower)
 
 
-def _ranks(group: Sequence[Outcome], asked: Asked) -> list[Number | str]:
+def _ranks(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
     names = sorted({name for outcome in group for name in outcome.scores if name in METRICS})
     lacking = [str(o.cell.get("method")) for o in group if any(name not in o.scores for name in names)]
     if lacking or not names:
@@ -120,7 +120,7 @@ RANK = Reading(_ranks, "ranks", lower=True, over="method")
 """LN table 2: the rank among all methods of the same task and seed, averaged over all metrics."""
 
 
-def _steps(group: Sequence[Outcome], asked: Asked) -> list[Number | str]:
+def _steps(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
     curves = [_curve(outcome, asked) for outcome in group]
     if not all(curves):
         return ["no curve of evaluations"] * len(group)
@@ -130,7 +130,7 @@ def _steps(group: Sequence[Outcome], asked: Asked) -> list[Number | str]:
     return [Number(math.log2(max(1, step))) for step in reached]
 
 
-def _curve(outcome: Outcome, asked: Asked) -> list[tuple[int, float]]:
+def _curve(outcome: Outcome, asked: MetricChoice) -> list[tuple[int, float]]:
     """(step, value) of the metric at each validation, higher being better; of the loss where it is not logged."""
     metric = asked.of(outcome)
     name, sign = f"eval_{metric}", asked.sign(metric)
@@ -149,7 +149,7 @@ One target for both, else a curve that ends low would converge early. A differen
 def threshold(name: str) -> Reading:
     """log10 of the geometric middle of extra[name] = [N that is too few, N that is enough]; slack: half its width."""
 
-    def read(outcome: Outcome, asked: Asked) -> Number | str:
+    def read(outcome: Outcome, asked: MetricChoice) -> Number | str:
         bounds = outcome.extra.get(name)
         if bounds is None or len(bounds) != 2 or bounds[1] is None or not math.isfinite(bounds[1]):
             return f"the {name} threshold was not reached"
@@ -159,7 +159,7 @@ def threshold(name: str) -> Reading:
     return Reading(_each(read), "decades of parameters", lower=True)
 
 
-def _relative(group: Sequence[Outcome], asked: Asked) -> list[Number | str]:
+def _relative(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
     own = [o for o in group if o.cell.get("task") == o.cell.get("target") and asked.of(o) in o.scores]
     if len(own) != 1 or own[0].scores[asked.of(own[0])] == 0:
         return ["no score of a model trained on the target itself"] * len(group)
@@ -173,7 +173,7 @@ RELATIVE = Reading(_relative, "% of the original", over="task")
 """AP figure 9: zero-shot score on a target / score of the model trained on it · 100."""
 
 
-def _size(outcome: Outcome, asked: Asked) -> Number | str:
+def _size(outcome: Outcome, asked: MetricChoice) -> Number | str:
     return Number(float(outcome.count["method"])) if "method" in outcome.count else "no count"
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..engine.outcomes import Outcome
 from .claims import Claim
-from .comparisons import DATA, Cells, Check, Comparison, Lacking
-from .measurements import Asked, opened
+from .comparisons import DATA, Cells, Check, Comparison, MissingCells
+from .measurements import MetricChoice, opened
 from .statistics import Estimate, Resampled, holm, holm_levels, paired
 
 Verdict = Literal["holds", "does not hold", "undecided"]
@@ -86,7 +86,7 @@ def findings(
     cell that is missing or failed, is undecided and its note says which. Raises DeltuneError for two outcomes of one
     cell.
     """
-    grid = Cells(opened(outcomes), Asked(metric, lower))
+    grid = Cells(opened(outcomes), MetricChoice(metric, lower))
     results = [_tested(claim, grid, estimate) for claim in claims]
     tested = [i for i, result in enumerate(results) if isinstance(result, _Tested) and result.p is not None]
     given = [_p(results[i]) for i in tested]
@@ -109,7 +109,7 @@ def _tested(claim: Claim, grid: Cells, estimate: Estimator) -> _Tested | str:
     """A claim's comparisons made, or why they cannot be."""
     try:
         checks = tuple(claim.form.checks(grid.without(claim.off)))
-    except Lacking as lacking:
+    except MissingCells as lacking:
         return str(lacking)
     made = [_estimate(check, estimate) if isinstance(check, Comparison) else None for check in checks]
     p = {i: _border(check, e) for i, (check, e) in enumerate(zip(checks, made, strict=True)) if e is not None}

@@ -17,12 +17,12 @@ from ...errors import DeltuneError
 from ...models import load_config, load_model
 from ...runtime.attaching import load
 from ...training.config import RunSpec
-from ...training.inference import evaluate, rescored
-from ...training.model_cache import Parts
-from ...training.run_dir import Run
-from ...training.task_setup import kind_of
+from ...training.inference import evaluate, rescore_with_statistics
+from ...training.model_cache import ModelCache
+from ...training.run_dir import RunDir
+from ...training.task_setup import task_kind_for
 from ...training.train import train
-from .timing import turns
+from .timing import time_methods
 
 
 def changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any]]:
@@ -63,12 +63,12 @@ CURVE = ("loss", "eval_")
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Job:
     """One piece of work: what kind it is, its values (JSON), and the works that must be done before."""
 
     kind: str
     spec: Mapping[str, Any]
-    needs: tuple[Work, ...] = ()
+    needs: tuple[Job, ...] = ()
 
     @cached_property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Work:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Work) and self.name == other.name
+        return isinstance(other, Job) and self.name == other.name
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -87,19 +87,19 @@ class Work:
         """Works of one kin share a backbone and data: a worker does them one after the other."""
         return tuple(self.spec.get(key) for key in ("model", "data", "task", "max_train_rows", "seed"))
 
-    def all(self) -> list[Work]:
+    def all(self) -> list[Job]:
         """Itself, after everything that it needs."""
         return [*(work for need in self.needs for work in need.all()), self]
 
 
-def in_order(works: Iterable[Work]) -> list[Work]:
+def topological_order(works: Iterable[Job]) -> list[Job]:
     """The works and all that they need, each once and after what it needs."""
     return list(dict.fromkeys(one for work in works for one in work.all()))
 
 
-def of_run(spec: RunSpec) -> Work:
+def run_job(spec: RunSpec) -> Job:
     """The work of training and scoring what a spec says."""
-    return Work("run", spec.canonical())
+    return Job("run", spec.canonical())
 
 
 def run_folder(runs: Path, spec: RunSpec) -> Path:
@@ -107,12 +107,12 @@ def run_folder(runs: Path, spec: RunSpec) -> Path:
     return runs / spec.name
 
 
-def _run(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+def _run(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     spec = RunSpec(**values)
     folder = run_folder(runs, spec)
     metrics = train(spec, folder, progress=False, parts=parts)
-    kept = Run(folder).kept
-    scored = rescored(kept.folder)
+    kept = RunDir(folder).kept
+    scored = rescore_with_statistics(kept.folder)
     split = next((s for s in ("test", "validation") if s in metrics), None)
     if split is None:
         raise DeltuneError(
@@ -141,42 +141,42 @@ def _run(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
     }
 
 
-def _transfer(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+def _transfer(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     """A run's delta on another task, as it is."""
     folder = run_folder(runs, RunSpec(**values["run"]))
     results = evaluate(folder, splits=("test",), other=values["other"])
-    return {"scores": results["test"], "count": Run(folder).metrics["count"], "seconds": 0.0}
+    return {"scores": results["test"], "count": RunDir(folder).metrics["count"], "seconds": 0.0}
 
 
-def _terms(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+def _terms(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     """How far a run moved each gain and bias."""
     spec = RunSpec(**values["run"])
-    run = Run(run_folder(runs, spec)).kept
-    kind = kind_of(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
+    run = RunDir(run_folder(runs, spec)).kept
+    kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
     return {"changes": changes(spec.model, kind.loads, run.delta), "seconds": 0.0}
 
 
-def _time(values: Mapping[str, Any], runs: Path, parts: Parts) -> dict[str, Any]:
+def _time(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     """Methods side by side, by the clock."""
-    return {"turns": turns(**values), "seconds": 0.0}
+    return {"turns": time_methods(**values), "seconds": 0.0}
 
 
-def of_transfer(spec: RunSpec, other: Mapping[str, Any]) -> Work:
+def transfer_job(spec: RunSpec, other: Mapping[str, Any]) -> Job:
     """A run's delta on another task; `other`: fields of a spec (evaluate)."""
-    return Work("transfer", {"run": spec.canonical(), "other": dict(other)}, (of_run(spec),))
+    return Job("transfer", {"run": spec.canonical(), "other": dict(other)}, (run_job(spec),))
 
 
-def of_terms(spec: RunSpec) -> Work:
+def term_change_job(spec: RunSpec) -> Job:
     """How far a run moved each gain and bias."""
-    return Work("terms", {"run": spec.canonical()}, (of_run(spec),))
+    return Job("terms", {"run": spec.canonical()}, (run_job(spec),))
 
 
-def of_time(model: str, methods: Mapping[str, str], **options: Any) -> Work:
+def timing_job(model: str, methods: Mapping[str, str], **options: Any) -> Job:
     """Methods side by side, by the clock (timing.turns)."""
-    return Work("time", {"model": model, "methods": dict(methods), **options})
+    return Job("time", {"model": model, "methods": dict(methods), **options})
 
 
-DOES: dict[str, Callable[[Mapping[str, Any], Path, Parts], dict[str, Any]]] = {
+DOES: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], dict[str, Any]]] = {
     "run": _run,
     "transfer": _transfer,
     "terms": _terms,
@@ -185,6 +185,6 @@ DOES: dict[str, Callable[[Mapping[str, Any], Path, Parts], dict[str, Any]]] = {
 """Kind of work -> what does it: (its values, the folder of runs, what the worker's runs share) -> its result."""
 
 
-def do(work: Work, runs: Path, parts: Parts) -> dict[str, Any]:
+def execute(work: Job, runs: Path, parts: ModelCache) -> dict[str, Any]:
     """The result of a work. Errors: whatever is wrong with it."""
     return DOES[work.kind](work.spec, runs, parts)

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...errors import DeltuneError, first_line
-from .jobs import Work
-from .workers import Answer, answer
+from ...errors import DeltuneError, error_summary
+from .jobs import Job
+from .workers import JobResult, execute_safely
 
 try:
     import ray
@@ -24,20 +24,20 @@ class _Worker:
     def __init__(self, runs: str, threads: int) -> None:
         import torch
 
-        from ...training.model_cache import Parts
+        from ...training.model_cache import ModelCache
 
         torch.set_num_threads(threads)
-        self.runs, self.parts = Path(runs), Parts()
+        self.runs, self.parts = Path(runs), ModelCache()
 
     def pid(self) -> int:
         """Of its process."""
         return os.getpid()
 
-    def do(self, work: Work) -> Answer:
-        return answer(work, self.runs, self.parts)
+    def do(self, work: Job) -> JobResult:
+        return execute_safely(work, self.runs, self.parts)
 
 
-class Cluster:
+class RayPool:
     """A pool (pools.Pool) of Ray actors, a core each; one that dies is replaced."""
 
     def __init__(self, workers: int, runs: Path) -> None:
@@ -48,7 +48,7 @@ class Cluster:
             own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if here else {}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
         self._actors = [self._start() for _ in range(workers)]
-        self._at: dict[Any, tuple[int, Work]] = {}
+        self._at: dict[Any, tuple[int, Job]] = {}
 
     def _start(self) -> Any:
         return ray.remote(num_cpus=1)(_Worker).remote(str(self.runs), 1)
@@ -62,10 +62,10 @@ class Cluster:
         busy = {worker for worker, _ in self._at.values()}
         return [i for i in range(len(self._actors)) if i not in busy]
 
-    def give(self, worker: int, work: Work) -> None:
+    def give(self, worker: int, work: Job) -> None:
         self._at[self._actors[worker].do.remote(work)] = (worker, work)
 
-    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
         if not self._at:
             time.sleep(timeout)
             return []
@@ -76,8 +76,8 @@ class Cluster:
             try:
                 found.append((worker, ray.get(reference)))
             except ray.exceptions.RayActorError as error:
-                said = f"its worker died ({first_line(error)})"
-                found.append((worker, Answer(work, None, said, died=True)))
+                said = f"its worker died ({error_summary(error)})"
+                found.append((worker, JobResult(work, None, said, died=True)))
                 self._actors[worker] = self._start()
         return found
 

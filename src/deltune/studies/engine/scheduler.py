@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import Full, first_line
-from ...training.progress import Bar
-from .jobs import Work, in_order
-from .store import BEAT, Results, Row
-from .workers import Answer, Pool
+from ...errors import DiskFullError, error_summary
+from ...training.progress import ProgressBar
+from .jobs import Job, topological_order
+from .store import BEAT, JobRecord, ResultStore
+from .workers import JobResult, WorkerPool
 
-Plan = Callable[[Mapping[str, Row]], Sequence[Work]]
+Plan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
 """The works of a study, in order, given what is done so far: a search asks for more as it learns."""
 
 LIVES = 3
@@ -23,26 +23,26 @@ told = logging.getLogger("deltune")
 
 
 @dataclass
-class Drive:
+class Scheduler:
     """One drive through a study's works. outcome: done here, found done, failed."""
 
     plan: Plan
-    results: Results
-    pool: Pool
+    results: ResultStore
+    pool: WorkerPool
     retry: bool = False
     done: int = 0
     found: int = 0
     failed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, JobRecord] = {}
         self._running: dict[str, int] = {}
         self._deaths: dict[str, int] = {}
         self._kin: dict[int, object] = {}
-        self._works: list[Work] = []
+        self._works: list[Job] = []
         self._planned_for = -1
 
-    def run(self, bar: Bar) -> None:
+    def run(self, bar: ProgressBar) -> None:
         """Until nothing is left to do. Errors: a results file that cannot be written; what was finished is kept."""
         beat = time.monotonic()
         works = self._planned()
@@ -67,7 +67,7 @@ class Drive:
             self.pool.close()
             self.results.release()
 
-    def _planned(self) -> list[Work]:
+    def _planned(self) -> list[Job]:
         """All works that are wanted now, each after what it needs; those that are done are looked up once.
 
         A plan depends on what is done, and rows are only ever added: it is made again until it finds no more of them.
@@ -75,7 +75,7 @@ class Drive:
         self._look_up()
         while self._planned_for != len(self._rows):
             self._planned_for = len(self._rows)
-            self._works = in_order(self.plan(self._rows))
+            self._works = topological_order(self.plan(self._rows))
             self._look_up()
         return self._works
 
@@ -91,7 +91,7 @@ class Drive:
                 if row.error is not None:
                     self.failed.append(work.name)
 
-    def _dispatch(self, left: Sequence[Work]) -> None:
+    def _dispatch(self, left: Sequence[Job]) -> None:
         """Give every idle worker something that is ready, of the kin of its last if there is any."""
         for worker in self.pool.idle():
             known = {*self._running, *self._rows}
@@ -104,22 +104,24 @@ class Drive:
                     self.pool.give(worker, work)
                     break
 
-    def _ready(self, work: Work) -> bool:
+    def _ready(self, work: Job) -> bool:
         """Whether all it needs is there; what needs something that failed fails with it."""
         for need in work.needs:
             row = self._rows.get(need.name)
             if row is None:
                 return False
             if row.error is not None:
-                self._keep(Row(work.name, work.kind, dict(work.spec), None, f"it needs {need.name}: {row.error}", 0.0))
+                self._keep(
+                    JobRecord(work.name, work.kind, dict(work.spec), None, f"it needs {need.name}: {row.error}", 0.0)
+                )
                 return False
         return True
 
-    def _take(self, worker: int, answered: Answer, bar: Bar) -> None:
+    def _take(self, worker: int, answered: JobResult, bar: ProgressBar) -> None:
         work = answered.work
         del self._running[work.name]
         if answered.full:
-            raise Full(str(answered.error))  # of the disk, not of the work: nothing is kept of it
+            raise DiskFullError(str(answered.error))  # of the disk, not of the work: nothing is kept of it
         if answered.busy:
             self.results.release(work.name)
             told.info("%s; it is tried again", answered.error)
@@ -130,14 +132,14 @@ class Drive:
             if self._deaths[work.name] < LIVES:
                 told.info("%s: %s; it is done again", work.name, answered.error)
                 return
-        self._keep(Row(work.name, work.kind, dict(work.spec), answered.result, answered.error, answered.seconds))
+        self._keep(JobRecord(work.name, work.kind, dict(work.spec), answered.result, answered.error, answered.seconds))
         bar.advance()
         bar.note(f"{len(self.failed)} failed" if self.failed else "")
 
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: JobRecord) -> None:
         self.results.put(row)
         self._rows[row.name] = row
         self.done += 1
         if row.error is not None:
             self.failed.append(row.name)
-            told.info("%s failed: %s", row.name, first_line(row.error))
+            told.info("%s failed: %s", row.name, error_summary(row.error))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DeltuneError
-from ...filesystem import refused
+from ...filesystem import write_error
 
 COLUMNS = {
     "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum"),
@@ -44,7 +44,7 @@ COPIES = 5  # tries to copy a database while nobody writes
 
 
 @dataclass(frozen=True)
-class Row:
+class JobRecord:
     """One piece of work that was done: its result, or the error it ended with."""
 
     name: str
@@ -55,7 +55,7 @@ class Row:
     seconds: float
 
 
-class Results:
+class ResultStore:
     """The file of results, and beside it the folder of runs, PATH without its ending + `.runs`.
 
     A claim says that somebody is at work on something. Its owner counts a number up (`beat`); whoever wants the claim
@@ -98,25 +98,25 @@ class Results:
     def close(self) -> None:
         self._opened.close()
 
-    def __enter__(self) -> Results:
+    def __enter__(self) -> ResultStore:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get(self, name: str) -> Row | None:
+    def get(self, name: str) -> JobRecord | None:
         """What was done under a name; None for what was not, or cannot be read (a warning says so)."""
         with self._told():
             found = self._open.execute("SELECT * FROM works WHERE name = ?", (name,)).fetchone()
         return None if found is None else self._row(found)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[JobRecord]:
         """Everything that was done, in the order in which it was."""
         with self._told():
             found = self._open.execute("SELECT * FROM works ORDER BY finished, name").fetchall()
         return [row for row in map(self._row, found) if row is not None]
 
-    def put(self, row: Row) -> None:
+    def put(self, row: JobRecord) -> None:
         """Write one row, in place of an earlier one, and give up our claim on it.
 
         A result stays where an error would take its place: somebody else did the work meanwhile.
@@ -213,14 +213,16 @@ class Results:
                     self._open.execute(statement)
             self._open.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
 
-    def _row(self, values: tuple[Any, ...]) -> Row | None:
+    def _row(self, values: tuple[Any, ...]) -> JobRecord | None:
         name, kind, spec, result, error, seconds, _, total = values
         try:
             if _sum(name, kind, spec, result, error) != total:
                 raise ValueError("its checksum is another")
             if (result is None) == (not error):
                 raise ValueError("it has to have a result or an error, and not both")
-            return Row(name, kind, _object(spec), None if result is None else _object(result), error, float(seconds))
+            return JobRecord(
+                name, kind, _object(spec), None if result is None else _object(result), error, float(seconds)
+            )
         except (ValueError, TypeError, RecursionError) as problem:
             warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it counts as not there", stacklevel=3)
             return None
@@ -244,7 +246,7 @@ class Results:
         except (sqlite3.Error, OSError) as error:
             if any(sign in str(error) for sign in ("not a database", "malformed", "no such table", "no such column")):
                 raise self._damaged(str(error)) from error
-            raise refused(self.path, error, f"finished runs are whole in {self.runs}") from error
+            raise write_error(self.path, error, f"finished runs are whole in {self.runs}") from error
 
     def _damaged(self, why: str) -> DeltuneError:
         why = " ".join(why.split())

@@ -13,13 +13,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
 from pydantic import model_validator as validator
 
-from ...errors import DeltuneError, all_problems, unknown
+from ...errors import DeltuneError, error_from_problems, unknown_name
 from ...methods import budget as budgets
 from ...methods.counting import count
 from ...models import load_config
 from ...training.config import RunSpec, read_values
-from ...training.presets import over
-from .jobs import Work, of_run
+from ...training.presets import merge_values
+from .jobs import Job, run_job
 from .outcomes import Cell
 
 Values = dict[str, Any]
@@ -77,9 +77,9 @@ class Sweep(BaseModel):
         try:
             made = handler(values)
         except ValidationError as error:
-            raise all_problems("the study is wrong", [_problem(e) for e in error.errors()]) from error
+            raise error_from_problems("the study is wrong", [_problem(e) for e in error.errors()]) from error
         problems = [
-            f"options of {place}: {unknown('option', field, RunSpec.model_fields)}"
+            f"options of {place}: {unknown_name('option', field, RunSpec.model_fields)}"
             for place, fields in made._fields()
             for field in fields
             if field not in RunSpec.model_fields
@@ -94,7 +94,7 @@ class Sweep(BaseModel):
         if made.budget and made.align:
             problems.append("give budget or align, not both")
         if problems:
-            raise all_problems("the study is wrong", problems)
+            raise error_from_problems("the study is wrong", problems)
         return made
 
     def _labels(self) -> Iterator[tuple[str, str]]:
@@ -115,7 +115,7 @@ class Sweep(BaseModel):
             for label, values in axis.items():
                 yield f"{name} {label}", values
 
-    def cells(self, data_root: str | None = None) -> list[Planned]:
+    def cells(self, data_root: str | None = None) -> list[PlannedRun]:
         """Every combination with its run, models outermost, seeds innermost. Errors: all that is wrong, at once."""
         found, problems = [], []
         names = list(self.axes)
@@ -128,14 +128,14 @@ class Sweep(BaseModel):
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in place.items()]
             for layer in (*layers, {"seed": seed}):
-                values = over(values, layer)
+                values = merge_values(values, layer)
             try:
-                found.append(Planned(cell, RunSpec(**self._solved(values))))
+                found.append(PlannedRun(cell, RunSpec(**self._solved(values))))
             except DeltuneError as error:
                 said = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [said] if said not in problems else []
         if problems:
-            raise all_problems(f"study {self.name} cannot be run", problems)
+            raise error_from_problems(f"study {self.name} cannot be run", problems)
         return found
 
     def _solved(self, values: Values) -> Values:
@@ -153,18 +153,18 @@ class Sweep(BaseModel):
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A cell of a sweep and the run that fills it."""
 
     cell: Cell
     spec: RunSpec
 
     @property
-    def work(self) -> Work:
-        return of_run(self.spec)
+    def work(self) -> Job:
+        return run_job(self.spec)
 
 
-def read(path: str | Path) -> Sweep:
+def read_sweep(path: str | Path) -> Sweep:
     """The study of a YAML file. Errors: no such file, broken YAML, everything that is wrong with the study."""
     return Sweep(**read_values(path))
 
@@ -172,7 +172,7 @@ def read(path: str | Path) -> Sweep:
 def _problem(error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return unknown("entry", place, Sweep.model_fields)
+        return unknown_name("entry", place, Sweep.model_fields)
     if error["type"] == "missing":
         return f"{place} is missing: {Sweep.model_fields[place].description}"
     return f"{place}: {error['msg'][0].lower()}{error['msg'][1:]}, not {error['input']!r}"

@@ -20,7 +20,7 @@ from ...runtime.attaching import attach
 Case = TypeVar("Case", bound=Hashable)
 
 
-def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: int = 1) -> dict[Case, list[float]]:
+def time_interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: int = 1) -> dict[Case, list[float]]:
     """case -> seconds of its turn in each round.
 
     Every round gives each case one turn, in a random order (the same in every run), and nobody follows himself: what a
@@ -54,13 +54,13 @@ class Ratio:
     rounds: int
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Of `ours` to `theirs`, round by round: the median, and its interval by `of_median`."""
     found = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Ratio(statistics.median(found), *of_median(found), len(found))
+    return Ratio(statistics.median(found), *median_interval(found), len(found))
 
 
-def of_median(values: Iterable[float], level: float = 0.95) -> tuple[float, float]:
+def median_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, float]:
     """The sign test's interval for a median: from the k-th smallest value to the k-th greatest, k the greatest with
     2 P(Binomial(n, 1/2) < k) <= 1 - level. It supposes nothing of the noise but that rounds are independent.
 
@@ -76,7 +76,7 @@ def of_median(values: Iterable[float], level: float = 0.95) -> tuple[float, floa
     return ordered[k - 1], ordered[n - k]
 
 
-class Turn:
+class TimedModel:
     """A model, a batch with labels, and what is trained: each of a turn's kinds is a method."""
 
     def __init__(
@@ -138,7 +138,7 @@ BARE = "bare"
 """The model without any method."""
 
 
-def turn(model: str, kind: str, method: str | None, rows: int, tokens: int) -> tuple[Turn, float]:
+def turn(model: str, kind: str, method: str | None, rows: int, tokens: int) -> tuple[TimedModel, float]:
     """A method on a model of its own, with a batch without padding, and the percentage that it trains."""
     torch.manual_seed(0)
     labels = ("no", "yes") if kind == "classification" else None
@@ -149,10 +149,10 @@ def turn(model: str, kind: str, method: str | None, rows: int, tokens: int) -> t
     batch = {"input_ids": ids, "attention_mask": torch.ones(rows, tokens, dtype=torch.long)}
     targets = torch.randint(0, 2, (rows,)) if kind == "classification" else ids
     trained = [] if tuned is None else list(tuned.parameters())
-    return Turn(made, batch, targets, trained), 0.0 if tuned is None else tuned.count().percent
+    return TimedModel(made, batch, targets, trained), 0.0 if tuned is None else tuned.count().percent
 
 
-def turns(
+def time_methods(
     model: str,
     methods: Mapping[str, str],
     rows: int = 16,
@@ -174,7 +174,7 @@ def turns(
         if what != "step" or case.optimiser is not None
     }
     gc.collect()
-    seconds = interleaved(cases, repeats)
+    seconds = time_interleaved(cases, repeats)
     found: dict[str, dict[str, Any]] = {}
     for label, (case, percent) in made.items():
         own = {what: times for (whose, what), times in seconds.items() if whose == label}

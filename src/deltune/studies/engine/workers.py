@@ -15,22 +15,22 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import Busy, DeltuneError, Full
-from ...training.model_cache import Parts
-from .jobs import Work, do
+from ...errors import BusyError, DeltuneError, DiskFullError
+from ...training.model_cache import ModelCache
+from .jobs import Job, execute
 
 TRIES = 20
 """Half seconds that a worker waits for a folder that another process is at work on."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobResult:
     """What came of a work: its result, or an error.
 
     died: its worker ended in the middle. full: there is no space left. busy: another process is at work on it.
     """
 
-    work: Work
+    work: Job
     result: dict[str, Any] | None = None
     error: str | None = None
     seconds: float = 0.0
@@ -39,18 +39,18 @@ class Answer:
     busy: bool = False
 
 
-class Pool(Protocol):
+class WorkerPool(Protocol):
     """Workers that are given works and answer; what an engine runs a study on."""
 
     def idle(self) -> list[int]:
         """Workers with nothing to do."""
         ...
 
-    def give(self, worker: int, work: Work) -> None:
+    def give(self, worker: int, work: Job) -> None:
         """Let a worker do it."""
         ...
 
-    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
         """What was answered within so many seconds, with the worker that did."""
         ...
 
@@ -59,27 +59,27 @@ class Pool(Protocol):
         ...
 
 
-def answer(work: Work, runs: Path, parts: Parts) -> Answer:
+def execute_safely(work: Job, runs: Path, parts: ModelCache) -> JobResult:
     """Do a work; whatever goes wrong is an answer too."""
     began = time.monotonic()
     for tried in range(TRIES + 1):
         try:
-            return Answer(work, do(work, runs, parts), None, round(time.monotonic() - began, 3))
-        except Busy as error:  # by a worker whose driver was killed, in its last moment
+            return JobResult(work, execute(work, runs, parts), None, round(time.monotonic() - began, 3))
+        except BusyError as error:  # by a worker whose driver was killed, in its last moment
             if tried == TRIES:
-                return Answer(work, None, str(error), busy=True)
+                return JobResult(work, None, str(error), busy=True)
             time.sleep(0.5)
-        except Full as error:
-            return Answer(work, None, str(error), full=True)
+        except DiskFullError as error:
+            return JobResult(work, None, str(error), full=True)
         except DeltuneError as error:
-            return Answer(work, None, str(error) or type(error).__name__, round(time.monotonic() - began, 3))
+            return JobResult(work, None, str(error) or type(error).__name__, round(time.monotonic() - began, 3))
         except Exception as error:
             said = "".join(traceback.format_exception(error)[-3:])
-            return Answer(work, None, f"{type(error).__name__}: {error}\n{said}", round(time.monotonic() - began, 3))
+            return JobResult(work, None, f"{type(error).__name__}: {error}\n{said}", round(time.monotonic() - began, 3))
     raise AssertionError
 
 
-class Local:
+class LocalPool:
     """Processes of this machine, started afresh (spawn), with an equal share of its cores."""
 
     def __init__(self, workers: int, runs: Path) -> None:
@@ -88,7 +88,7 @@ class Local:
         self._context = multiprocessing.get_context("spawn")
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
-        self._at: list[Work | None] = []
+        self._at: list[Job | None] = []
         for _ in range(workers):
             end, process = self._start()
             self._ends.append(end)
@@ -105,12 +105,12 @@ class Local:
     def idle(self) -> list[int]:
         return [i for i, work in enumerate(self._at) if work is None]
 
-    def give(self, worker: int, work: Work) -> None:
+    def give(self, worker: int, work: Job) -> None:
         self._at[worker] = work
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died meanwhile: answers() tells
             self._ends[worker].send(work)
 
-    def answers(self, timeout: float) -> list[tuple[int, Answer]]:
+    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
         found = []
         ready = wait([end for end, work in zip(self._ends, self._at, strict=True) if work is not None], timeout)
         for worker, end in enumerate(self._ends):
@@ -124,7 +124,7 @@ class Local:
                 self._processes[worker].join()
                 code = self._processes[worker].exitcode
                 how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-                found.append((worker, Answer(work, None, f"its worker died ({how})", died=True)))
+                found.append((worker, JobResult(work, None, f"its worker died ({how})", died=True)))
                 end.close()
                 self._ends[worker], self._processes[worker] = self._start()
         return found
@@ -144,13 +144,13 @@ def _work(end: Connection, runs: Path, threads: int, parent: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    parts = Parts()
+    parts = ModelCache()
     while True:
         try:
             work = end.recv()
         except (EOFError, ConnectionError):
             return
-        end.send(answer(work, runs, parts))
+        end.send(execute_safely(work, runs, parts))
 
 
 def _watch(parent: int, alive: Callable[[], int] = os.getppid) -> None:

@@ -10,10 +10,10 @@ from ...training.config import RunSpec
 from ..claims.claims import Alike, Beats, Both, Claim, Falls, Rises, Shrinks, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST, Where
 from ..claims.measurements import RELATIVE, STEPS, threshold
-from ..engine.jobs import of_run, of_transfer
+from ..engine.jobs import run_job, transfer_job
 from ..engine.outcomes import Cell
 from ..report.figure_spec import Bars, Curves, Heat, Table
-from ..scales import SEEDS, SMALL, Choice, Place, Wanted, choices, crossed, joined, rate
+from ..scales import SEEDS, SMALL, Choice, StudySetup, Wanted, choices, crossed, joined, small_scale_rate
 from ..study import Rows, Study, Want
 from ..thresholds import Climb, bracketed, powers, searched
 
@@ -215,16 +215,16 @@ SMALL_NOTE = (
 )
 
 
-def _families(place: Place) -> Mapping[str, Family]:
+def _families(place: StudySetup) -> Mapping[str, Family]:
     return SMALLER if place.small else PAPER
 
 
-def _note(place: Place) -> str:
+def _note(place: StudySetup) -> str:
     return SMALL_NOTE if place.small else NOTE
 
 
 def _grid(
-    place: Place, name: str, label: str, model: str, tasks: Sequence[str], chosen: Sequence[Choice], **options: Any
+    place: StudySetup, name: str, label: str, model: str, tasks: Sequence[str], chosen: Sequence[Choice], **options: Any
 ) -> Wanted:
     """Choices on one model of a family."""
     family = _families(place)[label]
@@ -236,14 +236,14 @@ def _grid(
     )  # fmt: skip
 
 
-def _tamed(place: Place, choice: Choice) -> Choice:
+def _tamed(place: StudySetup, choice: Choice) -> Choice:
     """Full tuning at a rate of its own: the protocol's is that of the paper's small methods."""
     if place.small or choice.values["method"] != "full":
         return choice
     return Choice(choice.labels, {**choice.values, "lr": 5e-5})
 
 
-def gap(place: Place) -> Study:
+def gap(place: StudySetup) -> Study:
     """AP figures 1 and 3."""
     parts = []
     for label, family in _families(place).items():
@@ -277,7 +277,7 @@ def _table(title: str, rows: str, columns: tuple[str, ...] = ("task",), **more: 
     )
 
 
-def structure(place: Place) -> Study:
+def structure(place: StudySetup) -> Study:
     """AP figure 5."""
     tasks = ("sst2",) if place.small else CLASSES
     parts = [
@@ -302,7 +302,7 @@ def structure(place: Place) -> Study:
     )  # fmt: skip
 
 
-def _ends(place: Place, family: Family) -> tuple[str, str]:
+def _ends(place: StudySetup, family: Family) -> tuple[str, str]:
     """The smallest and the largest model; at small scale a middle one is the largest that is cheap."""
     return ("minilm-d128", "minilm-d256") if place.small else family.ends
 
@@ -311,7 +311,7 @@ def _drawn(family: Family, model: str, group: str = "lora") -> list[Choice]:
     return [c for c in family.twins(model) if c.labels["group"] == group and c.labels["structure"] != "itself"]
 
 
-def convergence(place: Place) -> Study:
+def convergence(place: StudySetup) -> Study:
     """AP figure 6."""
     tasks = ("sst2",) if place.small else ("sst2", "rte", "mrpc")
     steps = {"epochs": 6, "validate_every": 21} if place.small else {"steps": 14_000, "validate_every": 500}
@@ -333,7 +333,7 @@ def convergence(place: Place) -> Study:
     )  # fmt: skip
 
 
-def everything(place: Place) -> Study:
+def everything(place: StudySetup) -> Study:
     """AP table 2."""
     parts = []
     for label, family in _families(place).items():
@@ -354,7 +354,7 @@ def everything(place: Place) -> Study:
     )  # fmt: skip
 
 
-def thresholds(place: Place) -> Study:
+def thresholds(place: StudySetup) -> Study:
     """AP figure 7."""
     climbs = []
     tasks = ("sst2",) if place.small else ("sst2", "rte", "mrpc")
@@ -383,7 +383,7 @@ def thresholds(place: Place) -> Study:
     )  # fmt: skip
 
 
-def _climbs(place: Place, label: str, model: str, task: str) -> list[Climb]:
+def _climbs(place: StudySetup, label: str, model: str, task: str) -> list[Climb]:
     """LoRA and the adapter under masks, for each seed."""
     family = _families(place)[label]
     rank = 32 if place.small else 64
@@ -398,19 +398,19 @@ def _climbs(place: Place, label: str, model: str, task: str) -> list[Climb]:
     chance = 1 / len(LABELS[task]) if not family.words else 0.0
 
     def spec(method: str, seed: int) -> RunSpec:
-        own = rate(method) if place.small else 5e-5 if method == "full" else None
+        own = small_scale_rate(method) if place.small else 5e-5 if method == "full" else None
         return RunSpec(**{**base, "method": method, "seed": seed, **({} if own is None else {"lr": own})})
 
     def climb(name: str, seed: int) -> Climb:
         def run(n: int) -> Any:
-            return of_run(spec(f"apet({inner[name]}, parameters={n})", seed))
+            return run_job(spec(f"apet({inner[name]}, parameters={n})", seed))
 
-        return Climb({**cell, "method": name, "seed": seed}, sizes[name], run, of_run(spec("full", seed)), chance)
+        return Climb({**cell, "method": name, "seed": seed}, sizes[name], run, run_job(spec("full", seed)), chance)
 
     return [climb(name, seed) for name in inner for seed in SEEDS]
 
 
-def transfer(place: Place) -> Study:
+def transfer(place: StudySetup) -> Study:
     """AP figure 9."""
     sources = ("sst2", "imdb", "sick", "qnli", "qqp") if place.small else CLASSES
     targets = ("sst2", "imdb", "sick", "qnli") if place.small else CLASSES
@@ -436,7 +436,7 @@ def transfer(place: Place) -> Study:
     )  # fmt: skip
 
 
-def _transferred(place: Place, label: str, model: str, sources: Sequence[str], targets: Sequence[str]) -> Wanted:
+def _transferred(place: StudySetup, label: str, model: str, sources: Sequence[str], targets: Sequence[str]) -> Wanted:
     """Every source's run on every target, itself included."""
     family = _families(place)[label]
     adjacent = [c.values for c in _drawn(family, model) if c.labels["structure"] == "adjacent"]
@@ -455,7 +455,7 @@ def _transferred(place: Place, label: str, model: str, sources: Sequence[str], t
 
     def wanted(rows: Rows) -> list[Want]:
         return [
-            Want({**want.cell, "target": target}, of_transfer(RunSpec(**want.work.spec), other))
+            Want({**want.cell, "target": target}, transfer_job(RunSpec(**want.work.spec), other))
             for want in runs(rows)
             if want.work is not None
             for target, other in asked.items()
@@ -467,7 +467,7 @@ def _transferred(place: Place, label: str, model: str, sources: Sequence[str], t
 OTHER = ("task", "data_root", "relabel")
 """Fields that say what another task is; the others are the run's own."""
 
-AP_STUDIES: Mapping[str, Callable[[Place], Study]] = {
+AP_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
     "ap/gap": gap, "ap/structure": structure, "ap/convergence": convergence, "ap/thresholds": thresholds,
     "ap/all": everything, "ap/transfer": transfer,
 }  # fmt: skip

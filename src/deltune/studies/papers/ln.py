@@ -10,11 +10,11 @@ from ...training.config import RunSpec
 from ..claims.claims import Beats, Best, Both, Claim, Fewer, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST
 from ..claims.measurements import RANK, score
-from ..engine.jobs import Work, of_terms, of_time
+from ..engine.jobs import Job, term_change_job, timing_job
 from ..engine.outcomes import Outcome
-from ..engine.store import Row
+from ..engine.store import JobRecord
 from ..report.figure_spec import Bars, Heat, Scatter, Table
-from ..scales import SEEDS, Place, Values, Wanted, choices, crossed, joined
+from ..scales import SEEDS, StudySetup, Values, Wanted, choices, crossed, joined
 from ..study import Rows, Study, Want
 from .published import LN_TABLE1, LN_TABLE2, LN_TABLE5
 
@@ -163,7 +163,7 @@ SIZES: Mapping[str, dict[str, str]] = {
 """The paper gives no rank of LoRA; its .33 % is no whole rank. Here it is 8."""
 
 
-def nlu(place: Place) -> Study:
+def nlu(place: StudySetup) -> Study:
     """LN table 1."""
     models = ("minilm-d128",) if place.small else tuple(BERTS)
     tasks = SMALL_NLU if place.small else NLU
@@ -189,7 +189,7 @@ def nlu(place: Place) -> Study:
 
 
 def _nlu(
-    place: Place,
+    place: StudySetup,
     name: str,
     model: str,
     tasks: tuple[str, ...],
@@ -222,7 +222,7 @@ GPT2 = {
 NLG = ("e2e_nlg", "samsum", "dart")
 
 
-def nlg(place: Place) -> Study:
+def nlg(place: StudySetup) -> Study:
     """LN table 2."""
     if place.small:
         few = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
@@ -266,7 +266,7 @@ BLOCKS = len(SEEDS)
 WHATS = {"step": "train", "forward": "forward", "inference": "inference"}
 
 
-def time(place: Place) -> Study:
+def time(place: StudySetup) -> Study:
     """LN figures 2 and 4."""
     without = {name: method for name, method in SIZES["bert-base"].items() if name != "three_vectors"}
     if place.small:
@@ -282,7 +282,7 @@ def time(place: Place) -> Study:
         options = {"rows": 32, "tokens": 128, "repeats": 30}
     place.check(models.values(), ())
     works = {
-        model: of_time(place.model(models[model]), several, kind=kind, **options)
+        model: timing_job(place.model(models[model]), several, kind=kind, **options)
         for model, (kind, several) in timed.items()
     }
 
@@ -323,7 +323,7 @@ def time(place: Place) -> Study:
     )  # fmt: skip
 
 
-def timings(want: Want, row: Row) -> list[Outcome]:
+def timings(want: Want, row: JobRecord) -> list[Outcome]:
     """One method's third of the rounds, in percent of full tuning's in the same round."""
     if row.result is None:
         return [Outcome(want.cell, row.spec, error=row.error or "no result")]
@@ -339,7 +339,7 @@ def timings(want: Want, row: Row) -> list[Outcome]:
     return [Outcome(want.cell, row.spec, scores, count, extra={"kept": own["kept"]})]
 
 
-def terms(place: Place) -> Study:
+def terms(place: StudySetup) -> Study:
     """LN figure 3."""
     tasks = ("commonsense_qa", "broad_twitter", "sst2", "sick", "cb")
     model = "minilm-d256" if place.small else "bert-large"
@@ -370,8 +370,8 @@ def terms(place: Place) -> Study:
     )  # fmt: skip
 
 
-def _moved(work: Work) -> Work:
-    return of_terms(RunSpec(**work.spec))
+def _moved(work: Job) -> Job:
+    return term_change_job(RunSpec(**work.spec))
 
 
 PARTS = {
@@ -381,7 +381,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def ablation(place: Place) -> Study:
+def ablation(place: StudySetup) -> Study:
     """LN table 5."""
     models = ("minilm-d128", "minilm-d256") if place.small else tuple(BERTS)
     tasks = SMALL_TWO if place.small else NLU
@@ -402,7 +402,7 @@ def ablation(place: Place) -> Study:
     )  # fmt: skip
 
 
-def unified(place: Place) -> Study:
+def unified(place: StudySetup) -> Study:
     """The third version's abstract."""
     r, length = (8, 8) if place.small else (16, 16)
     attention, ffn = (f"scaled_parallel_adapter(at={at!r}, rank={r})" for at in ("attention", "ffn"))
@@ -431,6 +431,6 @@ def unified(place: Place) -> Study:
     )  # fmt: skip
 
 
-LN_STUDIES: Mapping[str, Callable[[Place], Study]] = {
+LN_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
     "ln/nlu": nlu, "ln/nlg": nlg, "ln/time": time, "ln/terms": terms, "ln/ablation": ablation, "ln/unified": unified,
 }  # fmt: skip

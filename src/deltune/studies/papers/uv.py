@@ -9,7 +9,7 @@ from ...tasks.registry import TASKS
 from ..claims.claims import Beats, Best, Both, Claim, Falls, Fewer, Rises, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST
 from ..report.figure_spec import Scatter, Table
-from ..scales import Choice, Place, Wanted, choices, crossed, joined
+from ..scales import Choice, StudySetup, Wanted, choices, crossed, joined
 from ..study import Study
 from .published import UV_TABLE2, UV_TABLE3, UV_TABLE5, UV_TABLE6
 
@@ -163,7 +163,7 @@ WRITTEN = {
 
 
 def _wanted(
-    place: Place,
+    place: StudySetup,
     name: str,
     chosen: Callable[[str], Sequence[Choice]],
     tasks: Sequence[str],
@@ -188,7 +188,7 @@ def _wanted(
 BOTH, SMALL_BOTH = ("xsum", "wmt16_en_ro"), (SIGNS, "conll04")
 
 
-def _tasks(place: Place) -> tuple[str, ...]:
+def _tasks(place: StudySetup) -> tuple[str, ...]:
     return SMALL_BOTH if place.small else BOTH
 
 
@@ -218,7 +218,7 @@ def _chosen(of: Mapping[Any, str], *axes: str) -> list[Choice]:
     return [Choice(dict(zip(axes, labels, strict=True)), {"method": method}) for labels, method in of.items()]
 
 
-def budget(place: Place) -> Study:
+def budget(place: StudySetup) -> Study:
     """UV figures 2 and 4. Budgets are nominal shares; the figure shows the exact ones."""
 
     def chosen(kind: str) -> list[Choice]:
@@ -260,7 +260,7 @@ def _bitfit(kind: str) -> str:
     return "bitfit(which='linear')" if kind != "large" else "bitfit"
 
 
-def insertion(place: Place) -> Study:
+def insertion(place: StudySetup) -> Study:
     """UV table 3."""
 
     def chosen(kind: str) -> list[Choice]:
@@ -286,7 +286,7 @@ def insertion(place: Place) -> Study:
     )  # fmt: skip
 
 
-def representation(place: Place) -> Study:
+def representation(place: StudySetup) -> Study:
     """UV figure 5 and table 4."""
 
     def chosen(kind: str) -> list[Choice]:
@@ -332,7 +332,7 @@ def _by_site(title: str, metric: tuple[str, ...]) -> Table:
     )  # fmt: skip
 
 
-def composition(place: Place) -> Study:
+def composition(place: StudySetup) -> Study:
     """UV table 5."""
 
     def chosen(kind: str) -> list[Choice]:
@@ -356,7 +356,7 @@ def composition(place: Place) -> Study:
     )
 
 
-def _methods(title: str, place: Place, paper: Mapping[tuple[str, ...], float], task: str = "") -> Table:
+def _methods(title: str, place: StudySetup, paper: Mapping[tuple[str, ...], float], task: str = "") -> Table:
     """task: the only one at paper scale."""
     shown = tuple(name for name in SHOWN[place.scale] if not task or place.small or name in TASKS[task].metrics)
     return Table(
@@ -365,7 +365,7 @@ def _methods(title: str, place: Place, paper: Mapping[tuple[str, ...], float], t
     )  # fmt: skip
 
 
-def integration(place: Place) -> Study:
+def integration(place: StudySetup) -> Study:
     """UV table 6."""
 
     def chosen(kind: str) -> list[Choice]:
@@ -392,7 +392,7 @@ def integration(place: Place) -> Study:
     )
 
 
-def full(place: Place) -> Study:
+def full(place: StudySetup) -> Study:
     """UV table 12."""
 
     def chosen(kind: str) -> list[Choice]:
@@ -430,7 +430,7 @@ def full(place: Place) -> Study:
     )  # fmt: skip
 
 
-def glue(place: Place) -> Study:
+def glue(place: StudySetup) -> Study:
     """UV table 2."""
     tasks = ("sick" if place.small else "mnli", "sst2")
 
@@ -463,7 +463,7 @@ def glue(place: Place) -> Study:
     )  # fmt: skip
 
 
-UV_STUDIES: Mapping[str, Callable[[Place], Study]] = {
+UV_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
     "uv/budget": budget, "uv/insertion": insertion, "uv/representation": representation,
     "uv/composition": composition, "uv/integration": integration, "uv/full": full, "uv/glue": glue,
 }  # fmt: skip

@@ -94,7 +94,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Aggregates:
     """spreads: by the labels of `axes`. metrics: which score each is of. left: what has no place there, and why."""
 
     axes: tuple[str, ...]
@@ -116,7 +116,7 @@ class Facts:
         return (*asked, *rest)
 
 
-def chosen(outcomes: Iterable[Outcome], where: Selector) -> list[Outcome]:
+def select_outcomes(outcomes: Iterable[Outcome], where: Selector) -> list[Outcome]:
     """The outcomes whose cells have these labels."""
 
     def fits(cell: Cell) -> bool:
@@ -143,7 +143,7 @@ def expand(view: View, outcomes: Iterable[Outcome], number_names: Numbers, axes:
 
     x: a number that becomes an axis, unless the cell has it.
     """
-    wanted, facts, picked = names(number_names), [], chosen(outcomes, view.where)
+    wanted, facts, picked = names(number_names), [], select_outcomes(outcomes, view.where)
     if METRIC in axes and not wanted:
         wanted = tuple(dict.fromkeys(name for outcome in picked for name in outcome.scores))
     for outcome in picked:
@@ -200,7 +200,7 @@ def _placed(facts: Sequence[Fact], x: str) -> list[Fact]:
     ]
 
 
-def gather(view: View, outcomes: Iterable[Outcome], wanted: Numbers, axes: Sequence[str], x: str = "") -> Facts:
+def aggregate(view: View, outcomes: Iterable[Outcome], wanted: Numbers, axes: Sequence[str], x: str = "") -> Aggregates:
     """The spreads over seeds of a number (or the first of several) at the labels of the axes.
 
     Where the view says so, in percent of another place, then averaged over the pooled axes.
@@ -230,7 +230,7 @@ def gather(view: View, outcomes: Iterable[Outcome], wanted: Numbers, axes: Seque
         )
     if view.pooled:
         spreads, metrics = _pool(view, inner, len(axes), spreads, metrics)
-    return Facts(tuple(axes), spreads, metrics, tuple(dict.fromkeys(left)))
+    return Aggregates(tuple(axes), spreads, metrics, tuple(dict.fromkeys(left)))
 
 
 def relative(spreads: Mapping[Place, Spread], base: Callable[[Place], Place]) -> dict[Place, Spread]:

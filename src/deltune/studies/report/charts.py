@@ -16,10 +16,10 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ..engine.outcomes import Outcome
-from .aggregate import CURVE, METRIC, SEED, Facts, Place, Spread, Unit, chosen, relative
+from .aggregate import CURVE, METRIC, SEED, Aggregates, Place, Spread, Unit, relative, select_outcomes
 from .figure_spec import Bars, Curves, Heat, Label, Scatter, names
 from .panels import Sheet, called, combined, heading, looks, sheet
-from .style import FAINT, HATCHES, MAP, Ink, ink, logarithmic, short, shortened, wrapped
+from .style import FAINT, HATCHES, MAP, SeriesStyle, logarithmic, series_style, short, shortened, wrapped
 
 Point = tuple[float, Spread]
 
@@ -64,7 +64,7 @@ def scatter(view: Scatter, outcomes: Iterable[Outcome]) -> Sheet:
     return page
 
 
-def _points(facts: Facts, one: Place, panel: Label, first: int) -> list[Point]:
+def _points(facts: Aggregates, one: Place, panel: Label, first: int) -> list[Point]:
     """The points of a series in a panel, in the order of x."""
     found = [
         (float(place[-1] or 0), spread)
@@ -74,7 +74,7 @@ def _points(facts: Facts, one: Place, panel: Label, first: int) -> list[Point]:
     return sorted(found, key=lambda point: point[0])
 
 
-def _whiskers(axes: Axes, points: Sequence[Point], own: Unit, look: Ink, name: str) -> ErrorbarContainer:
+def _whiskers(axes: Axes, points: Sequence[Point], own: Unit, look: SeriesStyle, name: str) -> ErrorbarContainer:
     """Also where there is no point: the legend shows that the series was asked for."""
     drawn = axes.errorbar(
         [x for x, _ in points],
@@ -103,7 +103,7 @@ def bars(view: Bars, outcomes: Iterable[Outcome]) -> Sheet:
     width = 0.84 / max(len(each), 1)
     for panel, axes in zip(page.labels, page.axes, strict=True):
         for i, bar in enumerate(each):
-            look, hatch, name = ink(i), HATCHES[i % len(HATCHES)], view.write(bar)
+            look, hatch, name = series_style(i), HATCHES[i % len(HATCHES)], view.write(bar)
             for at, group in enumerate(groups):
                 spread = facts[page.at(panel, (group, bar))]
                 page.note(spread, panel, group, bar)
@@ -159,7 +159,7 @@ def heat(view: Heat, outcomes: Iterable[Outcome]) -> Sheet:
     if view.diagonal:
         first = len(page.outer)
         based = relative(facts.spreads, lambda place: (*place[:first], place[-1], place[-1]))
-        facts = Facts(facts.axes, based, facts.metrics, facts.left)
+        facts = Aggregates(facts.axes, based, facts.metrics, facts.left)
     own = page.unit(view.value, facts)
     down, across = combined(facts, rows, view), combined(facts, columns, view)
     means = [spread.mean * own.factor for spread in facts.spreads.values() if spread.mean is not None] or [0.0, 1.0]
@@ -291,7 +291,7 @@ def curves(view: Curves, outcomes: Iterable[Outcome]) -> Sheet:
 
 def _strip(view: Curves, outcomes: Iterable[Outcome]) -> float:
     """The strip's height, to the panel's: a line of text for each series of its marks."""
-    rows = {tuple(str(o.cell.get(axis)) for axis in names(view.series)) for o in chosen(outcomes, view.where)}
+    rows = {tuple(str(o.cell.get(axis)) for axis in names(view.series)) for o in select_outcomes(outcomes, view.where)}
     return 0.4 if view.gap else max(0.25, 0.065 * len(rows)) if view.marks else 0.0
 
 
@@ -303,7 +303,7 @@ def _abscissa(axes: Axes, view: Curves, spans: list[float]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 
-def _reached(page: Sheet, facts: Facts, panel: Label, one: Place, stepped: bool) -> list[float]:
+def _reached(page: Sheet, facts: Aggregates, panel: Label, one: Place, stepped: bool) -> list[float]:
     """The x at which the series has a mean to draw; where seeds end before others, that is noted."""
     found = {
         place[-1]: facts[place]
@@ -322,7 +322,7 @@ def _reached(page: Sheet, facts: Facts, panel: Label, one: Place, stepped: bool)
 
 
 def _line(
-    page: Sheet, axes: Axes, facts: Facts, panel: Label, one: Place, xs: list[float], own: Unit, look: Ink
+    page: Sheet, axes: Axes, facts: Aggregates, panel: Label, one: Place, xs: list[float], own: Unit, look: SeriesStyle
 ) -> None:
     by_x = {float(place[-1] or 0): facts[place] for place in facts.spreads if place[:-1] == page.at(panel, one)}
     name, spreads = called(one, page.view), [by_x[x] for x in xs]
@@ -347,7 +347,7 @@ def _line(
     page.text.append(f"{where}: {ends}")
 
 
-def _gap(page: Sheet, strip: Axes, facts: Facts, panel: Label, every: list[Place], own: Unit) -> None:
+def _gap(page: Sheet, strip: Axes, facts: Aggregates, panel: Label, every: list[Place], own: Unit) -> None:
     """Best minus worst series at each x; over fewer than all series it is noted and drawn hollow."""
     xs, ys, whole = [], [], []
     for x in sorted({float(place[-1] or 0) for place in facts.spreads}):
@@ -374,7 +374,12 @@ def _gap(page: Sheet, strip: Axes, facts: Facts, panel: Label, every: list[Place
 
 
 def _marks(
-    page: Sheet, strip: Axes, marked: list[Outcome], series: Sequence[str], panel: Label, inked: Mapping[Place, Ink]
+    page: Sheet,
+    strip: Axes,
+    marked: list[Outcome],
+    series: Sequence[str],
+    panel: Label,
+    inked: Mapping[Place, SeriesStyle],
 ) -> None:
     """A row for each series with the interval of each mark, and its ends in words."""
     view: Any = page.view

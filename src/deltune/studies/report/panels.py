@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..engine.outcomes import Outcome
 from . import style
-from .aggregate import Facts, Place, Spread, Unit, chosen, gather, unit
+from .aggregate import Aggregates, Place, Spread, Unit, aggregate, select_outcomes, unit
 from .figure_spec import Figure as View
 from .figure_spec import Label, Numbers, names
 from .style import wrapped
@@ -51,9 +51,9 @@ class Sheet:
         """The axis of the panels, if any: the first of every place."""
         return (self.view.panels,) if self.view.panels else ()
 
-    def gather(self, wanted: Any, axes: Sequence[str], x: str = "", view: View | None = None) -> Facts:
+    def gather(self, wanted: Any, axes: Sequence[str], x: str = "", view: View | None = None) -> Aggregates:
         """Facts by panel and these axes; what has no place among them is noted."""
-        facts = gather(view or self.view, self.outcomes, wanted, (*self.outer, *axes), x)
+        facts = aggregate(view or self.view, self.outcomes, wanted, (*self.outer, *axes), x)
         self.notes += facts.left
         self.found = self.found or any(spread.mean is not None for spread in facts.spreads.values())
         return facts
@@ -61,11 +61,11 @@ class Sheet:
     def at(self, panel: Label, place: Place) -> Place:
         return (panel, *place) if self.outer else place
 
-    def unit(self, wanted: Numbers, facts: Facts) -> Unit:
+    def unit(self, wanted: Numbers, facts: Aggregates) -> Unit:
         """How the numbers drawn are shown: as the first metric met."""
         return unit(next((name for name in facts.metrics.values() if name), (names(wanted) or ("",))[0]), self.view)
 
-    def units(self, wanted: Numbers, facts: Facts) -> dict[Label, Unit]:
+    def units(self, wanted: Numbers, facts: Aggregates) -> dict[Label, Unit]:
         """The same for each panel: as its own first metric."""
         own: dict[Label, Unit] = {}
         for panel in self.labels:
@@ -114,19 +114,19 @@ def sheet(view: View, outcomes: Iterable[Outcome], wanted: Any, strip: float = 0
 
     Outcomes that a level stands for are taken out of the rest: they are its line.
     """
-    rest = chosen(outcomes, view.where)
+    rest = select_outcomes(outcomes, view.where)
     levels: dict[str, Any] = {}
     outer = (view.panels,) if view.panels else ()
     for name, level in view.levels.items():
         levels[name] = level
         if isinstance(level, Mapping):
-            own = chosen(rest, level)
+            own = select_outcomes(rest, level)
             pooled = tuple(
                 dict.fromkeys((*view.pooled, *(a for o in own for a in o.cell if a not in (*outer, "seed"))))
             )
             # Their curves are not asked for: a level is where runs end.
             plain = replace(view, over="", levels={}, pooled=pooled)
-            levels[name] = gather(plain, own, wanted, outer).spreads
+            levels[name] = aggregate(plain, own, wanted, outer).spreads
             rest = [outcome for outcome in rest if outcome not in own]
     made = Sheet(view, rest, levels)
     if outer:
@@ -159,7 +159,7 @@ def heading(own: Unit, view: View) -> str:
     return view.write(own.name) + (" (%)" if own.factor == 100 else "") + (" ↓" if own.lower else "")
 
 
-def combined(facts: Facts, axes: Sequence[str], view: View) -> list[Place]:
+def combined(facts: Aggregates, axes: Sequence[str], view: View) -> list[Place]:
     """The combinations of labels met on some axes, in the order of their labels."""
     known = [facts.labels(axis, view) for axis in axes]
     at = [facts.axes.index(axis) for axis in axes]
@@ -169,13 +169,13 @@ def combined(facts: Facts, axes: Sequence[str], view: View) -> list[Place]:
     return sorted(met, key=lambda place: tuple(known[i].index(label) for i, label in enumerate(place)))
 
 
-def looks(series: Sequence[Place]) -> dict[Place, style.Ink]:
+def looks(series: Sequence[Place]) -> dict[Place, style.SeriesStyle]:
     """An ink for each series: of two axes, colour by the first label and shape by the second."""
     first = list(dict.fromkeys(place[0] for place in series))
     if all(len(place) == 1 for place in series):
-        return {place: style.ink(i) for i, place in enumerate(series)}
+        return {place: style.series_style(i) for i, place in enumerate(series)}
     second = list(dict.fromkeys(place[1:] for place in series))
-    return {place: style.ink(first.index(place[0]), second.index(place[1:])) for place in series}
+    return {place: style.series_style(first.index(place[0]), second.index(place[1:])) for place in series}
 
 
 def called(place: Place, view: View, between: str = ", ") -> str:

@@ -23,7 +23,7 @@ from .charts import bars, curves, heat, scatter
 from .figure_spec import Bars, Curves, Heat, Scatter
 from .figure_spec import Figure as View
 from .panels import Sheet
-from .style import FAINT, STYLE, beside, legend, settle
+from .style import FAINT, STYLE, legend, place_labels, rotate_ticks
 
 KINDS: dict[type[View], Callable[[Any, Iterable[Outcome]], Sheet]] = {
     Scatter: scatter,
@@ -69,13 +69,13 @@ def _finish(page: Sheet) -> None:
     named = page.found and len(page.beside) == len(page.axes)
     handles = {**({} if named or (len(page.series) == 1 and not page.lines) else page.series), **page.lines}
     legend(page.figure, list(handles.values()), list(handles))
-    settle(page.figure)
-    if named and not all(beside(*one) for one in page.beside):
+    rotate_ticks(page.figure)
+    if named and not all(place_labels(*one) for one in page.beside):
         for text in [text for axes in page.axes for text in axes.texts]:
             text.remove()
         handles = {**page.series, **page.lines}
         legend(page.figure, list(handles.values()), list(handles))
-        settle(page.figure)
+        rotate_ticks(page.figure)
     # From here on it stays as it was measured: laid out again it would move by fractions of a pixel.
     page.figure.set_layout_engine("none")
 

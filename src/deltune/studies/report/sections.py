@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...errors import first_line
-from ...filesystem import room, write
+from ...errors import error_summary
+from ...filesystem import clear_write_errors, write_text
 from ..claims.claims import Claim
 from ..claims.verdicts import Finding, findings
 from ..engine.outcomes import Outcome
-from ..engine.store import Row
+from ..engine.store import JobRecord
 from ..study import Study
 from .figure_spec import Figure, Table, names
 from .page import Section
@@ -34,7 +34,7 @@ class Said:
     note: str
 
 
-def section(study: Study, rows: dict[str, Row], claims: Sequence[Claim] = (), paper: bool = False) -> Section:
+def section(study: Study, rows: dict[str, JobRecord], claims: Sequence[Claim] = (), paper: bool = False) -> Section:
     """A study with what is done of it. paper: the paper's own numbers stand beside ours."""
     outcomes = study.outcomes(rows)
     tables = [view if paper else replace(view, paper={}) for view in study.views if isinstance(view, Table)]
@@ -79,7 +79,7 @@ def _missing(outcomes: Sequence[Outcome]) -> list[str]:
     reasons: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            reasons.setdefault(first_line(outcome.error), []).append(outcome)
+            reasons.setdefault(error_summary(outcome.error), []).append(outcome)
     return [
         f"{len(several)} of {len(outcomes)}: {reason} (such as "
         f"{', '.join(f'{axis} {label}' for axis, label in several[0].cell.items())})"
@@ -111,10 +111,10 @@ def _line(finding: object) -> str:
 def files(part: Section, folder: Path) -> list[Path]:
     """Write a section's tables (Markdown, LaTeX, CSV) and figures (PNG, SVG, PDF) into a folder."""
     stem = part.title.replace("/", "-")
-    with room(folder):
+    with clear_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         found = [folder / f"{stem}.md"]
-        write(found[0], as_markdown(part))
+        write_text(found[0], as_markdown(part))
         for i, table in enumerate(part.grids, 1):
             found += _table(table, folder / f"{stem}-table{i}")
         for i, picture in enumerate(part.figures, 1):
@@ -125,7 +125,7 @@ def files(part: Section, folder: Path) -> list[Path]:
 def _table(table: Grid, stem: Path) -> list[Path]:
     ways = {".tex": latex, ".csv": csv}
     for ending, way in ways.items():
-        write(stem.with_name(stem.name + ending), way(table))
+        write_text(stem.with_name(stem.name + ending), way(table))
     return [stem.with_name(stem.name + ending) for ending in ways]
 
 

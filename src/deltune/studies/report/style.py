@@ -76,17 +76,17 @@ STYLE: Any = {
 
 
 @dataclass(frozen=True)
-class Ink:
+class SeriesStyle:
     colour: str
     marker: str
     dash: Any
     hatch: str
 
 
-def ink(first: int, second: int | None = None) -> Ink:
+def series_style(first: int, second: int | None = None) -> SeriesStyle:
     """The look of a series: alone, all differs with it; of two axes, colour follows the first and shape the second."""
     shape = first if second is None else second
-    return Ink(
+    return SeriesStyle(
         COLOURS[first % len(COLOURS)],
         MARKERS[shape % len(MARKERS)],
         DASHES[shape % len(DASHES)],
@@ -175,7 +175,7 @@ def _grow(figure: Figure, pixels: float) -> None:
     figure.set_figheight(figure.get_figheight() + pixels / figure.dpi)
 
 
-def settle(figure: Figure) -> None:
+def rotate_ticks(figure: Figure) -> None:
     """Turn the labels of an x axis where they would touch: aslant where their lines then keep apart, else upright.
 
     The figure grows by what they then take, once for each row of panels.
@@ -207,7 +207,7 @@ def settle(figure: Figure) -> None:
         canvas(figure)
 
 
-def beside(
+def place_labels(
     axes: Axes, points: Sequence[tuple[float, float]], names: Sequence[str], taken: Sequence[Artist] = ()
 ) -> bool:
     """A name beside each point, over no other name, point or artist of `taken`, and inside the axes.

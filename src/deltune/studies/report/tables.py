@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..engine.outcomes import Outcome
-from .aggregate import METRIC, Facts, Place, Spread, Unit, chosen, gather, unit
+from .aggregate import METRIC, Aggregates, Place, Spread, Unit, aggregate, select_outcomes, unit
 from .figure_spec import Label, Table
 
 State = Literal["shown", "partial", "failed", "missing"]
@@ -115,7 +115,7 @@ def grid(view: Table, outcomes: Iterable[Outcome]) -> Grid:
     outcomes = list(outcomes)
     outer = (view.groups,) if view.groups else ()
     axes = (*outer, view.rows, *view.columns)
-    facts = gather(view, outcomes, view.metric, axes)
+    facts = aggregate(view, outcomes, view.metric, axes)
     at = len(outer)
     rows = _met(facts, view, axes[: at + 1], 0)
     places, unmeasured = _measured(_met(facts, view, view.columns, at + 1), facts, view, at + 1, outcomes)
@@ -199,7 +199,7 @@ def _shown(entry: Entry, unit: Unit) -> float:
     return float(unit.show(entry.mean).replace(",", ""))
 
 
-def _met(facts: Facts, view: Table, axes: Sequence[str], start: int) -> list[Place]:
+def _met(facts: Aggregates, view: Table, axes: Sequence[str], start: int) -> list[Place]:
     """The combinations of labels to show: those met, and those of the view's order, sorted axis by axis."""
     known = [facts.labels(axis, view) for axis in axes]
     met = dict.fromkeys(place[start : start + len(axes)] for place in facts.spreads)
@@ -219,7 +219,7 @@ def _met(facts: Facts, view: Table, axes: Sequence[str], start: int) -> list[Pla
 
 
 def _measured(
-    places: list[Place], facts: Facts, view: Table, start: int, outcomes: Sequence[Outcome]
+    places: list[Place], facts: Aggregates, view: Table, start: int, outcomes: Sequence[Outcome]
 ) -> tuple[list[Place], list[str]]:
     """The columns without those of a metric that no outcome has there, and those of them that were asked for there."""
     if METRIC not in view.columns:
@@ -232,7 +232,7 @@ def _measured(
     gone = []
     for place in (place for place in places if place not in kept):
         where = {axis: label for axis, label in zip(view.columns, place, strict=True) if axis != METRIC}
-        asked = any(place[at] in outcome.spec.get("metrics", ()) for outcome in chosen(outcomes, where))
+        asked = any(place[at] in outcome.spec.get("metrics", ()) for outcome in select_outcomes(outcomes, where))
         if asked or place[at] not in ever:
             gone.append(f"{', '.join(view.write(label) for label in place)}: in no outcome")
     return kept, gone
@@ -246,18 +246,18 @@ def _members(rows: Sequence[Place], at: int) -> list[list[int]]:
     return list(groups.values())
 
 
-def _column_metric(facts: Facts, place: Place, at: int) -> str:
+def _column_metric(facts: Aggregates, place: Place, at: int) -> str:
     return next((name for key, name in facts.metrics.items() if key[at + 1 :] == place and name), "")
 
 
-def _unit(view: Table, facts: Facts, place: Place, at: int) -> Unit:
+def _unit(view: Table, facts: Aggregates, place: Place, at: int) -> Unit:
     name = _column_metric(facts, place, at)
     if not name and METRIC in view.columns:
         name = str(place[view.columns.index(METRIC)])
     return unit(name, view)
 
 
-def _heading(view: Table, facts: Facts, place: Place, at: int) -> tuple[str, ...]:
+def _heading(view: Table, facts: Aggregates, place: Place, at: int) -> tuple[str, ...]:
     own = _unit(view, facts, place, at)
     labels = [view.write(label) for label in place]
     return (*labels[:-1], labels[-1] + (" ↓" if own.lower else ""))
@@ -313,7 +313,7 @@ def _mean_rank(ranks: Sequence[float], columns: int, notes: dict[str, int]) -> E
 def _percents(view: Table, outcomes: Sequence[Outcome], axes: Sequence[str]) -> dict[Place, Entry]:
     """The percentages met in a row, one or a range."""
     found: dict[Place, list[float]] = {}
-    for outcome in chosen(outcomes, view.where):
+    for outcome in select_outcomes(outcomes, view.where):
         if "percent" in outcome.count and all(axis in outcome.cell for axis in axes):
             place = tuple(outcome.cell[axis] for axis in axes)
             found.setdefault(place, []).append(float(outcome.count["percent"]))
