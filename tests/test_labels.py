@@ -16,9 +16,9 @@ from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.report.figure_spec import Bars, Curves, Figure, Heat, Scatter, Table
 from deltune.studies.report.page import Section, page
 from deltune.studies.report.plots import FORMATS, draw, rendered
-from deltune.studies.report.sections import as_markdown, files
 from deltune.studies.report.table_formats import csv, latex, markdown
 from deltune.studies.report.tables import Grid, grid
+from deltune.studies.sections import as_markdown, files
 
 LABELS = (
     r"$\foo$", "$", "$a$ and $b_{$", r"\input{/etc/passwd}", "=1+1", "+1-1", "-1-1", "@SUM(1)", " =1", "＝1",

@@ -128,7 +128,8 @@ def test_equal_numbers_give_equal_bytes(view: View, outcomes: list[Outcome]) -> 
 
 def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import made; from deltune.studies.report.plots import draw, save\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); import made\n"
+        "from deltune.studies.report.plots import draw, save\n"
         "save(draw(made.GAP, made.gap()).figure, sys.argv[2])"
     )
     subprocess.run(

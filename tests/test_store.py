@@ -93,7 +93,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "not safetensors": (lambda f: torch.save({}, f / serialization.NUMBERS), "truncated or no safetensors file"),
     "facts no JSON": (lambda f: (f / serialization.FACTS).write_text("{"), r"delta\.json cannot be read"),
     "facts no text": (lambda f: (f / serialization.FACTS).write_bytes(b"\xff\xfe\x00"), r"delta\.json cannot be read"),
-    "facts of a stranger": (lambda f: (f / serialization.FACTS).write_text('{"peft_type": "LORA"}'), "not written by deltune"),
+    "facts of a stranger": (
+        lambda f: (f / serialization.FACTS).write_text('{"peft_type": "LORA"}'),
+        "not written by deltune",
+    ),
     "facts a list": (lambda f: (f / serialization.FACTS).write_text("[]"), "not written by deltune"),
     "newer format": (lambda f: change_facts(f, lambda x: x.update(format=2)), "format 2.*reads 1.*update deltune"),
     "unknown method": (lambda f: change_facts(f, lambda x: x.update(explicit="lora9")), "unknown name 'lora9'"),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .runtime.attention import prefix_attention, prefix_report
     from .runtime.handle import Tuned
 
-__version__ = "0.1.0"
+from ._version import __version__ as __version__
 
 _FORMS = ("Bottleneck", "LowRank", "Rescale", "Vector")
 _RECIPES = (

@@ -195,8 +195,9 @@ def report(
 ) -> None:
     """Tables, figures and findings of studies: printed, as files, or as one page."""
     from ..filesystem import clear_write_errors, write_text
+    from ..studies import sections
     from ..studies.papers.registry import CLAIMS
-    from ..studies.report import page, sections
+    from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
     asked = studies(names, scale, data_root, model_root)

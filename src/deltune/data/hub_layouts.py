@@ -58,7 +58,8 @@ def apply_layout(files: dict[str, DataFile], layout: Layout, problems: list[str]
                 row |= {role: pick(row) for role, pick in made.items()}
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 problems.append(
-                    f"{file.at(place)} is not laid out as it was ({short_repr(error)}). Its columns: {', '.join(row)}. Give "
+                    f"{file.at(place)} is not laid out as it was ({short_repr(error)}). Its columns: {', '.join(row)}. "
+                    "Give "
                     "data and columns instead of the task"
                 )
                 return

@@ -236,7 +236,8 @@ class Hook(Protocol):
 
 
 TAPS: dict[str, Any] = {
-    "input": InputHook, "output": OutputHook, "attention": AttentionHook, "states": HiddenStatesHook, "tokens": PromptHook,
+    "input": InputHook, "output": OutputHook, "attention": AttentionHook, "states": HiddenStatesHook,
+    "tokens": PromptHook,
 }  # fmt: skip
 """What serves a side of a place."""
 

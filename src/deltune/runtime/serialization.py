@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from .. import __version__, tensor_files
+from .. import tensor_files
+from .._version import __version__
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError
 from ..filesystem import MOST_JSON, atomic_folder, find_file, user_path, write_error

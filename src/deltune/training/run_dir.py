@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .. import __version__
+from .._version import __version__
 from ..data.columns import KINDS
 from ..errors import BusyError, DeltuneError, error_from_problems, excerpt
 from ..filesystem import (

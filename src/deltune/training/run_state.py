@@ -164,5 +164,6 @@ def diverged_error(job: RunState, what: str) -> DivergedError:
         kept = "nothing is kept"
     return DivergedError(
         f"{what}: training diverged at a learning rate of {job.spec.rate:g}; {kept}. "
-        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, default_learning_rate(job.spec.method)):g}, or a warm-up"
+        f"Try a lower rate, such as --lr {min(job.spec.rate / 10, default_learning_rate(job.spec.method)):g}, "
+        "or a warm-up"
     )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import yaml
 from markupsafe import Markup
 
-from ... import __version__
+from ..._version import __version__
 from ...errors import DeltuneError
 from ..engine.outcomes import Outcome
 from .aggregate import SEED

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...errors import error_summary
-from ...filesystem import clear_write_errors, write_text
-from ..claims.claims import Claim
-from ..claims.verdicts import Finding, findings
-from ..engine.outcomes import Outcome
-from ..engine.store import JobRecord
-from ..study import Study
-from .figure_spec import Figure, Table, names
-from .page import Section
-from .plots import Picture, draw, save
-from .table_formats import csv, latex, markdown, plain
-from .tables import Grid, grid
+from ..errors import error_summary
+from ..filesystem import clear_write_errors, write_text
+from .claims.claims import Claim
+from .claims.verdicts import Finding, findings
+from .engine.outcomes import Outcome
+from .engine.store import JobRecord
+from .report.figure_spec import Figure, Table, names
+from .report.page import Section
+from .report.plots import Picture, draw, save
+from .report.table_formats import csv, latex, markdown, plain
+from .report.tables import Grid, grid
+from .study import Study
 
 
 @dataclass(frozen=True)
