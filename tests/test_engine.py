@@ -298,10 +298,10 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from test_engine import study, Results, Local, Drive, Bar
-with Results({file!r}) as file, Bar(False) as bar:
+from test_engine import LocalPool, ProgressBar, ResultStore, Scheduler, study
+with ResultStore({file!r}) as file, ProgressBar(False) as bar:
     works = [planned.work for planned in study(Path({root!r})).cells()]
-    Drive(lambda rows: works, file, Local({workers}, file.runs)).run(bar)
+    Scheduler(lambda rows: works, file, LocalPool({workers}, file.runs)).run(bar)
 """
 
 

@@ -59,7 +59,8 @@ def test_one_that_fails_ends_all(
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_they_end_with_their_launcher(how: signal.Signals, tmp_path: Path) -> None:
     child = (
-        f"from deltune.cli.launching import follow; follow(); open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))"
+        "from deltune.cli.launching import exit_with_launcher; exit_with_launcher(); "
+        f"open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))"
     )
     command = python(child + "; time.sleep(60)")
     start = f"import sys; from deltune.cli.launching import launch; sys.exit(launch(2, {command!r}))"

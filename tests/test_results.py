@@ -217,9 +217,9 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"not permitted here: {error}")
     code = (
-        "import sys; from deltune.studies.engine.store import Results; from deltune.errors import DeltuneError\n"
-        "with Results(sys.argv[1], read_only=True) as results: print(len(results.rows()))\n"
-        "try: Results(sys.argv[1])\n"
+        "import sys; from deltune.studies.engine.store import ResultStore; from deltune.errors import DeltuneError\n"
+        "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.rows()))\n"
+        "try: ResultStore(sys.argv[1])\n"
         "except DeltuneError as error: print(str(error))"
     )
     done = subprocess.run([*around, sys.executable, "-c", code, str(file)], capture_output=True, text=True)

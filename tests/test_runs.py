@@ -135,7 +135,7 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     run = RunDir(tmp_path / "run")
-    monkeypatch.setattr(runs, "write", fail)
+    monkeypatch.setattr(runs, "write_text", fail)
     with pytest.raises(DeltuneError, match="no space left"), runs.room(run.folder), run.locked():
         run.begin(SPEC, FACTS)
     assert names(tmp_path) == set()
