@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
+from deltune.filesystem import write_text
 from deltune.training import run_dir as runs
 from deltune.training.config import RunSpec
-from deltune.training.run_dir import RunDir, write
+from deltune.training.run_dir import RunDir
 
 SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
 METRICS: dict[str, Any] = {
@@ -76,14 +77,14 @@ def test_changed_data_is_an_error(run: RunDir) -> None:
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    write(path, "before")
+    write_text(path, "before")
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, fail)
     with pytest.raises(DeltuneError, match="no space left"), runs.room(path):
-        write(path, "after")
+        write_text(path, "after")
     assert path.read_text() == "before" and names(tmp_path) == {"file"}
 
 
@@ -106,7 +107,7 @@ def test_the_log_goes_back_to_a_step(run: RunDir) -> None:
     for step in (0, 1, 2, 3):
         run.log({"step": step})
     with open(run.log_file, "a") as file:
-        file.write('{"step": 2, "lo')  # a process was killed here
+        file.write_text('{"step": 2, "lo')  # a process was killed here
     run.rewind(2)
     assert [line["step"] for line in run.logged()] == [0, 1, 2]
 
