@@ -83,13 +83,13 @@ def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, fail)
-    with pytest.raises(DeltuneError, match="no space left"), runs.room(path):
+    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(path):
         write_text(path, "after")
     assert path.read_text() == "before" and names(tmp_path) == {"file"}
 
 
 def test_other_refusals_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(DeltuneError, match="forbidden"), runs.room(tmp_path):
+    with pytest.raises(DeltuneError, match="forbidden"), runs.clear_write_errors(tmp_path):
         raise PermissionError(13, "forbidden")
 
 
@@ -107,7 +107,7 @@ def test_the_log_goes_back_to_a_step(run: RunDir) -> None:
     for step in (0, 1, 2, 3):
         run.log({"step": step})
     with open(run.log_file, "a") as file:
-        file.write_text('{"step": 2, "lo')  # a process was killed here
+        file.write('{"step": 2, "lo')  # a process was killed here
     run.rewind(2)
     assert [line["step"] for line in run.logged()] == [0, 1, 2]
 
@@ -137,6 +137,6 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     run = RunDir(tmp_path / "run")
     monkeypatch.setattr(runs, "write_text", fail)
-    with pytest.raises(DeltuneError, match="no space left"), runs.room(run.folder), run.locked():
+    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(run.folder), run.locked():
         run.begin(SPEC, FACTS)
     assert names(tmp_path) == set()

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.runtime.modules import HeadLabels
 
 from .families import FAMILIES, Family
 from .methods import METHODS, Row, cells
@@ -178,8 +179,8 @@ def test_heads_of_different_sizes_and_their_losses(tmp_path: Any) -> None:
 def test_labels_of_different_kinds_have_no_common_loss() -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=1)
     tuned = deltune.attach(model, "layernorm", name="number")
-    tuned.delta().labels = deltune.runtime.handle.Labels(((0, "x"),), "regression")
-    tuned.base_labels = deltune.runtime.handle.Labels(((0, "a"), (1, "b")))
+    tuned.delta().labels = HeadLabels(((0, "x"),), "regression")
+    tuned.base_labels = HeadLabels(((0, "a"), (1, "b")))
     inputs = batch(model)
     with tuned.rows([None, "number"]):
         model(**inputs)
@@ -281,7 +282,7 @@ def test_a_multiple_of_the_rows_is_no_batch_but_of_generate() -> None:
 def test_several_labels_at_once_have_no_common_loss() -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=2)
     tuned = deltune.attach(model, "layernorm", name="two")
-    tuned.base_labels = deltune.runtime.handle.Labels(((0, "x"), (1, "y"), (2, "z")))
+    tuned.base_labels = HeadLabels(((0, "x"), (1, "y"), (2, "z")))
     with tuned.rows(["two", None]), pytest.raises(deltune.DeltuneError, match="no common loss"):
         model(**batch(model), labels=torch.ones(2, 3, dtype=torch.float64))
 
