@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deltune.studies.papers.registry.registry import CLAIMS
 
 from deltune.errors import DeltuneError
 from deltune.studies.claims.claims import Alike, Beats, Best, Both, Claim, Falls, Fewer, Form, Rises, Shrinks, Within
@@ -18,6 +17,7 @@ from deltune.studies.claims.measurements import RANK, RELATIVE, STEPS, opened, s
 from deltune.studies.claims.statistics import bootstrap
 from deltune.studies.claims.verdicts import Finding, findings
 from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.papers.registry import CLAIMS
 
 SIZES = {"small": 1e7, "middle": 1e8, "large": 1e9}
 COUNTS = {"a": 100, "b": 200, "c": 400, "full": 10_000}
