@@ -38,7 +38,7 @@ from .delta_schema import (
 )
 from .handle import NAME, Tuned
 from .modules import Delta, HeadLabels, parameter_key
-from .pass_manager import check_not_offloaded
+from .pass_manager import check_not_offloaded, refuse_inference_tensors
 
 
 def attach(
@@ -54,14 +54,15 @@ def attach(
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    handle = find_tuned(model)
-    check_name(name, handle.names if handle else ())
-    planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
-    if any(edit.modification.form.needs == "attention" for edit in planned.edits):
-        for config in all_configs(model):
-            prefix_implementation(config._attn_implementation)
-    handle = handle or Tuned(model)
-    _attach(handle, parsed, planned, name, head)
+    with torch.inference_mode(False):  # parameters that are made in inference mode could not be trained later
+        handle = find_tuned(model)
+        check_name(name, handle.names if handle else ())
+        planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
+        if any(edit.modification.form.needs == "attention" for edit in planned.edits):
+            for config in all_configs(model):
+                prefix_implementation(config._attn_implementation)
+        handle = handle or Tuned(model)
+        _attach(handle, parsed, planned, name, head)
     return handle
 
 
@@ -119,14 +120,15 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
     """
     _check_model(model)
     where = user_path(folder, "folder")
-    if is_foreign(where) and not has_file(where, serialization.FACTS):
-        return _load_foreign(model, where, name, allow_nonfinite)
-    saved = serialization.open_delta(where)
-    handle = find_tuned(model)
-    check_name(name, handle.names if handle else ())
-    handle = handle or Tuned(model)
-    delta, labels = _read_delta(handle, saved, allow_nonfinite)
-    handle.add(name, delta, labels or handle.base_labels)
+    with torch.inference_mode(False):  # parameters that are made in inference mode could not be trained later
+        if is_foreign(where) and not has_file(where, serialization.FACTS):
+            return _load_foreign(model, where, name, allow_nonfinite)
+        saved = serialization.open_delta(where)
+        handle = find_tuned(model)
+        check_name(name, handle.names if handle else ())
+        handle = handle or Tuned(model)
+        delta, labels = _read_delta(handle, saved, allow_nonfinite)
+        handle.add(name, delta, labels or handle.base_labels)
     return handle
 
 
@@ -256,6 +258,7 @@ def _check_model(model: object) -> None:
     if isinstance(model, PreTrainedModel):
         check_not_quantized(model)
         check_not_offloaded(model)
+        refuse_inference_tensors(model)
         return
     wrapped = (
         ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,12 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, error_from_problems, validation_problems
+from ..errors import LONGEST, DeltuneError, error_from_problems, excerpt, validation_problems
 from ..filesystem import read_json
 from ..methods.counting import kept_shapes
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method
+from ..methods.spec import explicit_expression as complete
 from ..tensor_files import NUMBERS, POSITIONS, TensorFacts
 
 FORMAT = 1
@@ -115,7 +117,8 @@ def read_metadata_file(path: Path) -> DeltaMetadata:
     try:
         return DeltaMetadata.model_validate(value)
     except ValidationError as error:
-        raise error_from_problems(f"{path} was not written by deltune", validation_problems(error)) from error
+        title = f"{path} is not as deltune writes it (it was damaged or edited, or it is another program's)"
+        raise error_from_problems(title, validation_problems(error)) from error
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]
@@ -297,9 +300,20 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
     if len(explicit.parts) > most:
         raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):
-        raise DeltuneError(f"{where}: the method {facts.method[:200]!r} is not what {facts.explicit[:200]!r} says")
+        raise DeltuneError(
+            f"{where}: 'method' and 'explicit' in delta.json must be the same method, the second with every argument, "
+            f"but {_difference(short, explicit)}; change both or neither"
+        )
     _check_spans(anatomy, explicit, where)
     return short, explicit
+
+
+def _difference(short: Method, full: Method) -> str:
+    """The first term in which two methods differ, with every argument."""
+    pairs = list(zip_longest(*([complete(term) for term in method.terms] for method in (short, full)), fillvalue=""))
+    one, two = next((pair for pair in pairs if pair[0] != pair[1]), (complete(short), complete(full)))
+    shown = [excerpt(term, LONGEST) if term else "nothing more" for term in (one, two)]
+    return f"the first says {shown[0]} where the second says {shown[1]}"
 
 
 def _masks(method: Method) -> list[tuple[Any, ...]]:

@@ -7,6 +7,8 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,8 +28,9 @@ from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
 from ..methods.spec import Method
 from . import merging, serialization
-from .forward_pass import PassLock, Scope, current_scope
+from .forward_pass import PassLock, Scope, current_scope, forget_closed
 from .hooks import Hook, required_hooks, unreached_edits
+from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
 from .pass_manager import AttachedModules, PassManager, check_not_offloaded
@@ -38,6 +41,17 @@ T = TypeVar("T")
 
 _INSTALLING = threading.Lock()
 """Held while a model gets its handle: two threads may attach the first delta at once."""
+
+
+def _after_fork() -> None:
+    """Replace the lock in a new process, which does not have the thread that may hold it."""
+    global _INSTALLING
+    _INSTALLING = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 NAME = HANDLE
 """The handle's name in the model, and so the prefix of every key it adds to the state dict."""
@@ -78,6 +92,20 @@ class Tuned(nn.Module):
             "a model with deltas does not run under torch.nn.DataParallel, whose replicas would use the first device's "
             "tensors: use DistributedDataParallel, or merge() first"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the handle as that of its model, of which a steady copy is pickled."""
+        model = self.__dict__["parent"]
+        if model is None or self.passes.is_pickled:
+            return super().__reduce_ex__(protocol)
+        return _handle_of, (model,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the handle together with its model, which copies it while no tensor moves."""
+        model = self.__dict__["parent"]
+        if model is not None and id(model) not in memo:
+            copy.deepcopy(model, memo)
+        return memo[id(self)] if id(self) in memo else plain_copy(self, memo)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise DeltuneError("the handle computes nothing: call the model itself, which has the delta in use")
@@ -173,6 +201,7 @@ class Tuned(nn.Module):
 
     def _use(self, name: str | None) -> None:
         self.passes.in_use = self._assignment_of_all(name)
+        forget_closed(self.passes)
         self.passes.settle(self.passes.assigned())
 
     def _assignment_of_all(self, name: str | None) -> RowAssignment:
@@ -328,7 +357,7 @@ class Tuned(nn.Module):
     @contextlib.contextmanager
     def _changing(self, what: str) -> Iterator[None]:
         _ = self.model  # one that was taken off says so
-        with self.passes.changing(what):
+        with torch.inference_mode(False), self.passes.changing(what):  # what changes can be trained later
             yield
 
     def add(self, name: str, delta: Delta, labels: HeadLabels) -> None:
@@ -371,7 +400,8 @@ class Tuned(nn.Module):
             self._install_tap(key, make)
         owned = {owned for name in self.names for owned in self.delta(name).owned}
         held = {path for tensor in owned for path, _ in owning_modules(self.anatomy, tensor)}
-        self.passes.modules = AttachedModules(self.model, {path for path, _ in self.taps} | held)
+        hooked = {path for path, side in self.taps if side not in {*METHODS, *WHOLE_MODEL_METHODS}}
+        self.passes.modules = AttachedModules(self.model, hooked | held)
         self.passes.wire_attention(any(side == "attention" for _, side in self.taps))
 
     def _install_tap(self, key: tuple[str, str], make: Callable[[], Hook]) -> None:
@@ -398,6 +428,10 @@ class Tuned(nn.Module):
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
         return next((p.device for p in module.parameters()), default)
+
+
+def _handle_of(model: PreTrainedModel) -> nn.Module | None:
+    return model._modules[NAME]
 
 
 def _complete(change: Callable[[], T]) -> T:

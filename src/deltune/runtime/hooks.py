@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..anatomy.skeleton import base_modules
 from ..anatomy.tracing import Trace
 from ..anatomy.types import Anatomy
 from ..compat import (
@@ -24,7 +26,7 @@ from ..compat import (
     transforms_active,
 )
 from .attention import PORT
-from .model_methods import METHODS
+from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit
 from .pass_manager import PassManager
 from .positions import PositionHook
@@ -35,7 +37,7 @@ from .tensor_overrides import ForwardOverride, runs_class_forward
 
 
 class Checkpoint:
-    """Stands as the checkpoint function of a module, so that what is computed again is in a pass of its own."""
+    """Stands as the checkpoint function of a module, so that what is computed again uses what it used before."""
 
     of_live_model = True
 
@@ -43,7 +45,7 @@ class Checkpoint:
         self.passes, self.original = passes, original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.original(partial(self.passes.again, function), *args, **kwargs)
+        return self.original(partial(self.passes.again, self.passes.assignment(), function), *args, **kwargs)
 
 
 class ForwardEntry:
@@ -140,6 +142,8 @@ class OutputHook:
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
         if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
+            return False
+        if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
             return False
         return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
 
@@ -265,9 +269,11 @@ def required_hooks(
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
     needed |= {(path, "pass"): partial(ForwardEntry, passes, path, opens) for path, opens in entries.items()}
-    for name, kind in METHODS.items():
-        if hasattr(type(passes.model), name):
-            needed["", name] = partial(kind, passes, name)
+    for path, module in base_modules(passes.model):
+        if isinstance(module, PreTrainedModel):  # also one inside the model, such as its encoder
+            kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
+            needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
+    needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
     return needed
 
 

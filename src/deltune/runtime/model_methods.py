@@ -1,12 +1,18 @@
-"""Methods of a model that must know of its deltas: they stand in the instance until the last delta is taken off."""
+"""Methods of a model, and of the models inside it, that must know of its deltas.
+
+They stand in the instances until the last delta is taken off.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from ..anatomy.skeleton import HANDLE
 from ..errors import DeltuneError, error_from_problems
@@ -14,17 +20,23 @@ from .pass_manager import PassManager
 
 
 class ModelMethod:
-    """Stands as a method of the model."""
+    """Stands as a method of the tuned model, or of a model inside it.
+
+    Args:
+        path: The path of the model that it is a method of; that of the tuned model itself is empty.
+        method: The method's name.
+    """
 
     of_live_model = True
 
-    def __init__(self, passes: PassManager, method: str) -> None:
-        self.passes, self.method = passes, method
+    def __init__(self, passes: PassManager, path: str, method: str) -> None:
+        self.passes, self.path, self.method = passes, path, method
+        self.model: Any = passes.model.get_submodule(path)
         self.before: Any = None
 
     def install(self) -> None:
-        self.before = self.passes.model.__dict__.get(self.method)
-        self.passes.model.__dict__[self.method] = self
+        self.before = self.model.__dict__.get(self.method)
+        self.model.__dict__[self.method] = self
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -39,14 +51,13 @@ class ModelMethod:
         """The model's own method."""
         if self.before is not None:
             return self.before
-        model = self.passes.model
-        return getattr(type(model), self.method).__get__(model)
+        return getattr(type(self.model), self.method).__get__(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def remove(self) -> None:
-        attributes = self.passes.model.__dict__
+        attributes = self.model.__dict__
         if attributes.get(self.method) is self:
             if self.before is None:
                 del attributes[self.method]
@@ -70,7 +81,7 @@ class Refused(ModelMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.method == "resize_token_embeddings" and self._asks_only(args, kwargs):
-            return self.passes.model.get_input_embeddings()
+            return self.model.get_input_embeddings()
         raise DeltuneError(
             f"{self.method} changes modules that attached deltas were made for: detach() them first (or merge() the "
             f"one in use), call {self.method}, and attach again"
@@ -79,7 +90,7 @@ class Refused(ModelMethod):
     def _asks_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the embeddings keep their size."""
         arguments = inspect.signature(self.original).bind(*args, **kwargs).arguments
-        embeddings: Any = self.passes.model.get_input_embeddings()
+        embeddings: Any = self.model.get_input_embeddings()
         same = arguments.get("new_num_tokens") in (None, len(embeddings.weight))
         return same and arguments.get("pad_to_multiple_of") is None
 
@@ -95,9 +106,14 @@ class SavePretrained(ModelMethod):
             if bound.arguments.get("state_dict") is not None:
                 bound.arguments["state_dict"] = self.passes.state.at_rest(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
+        beside = (
+            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE}.', which from_pretrained "
+            "ignores."
+        )
         warnings.warn(
-            "save_pretrained wrote the base model as it was before attaching: a delta is saved with tuned.save(folder) "
-            "and loaded with deltune.load(model, folder); merge() first to save one model with its weights",
+            "save_pretrained wrote the base model as it was before attaching, with the base's own head and not a "
+            f"trained one.{'' if self.path else beside} To save a delta, call tuned.save(folder), and load it with "
+            "deltune.load(model, folder); to save one model with the tuned weights, call tuned.merge() first",
             stacklevel=2,
         )
         return result
@@ -107,13 +123,26 @@ class LoadStateDict(ModelMethod):
     """Puts every tensor where it was saved, whichever delta was in use then and is now."""
 
     def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self.path:
+            self._refuse_ambiguous()
         with self._standing(self.passes.state.standing_in(state_dict)):
             self._check(state_dict, strict)
             return self.original(state_dict, strict=strict, assign=assign)
 
+    def _refuse_ambiguous(self) -> None:
+        """Error: deltas have values of their own for tensors of this model, which is only a part of the tuned one."""
+        state, inside = self.passes.state, set(self.model.modules())
+        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned}
+        if here := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
+            raise DeltuneError(
+                f"load_state_dict of {self.path}: delta {owned[here[0]]!r} has values of its own for {here[0]}, and "
+                "the state dict of a part of the model does not say whether it holds those or the base's: call "
+                "load_state_dict of the whole model, or detach() first"
+            )
+
     def _check(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Check names and shapes before anything is loaded; torch does so afterwards."""
-        here = self.passes.model.state_dict()
+        here = self.model.state_dict()
         problems = []
         if strict:
             problems += [f"{name} is missing" for name in here if name not in state_dict]
@@ -139,12 +168,63 @@ class Generate(ModelMethod):
                 f"{self.method} runs its passes in a thread of its own, which rows() and disable() do not reach: use "
                 "generate, or use() one delta for the whole model"
             )
-        return self.passes.generate(self.original, args, kwargs)
+        return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
+
+
+class StateDict(ModelMethod):
+    """Reads all tensors where they stand with what is in use here, while other threads move none."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.passes.read(lambda: self.original(*args, **kwargs))
+
+
+class DeepCopy(ModelMethod):
+    """Copies the model while other threads move no tensor of it."""
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        return self.passes.read(lambda: _copied(self.passes.model, memo), to_copy=True)
+
+
+class Reduce(ModelMethod):
+    """Pickles a copy of the model that has the same tensors, since pickling itself cannot be held up by a lock."""
+
+    def __call__(self, protocol: Any) -> Any:
+        if self.passes.is_pickled:
+            return self.original(protocol)
+        twin = self.passes.read(self._with_the_same_tensors, to_copy=True)
+        twin._modules[HANDLE].passes.is_pickled = True
+        return _itself, (twin,)
+
+    def _with_the_same_tensors(self) -> Any:
+        model = self.passes.model
+        tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+        return _copied(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _itself(model: Any) -> Any:
+    """What a pickle calls with the copy of a model that lies in it."""
+    return model
+
+
+def _copied(model: Any, memo: dict[int, Any]) -> Any:
+    """Copy a model as copy.deepcopy does, without what stands in it for `__deepcopy__`."""
+    copier = getattr(type(model), "__deepcopy__", None)
+    return plain_copy(model, memo) if copier is None else copier(model, memo)
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a module as copy.deepcopy does where no method says otherwise."""
+    reduced: Any = object.__reduce_ex__(module, 4)
+    make, args, state, *_ = reduced
+    twin = memo[id(module)] = make(*args)
+    twin.__setstate__(copy.deepcopy(state, memo))
+    return twin
 
 
 METHODS: dict[str, type[ModelMethod]] = {
     **dict.fromkeys(("generate", "generate_batch"), Generate),
     "load_state_dict": LoadStateDict,
+    "state_dict": StateDict,
     "save_pretrained": SavePretrained,
     **dict.fromkeys(
         (
@@ -154,4 +234,7 @@ METHODS: dict[str, type[ModelMethod]] = {
         Refused,
     ),
 }  # fmt: skip
-"""What stands as which method, where the model's class has it."""
+"""What stands as which method, where the class of the model, or of a model inside it, has it."""
+
+WHOLE_MODEL_METHODS: dict[str, type[ModelMethod]] = {"__deepcopy__": DeepCopy, "__reduce_ex__": Reduce}
+"""What stands as which method of the tuned model alone."""

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.quantization import is_unquantized
+from ..compat import backward_id
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
 from .forward_pass import (
     ForwardPass,
     PassLock,
     Scope,
+    carried_scope,
     current_pass,
     current_scope,
     innermost_pass,
     recomputed_assignment,
+    refuse_closed,
     remember_for_backward,
     run_in_pass,
+    scopes_here,
 )
 from .model_state import ModelState
 from .row_assignment import RowAssignment
-from .rows import refuse_late_gradients
+from .rows import refuse_at_rest, refuse_late_gradients
 
 
 class AttachedModules:
@@ -42,9 +47,11 @@ class AttachedModules:
 
     def check(self) -> None:
         """Error: one of them is no longer in the model, or its weight is stored in another way."""
+        exporting = torch.compiler.is_compiling()  # torch.export puts tensors without numbers in place of all weights
         for path, parent, leaf, module in self.known:
             weight = module._parameters.get("weight")
-            if parent._modules.get(leaf) is not module or not (weight is None or is_unquantized(weight)):
+            plain = weight is None or exporting or is_unquantized(weight)
+            if parent._modules.get(leaf) is not module or not plain:
                 raise DeltuneError(
                     f"{path} was replaced or quantised after deltas were attached that act there (quantising, resizing "
                     "and other libraries' adapters do that): detach, change the model, and attach or load again; to "
@@ -63,8 +70,21 @@ def check_not_offloaded(model: nn.Module) -> None:
             )
 
 
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """Error: the model was made inside of torch.inference_mode(), so that nothing trains through its weights."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise DeltuneError(
+            f"the weights of this {type(model).__name__} were made inside of torch.inference_mode(), and torch cannot "
+            "train through such tensors: make or load the model outside of it (attaching, loading a delta and running "
+            "the model inside of it are fine)"
+        )
+
+
 def _offloads(hook: Any) -> bool:
     return bool(getattr(hook, "offload", False)) or any(_offloads(one) for one in getattr(hook, "hooks", ()))
+
+
+T = TypeVar("T")
 
 
 class Entry(Protocol):
@@ -82,6 +102,7 @@ class PassManager:
 
     Attributes:
         in_use: What passes outside of `rows()` and `disable()` use.
+        is_pickled: The model is a copy that was made to be pickled, so that it is pickled as it is.
         report: How each attention served its prefix in the last pass, by path.
     """
 
@@ -98,10 +119,19 @@ class PassManager:
         self.lock = lock
         self.traced = ForwardPass(self, self.in_use)  # torch.compile's notes
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+        self.is_pickled = False
+        _EVERY.add(self)
+
+    def go_on_in_a_fork(self) -> None:
+        """Other threads' passes, locks and scopes are not in the new process."""
+        self.lock.reset()
+        self.scopes = weakref.WeakSet(scopes_here().intersection(self.scopes))
+        self.scopes_of_tasks = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither a copy nor a pickle is inside of a pass or a scope."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("lock", "traced", "scopes")}
+        own = ("lock", "traced", "scopes", "is_pickled")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -121,8 +151,8 @@ class PassManager:
 
     def assigned(self) -> RowAssignment:
         """What a pass that begins here uses."""
-        scope = current_scope(self)
-        assignment = None if scope is None else scope.assignment
+        carried = carried_scope(self)
+        assignment = None if carried is None else carried.assignment
         return self.in_use if assignment is None else assignment
 
     def notes(self) -> ForwardPass:
@@ -138,6 +168,7 @@ class PassManager:
         if torch.compiler.is_dynamo_compiling():
             if entry.opens:
                 assignment = self.assigned()
+                refuse_closed(carried_scope(self))
                 assignment.check_batch(entry.named(args, kwargs))
                 if self.state.standing != assignment.standing:
                     raise DeltuneError(
@@ -149,50 +180,117 @@ class PassManager:
         outer = current_pass(self)
         if outer is not None and not entry.opens:
             return entry.inner(*args, **kwargs)
-        this = self._begin(entry.named(args, kwargs) if entry.opens else None)
-        try:
-            output = run_in_pass(this, entry.inner, args, kwargs)
-        finally:
-            self._finish(this)
+        this = self._begin(entry.named(args, kwargs) if entry.opens else {})
+        output = self._run_in(this, entry.inner, args, kwargs)
         if outer is None and torch.is_grad_enabled():
             remember_for_backward(self, this.assignment, output)
         return output
 
-    def again(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of the model under gradient checkpointing: the first time in the pass under way, again, in
-        the backward pass, in a pass of its own with what the first one used."""
-        if torch.compiler.is_dynamo_compiling() or current_pass(self) is not None:
+    def again(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a part of the model under gradient checkpointing.
+
+        Args:
+            assignment: What the pass used that called the checkpoint function. The part is computed in that pass the
+                first time, and in one of its own when it is computed again in the backward pass.
+        """
+        running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
+        if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
             return function(*args, **kwargs)
-        this = self._begin(None)
-        try:
-            return run_in_pass(this, function, args, kwargs)
-        finally:
-            self._finish(this)
+        return self._run_in(self._begin({}, assignment), function, args, kwargs)
 
-    def generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `generate` as one long pass: what is in use stays so from its first step to its last."""
+    def generate(
+        self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
+    ) -> Any:
+        """Run `generate` as one long pass: what is in use stays so from its first step to its last.
+
+        Args:
+            in_threads: It runs its passes in other threads and waits for them.
+        """
         self.assigned().check_prompts(args, kwargs)
-        this = self._begin({})
-        try:
-            return run_in_pass(this, generate, args, kwargs)
-        finally:
-            self._finish(this)
+        return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
 
-    def _begin(self, arguments: dict[str, Any] | None) -> ForwardPass:
-        """Begin a pass once the model holds the tensors that it needs. arguments: None for a part of the model, which
-        may be computed again in a backward pass."""
-        scope, outer, around = current_scope(self), current_pass(self), innermost_pass()
-        if outer is not None and outer.scope is scope:
-            return ForwardPass(self, outer.assignment, scope, around, outer)
-        recomputed = recomputed_assignment(self)
-        with_labels = arguments is not None and arguments.get("labels") is not None
-        this, state = ForwardPass(self, recomputed or self.assigned(), scope, around), self.state
-        this.assignment.check_batch(arguments or {})
+    def read(self, reader: Callable[[], T], to_copy: bool = False) -> T:
+        """Run what reads the model as a whole, like a pass: in the slots stand the tensors of what is in use here.
+
+        No tensor moves meanwhile. Inside of a pass, or of a change, what stands there is read.
+
+        Args:
+            to_copy: What is in use outside of `rows()` and `disable()` is meant, since a copy is not inside of them,
+                and the labels in the model's configuration are read too.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return reader()
+
+        def steadily() -> T:
+            with self.lock.mutex:
+                return reader()
+
+        with self.lock.mutex:
+            if self.lock.taken or current_pass(self) is not None:
+                return reader()
+        this = ForwardPass(self, self.in_use, carried_scope(self), innermost_pass())
+        self._admit(this, (lambda: self.in_use) if to_copy else self.assigned, with_labels=to_copy)
+        result: T = self._run_in(this, steadily, (), {})
+        return result
+
+    def _begin(
+        self, arguments: dict[str, Any], assignment: RowAssignment | None = None, joins: bool = True
+    ) -> ForwardPass:
+        """Begin a pass once the model holds the tensors that it needs.
+
+        Args:
+            arguments: Those of the model's call, by name.
+            assignment: What the pass uses. By default what the pass around it uses, or what the forward pass used
+                whose backward pass is under way, or what is in use here.
+            joins: Whether it may come before its turn.
+        """
+        carried, outer, around = carried_scope(self), current_pass(self), innermost_pass()
+        if assignment is None and outer is not None and outer.scope is carried:
+            return ForwardPass(self, outer.assignment, carried, around, outer)
+        fixed = assignment or recomputed_assignment(self)
+        if fixed is not None:
+            refuse_at_rest(fixed.uses)
+        elif outer is None and carried is None and backward_id() is not None and self.scopes:
+            raise DeltuneError(
+                "the model is computed again in a backward pass, in a thread that is not inside of rows() or disable() "
+                "while another one is, and nothing tells which of them its forward pass was in: give your checkpoint a "
+                "function that returns the model's own output, and use_reentrant=False"
+            )
+        this = ForwardPass(self, fixed or self.in_use, carried, around)
+
+        def choose() -> RowAssignment:
+            if fixed is not None:
+                return fixed
+            chosen = self.assigned()
+            refuse_closed(carried)  # after it, for the scope may be left at any moment
+            if chosen is not this.assignment:
+                chosen.check_batch(arguments)
+            return chosen
+
+        this.assignment = choose()
         self.check_premises()
         self.follow_attention()
+        self._admit(this, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
+        return this
+
+    def _admit(
+        self,
+        this: ForwardPass,
+        choose: Callable[[], RowAssignment],
+        outer: ForwardPass | None = None,
+        with_labels: bool = True,
+        joins: bool = True,
+    ) -> None:
+        """Let the model hold the tensors, and `with_labels` the labels, that a pass needs.
+
+        Args:
+            choose: Gives what the pass uses, which may change while others go before.
+            outer: The pass of the same model that it is inside of.
+        """
+        state = self.state
 
         def fits() -> bool:
-            this.assignment = recomputed or self.assigned()  # it may have changed while others went before
+            this.assignment = choose()
             labels = this.assignment.labels
             same = not with_labels or labels is state.labels or labels == state.labels
             return same and state.standing == this.assignment.standing
@@ -202,14 +300,22 @@ class PassManager:
             state.give(this.assignment.labels)
 
         if outer is None:
-            self.lock.admit(this, fits, prepare)
+            self.lock.admit(this, fits, prepare, joins)
         elif not fits():
             with self.lock.mutex:
                 self.lock.refuse_others(outer)
                 this.restore = (state.standing, state.labels)
                 self.lock.lend(this)
                 prepare()
-        return this
+
+    def _run_in(
+        self, this: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call something inside of a pass that has begun, and finish the pass."""
+        try:
+            return run_in_pass(this, call, args, kwargs)
+        finally:
+            self._finish(this)
 
     def _finish(self, this: ForwardPass) -> None:
         try:
@@ -324,3 +430,15 @@ class PassManager:
             raise DeltuneError(
                 f"{what}: {', '.join(used)} is used inside rows() by another thread or task; leave it there first"
             )
+
+
+_EVERY: weakref.WeakSet[PassManager] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for passes in list(_EVERY):
+        passes.go_on_in_a_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

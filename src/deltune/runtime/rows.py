@@ -7,7 +7,7 @@ whose rows and tokens are one axis.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat import exporting
 from ..errors import DeltuneError
 from .modules import Delta, Edit
 
@@ -58,7 +59,10 @@ class DeltaRows:
             each = size // self.of
             places = [row * each + i for row in self.rows for i in range(each)]
             with torch.inference_mode(False):  # it is used in training too
-                self.known[size, device] = torch.tensor(places, device=device)
+                index = torch.tensor(places, device=device)
+            if exporting():  # it has no numbers, so it is not kept
+                return index
+            self.known[size, device] = index
         return self.known[size, device]
 
     def pick(self, whole: torch.Tensor) -> torch.Tensor:
@@ -120,6 +124,21 @@ def active_edits(uses: Sequence[DeltaRows]) -> list[tuple[Edit, DeltaRows]]:
     return [(edit, use) for use in uses for edit in use.delta.all_edits()]
 
 
+_TOO_LATE = (
+    "a gradient came for a delta that is not in use any more: do the backward pass of a mixed batch inside its rows(), "
+    "that of another before the next use()"
+)
+
+
+def refuse_at_rest(uses: Iterable[DeltaRows]) -> None:
+    """Check that what a forward pass used still trains, when a part of it is computed again in the backward pass.
+
+    A delta that was put to rest would be computed with as a constant, and its gradient dropped without a word.
+    """
+    if any(use.delta.flags is not None for use in uses):
+        raise DeltuneError(_TOO_LATE)
+
+
 def refuse_late_gradients(delta: Delta) -> None:
     """Make it an error when a gradient comes after a delta was put to rest: it would be dropped without a word."""
     for parameter in delta.parameters():
@@ -137,7 +156,4 @@ class _InTime:
     def __call__(self, gradient: torch.Tensor) -> None:
         parameter = self.parameter()
         if parameter is not None and not parameter.requires_grad:
-            raise DeltuneError(
-                "a gradient came for a delta that is not in use any more: do the backward pass of a mixed batch inside "
-                "its rows(), that of another before the next use()"
-            )
+            raise DeltuneError(_TOO_LATE)
