@@ -144,7 +144,7 @@ def test_a_run_goes_on(
             raise KeyboardInterrupt
 
         save = checkpoints.save_checkpoint
-        patch.setattr(checkpoints, "save", stopped)
+        patch.setattr(checkpoints, "save_checkpoint", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(spec, tmp_path / "run")
     again = train(spec, tmp_path / "run")

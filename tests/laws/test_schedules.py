@@ -95,7 +95,11 @@ def held_elsewhere(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator
 @contextmanager
 def called(module: torch.nn.Module, step: Callable[[], None]) -> Iterator[None]:
     """Whoever calls the module takes a step before."""
-    hook = module.register_forward_pre_hook(lambda *_: step())
+
+    def before(*_: object) -> None:  # a hook that returned something would change the module's input
+        step()
+
+    hook = module.register_forward_pre_hook(before)
     try:
         yield
     finally:
@@ -378,7 +382,7 @@ def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch
 
     frozen.mutex = Watched(wanted)  # type: ignore[assignment]
     monkeypatch.setattr(frozen_layers, "threading", Threads)
-    with another_thread() as start, called(model.bert.encoder.layer[1], lambda: ended.is_set() or step()):
+    with another_thread() as start, called(model.bert.encoder.layer[1], lambda: None if ended.is_set() else step()):
         jobs = [start(lambda: outcome(lambda: run(model, inputs))), start(second)]
         outcomes = [job.result(2 * PATIENCE) for job in jobs]
     assert equal(outcomes[0], expected) and isinstance(outcomes[1], deltune.DeltuneError)
