@@ -138,7 +138,7 @@ def law_save_pretrained(cell: Cell) -> None:
             cell.tuned.use(use).model.save_pretrained(where)
         assert cell.tuned.active == use
         again = type(cell.base).from_pretrained(where, dtype=torch.float64).eval()
-        assert equal(run(again, cell.inputs), cell.before)
+        assert distance(run(again, cell.inputs), cell.before) < 1e-5  # equal weights, elsewhere in memory: other sums
         assert again.config.num_labels == cell.base.config.num_labels
         assert "deltune" not in (where / "config.json").read_text()
         state, wanted = again.state_dict(), cell.base.state_dict()
@@ -506,8 +506,18 @@ COMPILED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in place"])
-@pytest.mark.parametrize(("family", "role", "text"), COMPILED, ids=str)
+QUICK = {"before": "prefix(length=2) + layernorm", "after": "apet(", "in place": "prompt(length=2)"}
+"""Compiling takes seconds: which method `make test` tries at each time."""
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "text", "when"),
+    [
+        pytest.param(*case, when, marks=() if case[2].startswith(QUICK[when]) else pytest.mark.slow)
+        for case in COMPILED
+        for when in QUICK
+    ],
+)
 def test_compiled(family: str, role: str, text: str, when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
     torch._dynamo.reset()
