@@ -561,8 +561,18 @@ COMPILED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in place"])
-@pytest.mark.parametrize(("family", "role", "text"), COMPILED, ids=str)
+QUICK = {"before": "prefix(length=2) + layernorm", "after": "apet(", "in place": "prompt(length=2)"}
+"""Compiling takes seconds: which method `make test` tries at each time."""
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "text", "when"),
+    [
+        pytest.param(*case, when, marks=() if case[2].startswith(QUICK[when]) else pytest.mark.slow)
+        for case in COMPILED
+        for when in QUICK
+    ],
+)
 def test_compiled(family: str, role: str, text: str, when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
     torch._dynamo.reset()
