@@ -81,20 +81,38 @@ def cut(numbers: dict[str, torch.Tensor]) -> None:
     numbers[name] = numbers[name][:1].contiguous()
 
 
+def append(folder: Path) -> None:
+    path = folder / store.NUMBERS
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def cut_facts(folder: Path) -> None:
+    path = folder / store.FACTS
+    path.write_text(path.read_text()[:300])
+
+
+DAMAGED = r"delta\.safetensors is damaged \(bytes are missing, were added"
+NOT_OURS = r"delta\.json is not as deltune writes it"
+
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "no numbers": (lambda f: (f / store.NUMBERS).unlink(), r"delta\.safetensors is missing"),
     "no facts": (lambda f: (f / store.FACTS).unlink(), r"holds no delta .*delta\.safetensors"),
     "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "holds no delta .*nothing"),
-    "no folder": (shutil.rmtree, "no folder"),
-    "truncated in the middle": (lambda f: truncate(f, 0.5), "truncated or no safetensors file"),
-    "truncated in its header": (lambda f: truncate(f, 0.01), "truncated or no safetensors file"),
-    "empty file": (lambda f: truncate(f, 0), "truncated or no safetensors file"),
+    "no folder": (shutil.rmtree, "there is no folder"),
+    "truncated in the middle": (lambda f: truncate(f, 0.5), DAMAGED),
+    "truncated in its header": (lambda f: truncate(f, 0.01), DAMAGED),
+    "bytes added": (append, DAMAGED),
+    "empty file": (lambda f: truncate(f, 0), DAMAGED),
     "one bit altered": (flip, "checksum differs"),
-    "not safetensors": (lambda f: torch.save({}, f / store.NUMBERS), "truncated or no safetensors file"),
-    "facts no JSON": (lambda f: (f / store.FACTS).write_text("{"), r"delta\.json cannot be read"),
-    "facts no text": (lambda f: (f / store.FACTS).write_bytes(b"\xff\xfe\x00"), r"delta\.json cannot be read"),
-    "facts of a stranger": (lambda f: (f / store.FACTS).write_text('{"peft_type": "LORA"}'), "not written by deltune"),
-    "facts a list": (lambda f: (f / store.FACTS).write_text("[]"), "not written by deltune"),
+    "not safetensors": (lambda f: torch.save({}, f / store.NUMBERS), DAMAGED),
+    "facts no JSON": (lambda f: (f / store.FACTS).write_text("{"), r"delta\.json is damaged.* at line 1, column 2"),
+    "facts no text": (lambda f: (f / store.FACTS).write_bytes(b"\xff\xfe\x00"), r"is damaged.*byte \d+ is not text"),
+    "facts of a stranger": (lambda f: (f / store.FACTS).write_text('{"peft_type": "LORA"}'), NOT_OURS),
+    "facts a list": (lambda f: (f / store.FACTS).write_text("[]"), f"{NOT_OURS}.*an object of names"),
+    "facts cut short": (cut_facts, r"delta\.json is damaged.* at line \d+, column \d+"),
+    "a head that is a list": (
+        lambda f: change_facts(f, lambda x: x.update(head=[])), f"{NOT_OURS}.*head: here an object of names"
+    ),
     "newer format": (lambda f: change_facts(f, lambda x: x.update(format=2)), "format 2.*reads 1.*update deltune"),
     "unknown method": (lambda f: change_facts(f, lambda x: x.update(explicit="lora9")), "unknown name 'lora9'"),
     "a tensor missing": (lambda f: change_numbers(f, lambda n: n.pop(next(iter(n)))), "missing tensor"),
@@ -104,6 +122,25 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "another base": (
         lambda f: change_facts(f, lambda x: x["base"]["fingerprint"].update(layers="0" * 16)),
         "another base model .*the layers of this one",
+    ),
+    "no fingerprint": (
+        lambda f: change_facts(f, lambda x: x["base"].update(fingerprint={})),
+        r"delta\.json has no fingerprint of the embedding and the layers",
+    ),
+    "half a fingerprint": (
+        lambda f: change_facts(f, lambda x: x["base"]["fingerprint"].pop("layers")), "no fingerprint of the layers of"
+    ),
+    "one of the two methods edited": (
+        lambda f: change_facts(f, lambda x: x.update(method=METHOD.replace("rank=2", "rank=4"))),
+        r"the first says .*lora\(rank=4, .* where the second says .*lora\(rank=2, .*change both or neither",
+    ),
+    "a term left out of one of the two methods": (
+        lambda f: change_facts(f, lambda x: x.update(method="prefix(length=2) + lora(rank=2)")),
+        r"the first says nothing more where the second says .*layernorm\(",
+    ),
+    "another family of no name": (
+        lambda f: change_facts(f, lambda x: x["base"].update(family="gpt2", name="")),
+        r"on a gpt2 model \(BertForSequenceClassification\); this is a bert model",
     ),
     "another family": (lambda f: change_facts(f, lambda x: x["base"].update(family="gpt2")), "on a gpt2 model"),
     "another head": (
@@ -315,3 +352,38 @@ def test_files_hold_no_code(saved: Path) -> None:
     assert told["method"] == METHOD and deltune.parse(told["explicit"]).parts == deltune.parse(METHOD).parts
     numbers = load_file(saved / store.NUMBERS)
     assert {name: list(t.shape) for name, t in numbers.items()} == told["tensors"]
+
+
+PLACES = {
+    "a repository of the hub": ("someone/a-delta.v2", r"there is no folder 'someone/a-delta.v2'.*snapshot_download\("),
+    "a name": ("somewhere", r"there is no folder 'somewhere' here; a delta is loaded from a folder on this machine$"),
+    "a path": ("/no/such/folder", r"there is no folder '/no/such/folder' here; [^.]*$"),
+    "one of its files": (store.NUMBERS, r"is a file, not a folder; a delta is a folder with delta\.json and"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_no_delta_there(saved: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved)
+    place, says = PLACES[case]
+    with pytest.raises(deltune.DeltuneError, match=says):
+        deltune.load(specimen("bert"), place)
+
+
+def test_what_may_be_edited_by_hand(saved: Path, folder: Path) -> None:
+    """A number that no tensor depends on, such as a scale: what is loaded is what the file says."""
+    change_facts(folder, lambda f: f.update(method=METHOD.replace("rank=2", "rank=2, scale=3")))
+    change_facts(folder, lambda f: f.update(explicit=f["explicit"].replace("scale=1,", "scale=3,")))
+    model = specimen("bert")
+    wanted = run(deltune.load(model, saved).model, batch(model))
+    deltune.tuned(model).detach()
+    edited = deltune.load(model, folder)
+    assert "lora(rank=2, scale=3)" in repr(edited.method) and not equal(run(model, batch(model)), wanted)
+    edited.detach()
+
+
+def test_without_numbers_there_is_no_base_to_compare(saved: Path) -> None:
+    model = build(FAMILIES["bert"], "sequence").to("meta")
+    with pytest.raises(deltune.DeltuneError, match="on the meta device"):
+        deltune.load(model, saved)
+    assert "deltune" not in model._modules

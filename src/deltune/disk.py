@@ -135,7 +135,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file of at most `MOST_JSON` bytes.
 
     Raises:
-        DeltuneError: The file cannot be read, is no JSON, or is beyond the bounds.
+        DeltuneError: The file cannot be read, is not JSON (the message names the line), or is beyond the bounds.
     """
     try:
         with open(path, "rb") as file:
@@ -143,6 +143,11 @@ def read_json(path: Path) -> Any:
         if len(raw) > MOST_JSON:
             raise DeltuneError(f"{path} cannot be read: it is longer than {MOST_JSON >> 20} MiB")
         return parse_json(raw)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise DeltuneError(f"{path} is damaged, or is not JSON: {error.msg} at {place}") from error
+    except UnicodeDecodeError as error:
+        raise DeltuneError(f"{path} is damaged, or is not JSON: byte {error.start:,} is not text") from error
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{path} cannot be read: {error}") from error
 

@@ -95,12 +95,15 @@ def all_problems(title: str, problems: list[str]) -> DeltuneError:
 def validation_problems(error: ValidationError, most: int = 10) -> list[str]:
     """What is wrong with data that pydantic refused: a line for each field, by its path."""
     lines = [
-        ": ".join(
-            part
-            for part in (".".join(str(key)[:60] for key in e["loc"]), e["msg"].removeprefix("Value error, "))
-            if part
-        )
+        ": ".join(part for part in (".".join(str(key)[:60] for key in e["loc"]), _plain(e["type"], e["msg"])) if part)
         for e in error.errors(include_url=False, include_input=False, include_context=False)
     ]
     lines = list(dict.fromkeys(lines))
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def _plain(kind: str, message: str) -> str:
+    """A message of pydantic without the names of our classes."""
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return "here an object of names and values is expected"
+    return message.removeprefix("Value error, ")

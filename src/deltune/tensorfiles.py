@@ -65,7 +65,7 @@ def header(path: Path) -> dict[str, TensorFacts]:
     """Read the names, types and shapes of a safetensors file, after checking that its bytes can hold them.
 
     Raises:
-        DeltuneError: The file is truncated, is no safetensors file, or its header is longer than `MOST_HEADER`.
+        DeltuneError: The file is damaged, is not a safetensors file, or its header is longer than `MOST_HEADER`.
     """
     try:
         with open(path, "rb") as file:
@@ -73,14 +73,14 @@ def header(path: Path) -> dict[str, TensorFacts]:
             size = file.seek(0, 2)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
         if length > size - 8:
-            raise _truncated(path, f"its header would end after byte {length + 8:,}, the file has {size:,}")
+            raise _damaged(path, f"its header would end after byte {length + 8:,}, the file has {size:,}")
         if length > MOST_HEADER:
-            raise _truncated(path, f"its header of {length:,} bytes is longer than {MOST_HEADER >> 20} MiB")
+            raise _damaged(path, f"its header of {length:,} bytes is longer than {MOST_HEADER >> 20} MiB")
         with safetensors.safe_open(path, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             facts = {name: TensorFacts(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise _truncated(path, error) from error
+        raise _damaged(path, error) from error
     if long := [name for name, tensor in facts.items() if len(tensor.shape) > MOST_AXES]:
         raise DeltuneError(f"{path}: tensor {long[0][:100]} has more than {MOST_AXES} axes")
     return facts
@@ -95,7 +95,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise _truncated(path, error) from error
+        raise _damaged(path, error) from error
 
 
 def load_numbers(path: Path) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def load_numbers(path: Path) -> dict[str, torch.Tensor]:
     tensors are taken from it (weights_only).
 
     Raises:
-        DeltuneError: The file is truncated, or holds anything but floating-point tensors by name.
+        DeltuneError: The file is damaged, or holds anything but floating-point tensors by name.
     """
     safe = path.suffix == ".safetensors"
     facts = header(path) if safe else {}
@@ -134,15 +134,15 @@ def _load_torch(path: Path) -> dict[str, torch.Tensor]:
     except DeltuneError:
         raise
     except Exception as error:  # a broken pickle fails in whichever way it likes
-        raise _truncated(path, error, "torch") from error
+        raise _damaged(path, error, "torch") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-        raise _truncated(path, "it is no dictionary of tensors by name", "torch")
+        raise _damaged(path, "it is no dictionary of tensors by name", "torch")
     for name, tensor in tensors.items():
         dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not dense or tensor.device.type != "cpu":
-            raise _truncated(path, f"{name[:100]} is no dense tensor", "torch")
+            raise _damaged(path, f"{name[:100]} is no dense tensor", "torch")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes() or tensor.dim() > MOST_AXES:
-            raise _truncated(path, f"{name[:100]} claims more numbers than the file has", "torch")
+            raise _damaged(path, f"{name[:100]} claims more numbers than the file has", "torch")
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -151,18 +151,20 @@ def _check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise _truncated(path, "it is compressed, which torch.save never does", "torch")
+            raise _damaged(path, "it is compressed, which torch.save never does", "torch")
         lists = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
         if len(lists) != 1 or lists[0].file_size > MOST_PICKLE:
-            raise _truncated(path, f"its list of tensors is longer than {MOST_PICKLE >> 20} MiB or missing", "torch")
+            raise _damaged(path, f"its list of tensors is longer than {MOST_PICKLE >> 20} MiB or missing", "torch")
         raw = archive.read(lists[0])
     for opcode, argument, _ in pickletools.genops(raw):
         if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4") and argument not in _IN_PICKLES:
-            raise _truncated(path, f"it refers to {str(argument or opcode.name)[:100]!r}", "torch")
+            raise _damaged(path, f"it refers to {str(argument or opcode.name)[:100]!r}", "torch")
 
 
-def _truncated(path: Path, error: object, kind: str = "safetensors") -> DeltuneError:
+def _damaged(path: Path, error: object, kind: str = "safetensors") -> DeltuneError:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
     if kind == "torch":
-        return DeltuneError(f"{path} is truncated, or holds more than tensors: {reason}")
-    return DeltuneError(f"{path} is truncated or no safetensors file: {reason}")
+        return DeltuneError(f"{path} is damaged, or holds more than tensors: {reason}")
+    return DeltuneError(
+        f"{path} is damaged (bytes are missing, were added or were changed), or is not a safetensors file: {reason}"
+    )

@@ -221,7 +221,7 @@ BYTES = b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x00\x10\x85R."
 """A pickle that makes 64 GiB of zeros."""
 
 WORDS = "has options that cannot be read"
-PICKLE = "is truncated, or holds more than tensors"
+PICKLE = "is damaged, or holds more than tensors"
 FLOATS = "does not hold floating-point tensors only"
 PEFT_LORA, PEFT_IA3, PEFT_LN = (("bert", number) for number in range(3))
 ROWS, PREFIX = ("gpt2", 2), ("gpt2", 3)

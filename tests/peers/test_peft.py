@@ -330,13 +330,13 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         deltune.load(model, folder)
     data = (folder / "adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(data[:-40])
-    with pytest.raises(deltune.DeltuneError, match="truncated"):
+    with pytest.raises(deltune.DeltuneError, match="is damaged"):
         deltune.load(model, folder)
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(deltune.DeltuneError, match="incomplete"):
         deltune.load(model, folder)
     (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(deltune.DeltuneError, match="cannot be read"):
+    with pytest.raises(deltune.DeltuneError, match=r"is damaged, or is not JSON.* at line 1, column 2"):
         deltune.load(model, folder)
     assert "deltune" not in model._modules
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from ..algebra.catalogue import parse
 from ..algebra.counting import kept_shapes
 from ..algebra.elements import Masked, Method
+from ..algebra.elements import explicit as complete
 from ..algebra.planning import Plan, plan
 from ..anatomy.values import Anatomy
-from ..errors import DeltuneError, all_problems
+from ..errors import LONGEST, DeltuneError, all_problems, excerpt
 from ..tensorfiles import NUMBERS, POSITIONS, TensorFacts
 from .schema import DeltaFacts
 
@@ -196,9 +198,20 @@ def method_of(anatomy: Anatomy, facts: DeltaFacts, tensors: int, where: Path) ->
     if len(explicit.parts) > most:
         raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):
-        raise DeltuneError(f"{where}: the method {facts.method[:200]!r} is not what {facts.explicit[:200]!r} says")
+        raise DeltuneError(
+            f"{where}: 'method' and 'explicit' in delta.json must be the same method, the second with every argument, "
+            f"but {_difference(short, explicit)}; change both or neither"
+        )
     _check_spans(anatomy, explicit, where)
     return short, explicit
+
+
+def _difference(short: Method, full: Method) -> str:
+    """The first term in which two methods differ, with every argument."""
+    pairs = list(zip_longest(*([complete(term) for term in method.terms] for method in (short, full)), fillvalue=""))
+    one, two = next((pair for pair in pairs if pair[0] != pair[1]), (complete(short), complete(full)))
+    shown = [excerpt(term, LONGEST) if term else "nothing more" for term in (one, two)]
+    return f"the first says {shown[0]} where the second says {shown[1]}"
 
 
 def _masks(method: Method) -> list[tuple[Any, ...]]:

@@ -105,4 +105,5 @@ def read_facts_file(path: Path) -> DeltaFacts:
     try:
         return DeltaFacts.model_validate(value)
     except ValidationError as error:
-        raise all_problems(f"{path} was not written by deltune", validation_problems(error)) from error
+        title = f"{path} is not as deltune writes it (it was damaged or edited, or it is another program's)"
+        raise all_problems(title, validation_problems(error)) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,16 @@ from .. import __version__, tensorfiles
 from ..algebra.elements import explicit
 from ..anatomy.values import Anatomy
 from ..disk import MOST_JSON, file_in, local_path, refused, whole_folder
-from ..errors import DeltuneError
+from ..errors import LONGEST, DeltuneError, excerpt
 from ..tensorfiles import TensorFacts
 from .edits import Delta
 from .expected import check_described
 from .schema import FORMAT, DeltaFacts, read_facts_file
 
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
+
+ALWAYS = ("embedding", "layers")
+"""Areas that every model has, whatever its class, so that every fingerprint names them."""
 
 
 def write(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
@@ -124,11 +128,25 @@ def delta_folder(folder: str | Path) -> Path:
             return root / inside
     try:
         if not root.is_dir():
-            raise DeltuneError(f"no folder {str(folder)!r}")
+            raise DeltuneError(_no_folder(root))
         held = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{str(folder)!r} cannot be read: {error}") from error
     raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {held})")
+
+
+def _no_folder(path: Path) -> str:
+    """What is wrong with a path that is no folder, and where a delta can come from."""
+    shown = excerpt(str(path), LONGEST)
+    if path.exists():
+        return f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}"
+    message = f"there is no folder {shown} here; a delta is loaded from a folder on this machine"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
+        message += (
+            f". If {shown} is a repository of the Hugging Face Hub, download it first: "
+            f"huggingface_hub.snapshot_download({shown}) returns the folder to load"
+        )
+    return message
 
 
 def read_facts(folder: str | Path) -> DeltaFacts:
@@ -153,7 +171,10 @@ class Saved:
         """Read the tensors. Raises DeltuneError where the file was altered."""
         path = self.where / NUMBERS
         if _digest(path) != self.facts.sha256:
-            raise DeltuneError(f"{path} is not the file that {FACTS} describes: its checksum differs")
+            raise DeltuneError(
+                f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
+                "damaged or changed after they were saved; copy both of them again"
+            )
         return tensorfiles.load(path)
 
 
@@ -163,7 +184,7 @@ def read(folder: str | Path) -> Saved:
     Symbolic links are followed inside the folder, and to the blobs of a Hugging Face cache, but not elsewhere.
 
     Raises:
-        DeltuneError: The folder is incomplete, a file is truncated or was not written by deltune, the two files do not
+        DeltuneError: The folder is incomplete, a file is damaged or was not written by deltune, the two files do not
             describe the same tensors, or one of them is a link that leads out of the folder.
     """
     facts, where = read_facts(folder), delta_folder(folder)
@@ -178,13 +199,28 @@ def read(folder: str | Path) -> Saved:
 def check_base(saved: Saved, own: dict[str, Any]) -> None:
     """Compare the base model of a delta with the model that it is loaded on, which `own` describes.
 
+    A pooler may be missing on one side, since some classes of a family have none.
+
     Raises:
-        DeltuneError: It is another one.
+        DeltuneError: It is another one, or nothing could be compared: the file does not say which one it is, or the
+            model has no numbers yet.
     """
     base, where = saved.facts.base, saved.where
     if base.family != own["family"]:
-        raise DeltuneError(f"{where} was tuned on a {base.family} model ({base.name}); this is a {own['family']} model")
+        raise DeltuneError(
+            f"{where} was tuned on a {base.family} model ({base.name or base.model}); this is a {own['family']} model"
+        )
     here = own["fingerprint"]
+    if not here:
+        raise DeltuneError(
+            f"{where} cannot be loaded on a model whose weights are on the meta device, since nobody can tell whether "
+            "they are those that it was tuned on: give the model its weights first"
+        )
+    if missing := [area for area in ALWAYS if area in here and area not in base.fingerprint]:
+        raise DeltuneError(
+            f"{where / FACTS} has no fingerprint of the {' and the '.join(missing)} of its base model, so nobody can "
+            "tell whether this is that model: take the file as it was saved"
+        )
     differing = [area for area, digest in base.fingerprint.items() if area in here and here[area] != digest]
     if differing:
         raise DeltuneError(
