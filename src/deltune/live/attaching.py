@@ -31,7 +31,7 @@ from .edits import Delta, Labels, slot_key
 from .expected import check, check_finite, check_positions, check_shapes, expected, method_of
 from .handle import NAME, Tuned
 from .interchange import translated, write
-from .premises import refuse_offloaded
+from .premises import refuse_inference_tensors, refuse_offloaded
 
 
 def attach(
@@ -47,14 +47,15 @@ def attach(
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown("head", head, ("train", "freeze")))
-    handle = existing(model)
-    check_name(name, handle.names if handle else ())
-    planned = plan_to_attach(model, handle.anatomy if handle else inspect(model), parsed)
-    if any(edit.modification.form.needs == "attention" for edit in planned.edits):
-        for config in configurations(model):
-            extended_name(config._attn_implementation)
-    handle = handle or Tuned(model)
-    _attach(handle, parsed, planned, name, head)
+    with torch.inference_mode(False):  # parameters that are made in inference mode could not be trained later
+        handle = existing(model)
+        check_name(name, handle.names if handle else ())
+        planned = plan_to_attach(model, handle.anatomy if handle else inspect(model), parsed)
+        if any(edit.modification.form.needs == "attention" for edit in planned.edits):
+            for config in configurations(model):
+                extended_name(config._attn_implementation)
+        handle = handle or Tuned(model)
+        _attach(handle, parsed, planned, name, head)
     return handle
 
 
@@ -112,14 +113,15 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
     """
     _check_model(model)
     where = local_path(folder, "folder")
-    if is_foreign(where) and not has_file(where, store.FACTS):
-        return _load_foreign(model, where, name, allow_nonfinite)
-    saved = store.read(where)
-    handle = existing(model)
-    check_name(name, handle.names if handle else ())
-    handle = handle or Tuned(model)
-    delta, labels = _read_delta(handle, saved, allow_nonfinite)
-    handle.add(name, delta, labels or handle.base_labels)
+    with torch.inference_mode(False):  # parameters that are made in inference mode could not be trained later
+        if is_foreign(where) and not has_file(where, store.FACTS):
+            return _load_foreign(model, where, name, allow_nonfinite)
+        saved = store.read(where)
+        handle = existing(model)
+        check_name(name, handle.names if handle else ())
+        handle = handle or Tuned(model)
+        delta, labels = _read_delta(handle, saved, allow_nonfinite)
+        handle.add(name, delta, labels or handle.base_labels)
     return handle
 
 
@@ -245,6 +247,7 @@ def _check_model(model: object) -> None:
     if isinstance(model, PreTrainedModel):
         refuse_quantised(model)
         refuse_offloaded(model)
+        refuse_inference_tensors(model)
         return
     wrapped = (
         ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"

@@ -29,6 +29,7 @@ from . import merging, store
 from .assignment import RowAssignment, owners
 from .edits import Delta, Edit, Labels
 from .forward_pass import PassLock, Scope, scope_of
+from .model_methods import METHODS
 from .model_state import ModelState
 from .own_tensors import OwnForward
 from .passes import Passes
@@ -329,7 +330,7 @@ class Tuned(nn.Module):
     @contextlib.contextmanager
     def _changing(self, what: str) -> Iterator[None]:
         _ = self.model  # one that was taken off says so
-        with self.passes.changing(what):
+        with torch.inference_mode(False), self.passes.changing(what):  # what changes can be trained later
             yield
 
     def add(self, name: str, delta: Delta, labels: Labels) -> None:
@@ -372,7 +373,7 @@ class Tuned(nn.Module):
             self._install_tap(key, make)
         owned = {owned for name in self.names for owned in self.delta(name).owned}
         held = {path for tensor in owned for path, _ in owners(self.anatomy, tensor)}
-        self.passes.modules = Modules(self.model, {path for path, _ in self.taps} | held)
+        self.passes.modules = Modules(self.model, {path for path, side in self.taps if side not in METHODS} | held)
         self.passes.wire_attention(any(side == "attention" for _, side in self.taps))
 
     def _install_tap(self, key: tuple[str, str], make: Callable[[], AnyTap]) -> None:

@@ -1,4 +1,7 @@
-"""Methods of a model that must know of its deltas: they stand in the instance until the last delta is taken off."""
+"""Methods of a model, and of the models inside it, that must know of its deltas.
+
+They stand in the instances until the last delta is taken off.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,23 @@ from .passes import Passes
 
 
 class ModelMethod:
-    """Stands as a method of the model."""
+    """Stands as a method of the tuned model, or of a model inside it.
+
+    Args:
+        path: The path of the model that it is a method of; that of the tuned model itself is empty.
+        method: The method's name.
+    """
 
     of_live_model = True
 
-    def __init__(self, passes: Passes, method: str) -> None:
-        self.passes, self.method = passes, method
+    def __init__(self, passes: Passes, path: str, method: str) -> None:
+        self.passes, self.path, self.method = passes, path, method
+        self.model: Any = passes.model.get_submodule(path)
         self.before: Any = None
 
     def install(self) -> None:
-        self.before = self.passes.model.__dict__.get(self.method)
-        self.passes.model.__dict__[self.method] = self
+        self.before = self.model.__dict__.get(self.method)
+        self.model.__dict__[self.method] = self
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -39,14 +48,13 @@ class ModelMethod:
         """The model's own method."""
         if self.before is not None:
             return self.before
-        model = self.passes.model
-        return getattr(type(model), self.method).__get__(model)
+        return getattr(type(self.model), self.method).__get__(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def remove(self) -> None:
-        attributes = self.passes.model.__dict__
+        attributes = self.model.__dict__
         if attributes.get(self.method) is self:
             if self.before is None:
                 del attributes[self.method]
@@ -70,7 +78,7 @@ class Refused(ModelMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.method == "resize_token_embeddings" and self._asks_only(args, kwargs):
-            return self.passes.model.get_input_embeddings()
+            return self.model.get_input_embeddings()
         raise DeltuneError(
             f"{self.method} changes modules that attached deltas were made for: detach() them first (or merge() the "
             f"one in use), call {self.method}, and attach again"
@@ -79,7 +87,7 @@ class Refused(ModelMethod):
     def _asks_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the embeddings keep their size."""
         arguments = inspect.signature(self.original).bind(*args, **kwargs).arguments
-        embeddings: Any = self.passes.model.get_input_embeddings()
+        embeddings: Any = self.model.get_input_embeddings()
         same = arguments.get("new_num_tokens") in (None, len(embeddings.weight))
         return same and arguments.get("pad_to_multiple_of") is None
 
@@ -95,9 +103,14 @@ class SavePretrained(ModelMethod):
             if bound.arguments.get("state_dict") is not None:
                 bound.arguments["state_dict"] = self.passes.state.at_rest(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
+        beside = (
+            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE}.', which from_pretrained "
+            "ignores."
+        )
         warnings.warn(
-            "save_pretrained wrote the base model as it was before attaching: a delta is saved with tuned.save(folder) "
-            "and loaded with deltune.load(model, folder); merge() first to save one model with its weights",
+            "save_pretrained wrote the base model as it was before attaching, with the base's own head and not a "
+            f"trained one.{'' if self.path else beside} To save a delta, call tuned.save(folder), and load it with "
+            "deltune.load(model, folder); to save one model with the tuned weights, call tuned.merge() first",
             stacklevel=2,
         )
         return result
@@ -107,13 +120,26 @@ class LoadStateDict(ModelMethod):
     """Puts every tensor where it was saved, whichever delta was in use then and is now."""
 
     def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self.path:
+            self._refuse_ambiguous()
         with self._standing(self.passes.state.standing_in(state_dict)):
             self._check(state_dict, strict)
             return self.original(state_dict, strict=strict, assign=assign)
 
+    def _refuse_ambiguous(self) -> None:
+        """Error: deltas have values of their own for tensors of this model, which is only a part of the tuned one."""
+        state, inside = self.passes.state, set(self.model.modules())
+        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned}
+        if here := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
+            raise DeltuneError(
+                f"load_state_dict of {self.path}: delta {owned[here[0]]!r} has values of its own for {here[0]}, and "
+                "the state dict of a part of the model does not say whether it holds those or the base's: call "
+                "load_state_dict of the whole model, or detach() first"
+            )
+
     def _check(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Check names and shapes before anything is loaded; torch does so afterwards."""
-        here = self.passes.model.state_dict()
+        here = self.model.state_dict()
         problems = []
         if strict:
             problems += [f"{name} is missing" for name in here if name not in state_dict]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..anatomy.quantised import plain_numbers
@@ -23,9 +24,11 @@ class Modules:
 
     def check(self) -> None:
         """Error: one of them is no longer in the model, or its weight is stored in another way."""
+        exporting = torch.compiler.is_compiling()  # torch.export puts tensors without numbers in place of all weights
         for path, parent, leaf, module in self.known:
             weight = module._parameters.get("weight")
-            if parent._modules.get(leaf) is not module or not (weight is None or plain_numbers(weight)):
+            plain = weight is None or exporting or plain_numbers(weight)
+            if parent._modules.get(leaf) is not module or not plain:
                 raise DeltuneError(
                     f"{path} was replaced or quantised after deltas were attached that act there (quantising, resizing "
                     "and other libraries' adapters do that): detach, change the model, and attach or load again; to "
@@ -42,6 +45,16 @@ def refuse_offloaded(model: nn.Module) -> None:
                 "with cpu or disk), where deltas cannot reach them: take that off with accelerate.hooks."
                 "remove_hook_from_submodules(model), or load the model on devices that hold it"
             )
+
+
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """Error: the model was made inside of torch.inference_mode(), so that nothing trains through its weights."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise DeltuneError(
+            f"the weights of this {type(model).__name__} were made inside of torch.inference_mode(), and torch cannot "
+            "train through such tensors: make or load the model outside of it (attaching, loading a delta and running "
+            "the model inside of it are fine)"
+        )
 
 
 def _offloads(hook: Any) -> bool:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+from transformers import PreTrainedModel
+
 from ..anatomy.graph import Trace
+from ..anatomy.structure import base_modules
 from ..anatomy.values import Anatomy
 from .assignment import owners
 from .edits import Delta, Edit
@@ -53,9 +56,10 @@ def taps_of(passes: Passes, anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[t
                 needed[path, "tensors"] = partial(OwnForward, passes, path, module)
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
     needed |= {(path, "pass"): partial(PassEntry, passes, path, opens) for path, opens in entries.items()}
-    for name, kind in METHODS.items():
-        if hasattr(type(passes.model), name):
-            needed["", name] = partial(kind, passes, name)
+    for path, module in base_modules(passes.model):
+        if isinstance(module, PreTrainedModel):  # also one inside the model, such as its encoder
+            methods = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
+            needed |= {(path, name): partial(kind, passes, path, name) for name, kind in methods.items()}
     return needed
 
 
