@@ -7,9 +7,12 @@ fails hides no other.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.live.model_methods import METHODS, Refused
 
-from .families import FAMILIES
+from .families import FAMILIES, Family
+from .methods import Row, cells
 from .specimens import (
     Outputs,
     batch,
@@ -134,10 +139,12 @@ def law_save_pretrained(cell: Cell) -> None:
     """The base as it was before attaching, and a warning that says where deltas are saved; a delta is loaded back."""
     for use in ("default", None):
         where = cell.folder / f"base {use}"
-        with pytest.warns(UserWarning, match=r"tuned\.save"):
+        with pytest.warns(UserWarning, match=r"the base's own head.*begin with 'deltune\.'.*tuned\.save"):
             cell.tuned.use(use).model.save_pretrained(where)
         assert cell.tuned.active == use
         again = type(cell.base).from_pretrained(where, dtype=torch.float64).eval()
+        for parameter in again.parameters():
+            parameter.data = parameter.data.clone()  # a file's memory is not aligned, which may change the last bits
         assert equal(run(again, cell.inputs), cell.before)
         assert again.config.num_labels == cell.base.config.num_labels
         assert "deltune" not in (where / "config.json").read_text()
@@ -218,6 +225,53 @@ def law_resizing(cell: Cell) -> None:
 def law_other_embeddings(cell: Cell) -> None:
     new = copy.deepcopy(cell.model.get_input_embeddings())
     refused(cell, lambda: cell.model.set_input_embeddings(new), "(?s)set_input_embeddings.*detach")
+
+
+def inner_models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The models of transformers inside a model, by path."""
+    return {path: m for path, m in model.named_modules() if path and isinstance(m, PreTrainedModel)}
+
+
+def law_inner_models(cell: Cell) -> None:
+    """What is refused of the model is refused of every model inside it, in copies too; detaching leaves none of it."""
+    for other in (cell.model, copy.deepcopy(cell.model), pickle.loads(pickle.dumps(cell.model))):
+        inner = inner_models(other)
+        assert inner
+        for path, model in inner.items():
+            for name in [name for name, kind in METHODS.items() if kind is Refused and hasattr(type(model), name)]:
+                taken = len(inspect.signature(getattr(type(model), name)).parameters) - 1
+                with pytest.raises(deltune.DeltuneError, match=rf"(?s){name} changes modules.*detach\(\)"):
+                    getattr(model, name)(*[7] * min(taken, 1))
+            assert model.__dict__["resize_token_embeddings"].model is model, path
+        assert equal(run(other, cell.inputs), cell.outputs)
+        deltune.tuned(other).detach()
+        assert equal(run(other, cell.inputs), cell.before)
+        assert not any(set(METHODS) & set(model.__dict__) for model in (other, *inner.values()))
+
+
+def law_save_pretrained_of_an_inner_model(cell: Cell) -> None:
+    """It writes the base's own values, whatever is in use."""
+    path, inner = next(iter(inner_models(cell.model).items()))
+    with pytest.warns(UserWarning, match=r"as it was before attaching.*tuned\.save"):
+        inner.save_pretrained(cell.folder / "inner")
+    saved, wanted = load_file(cell.folder / "inner" / "model.safetensors"), cell.base.get_submodule(path).state_dict()
+    assert saved.keys() <= wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in saved.items())
+    assert cell.is_untouched()
+    cell.detaches()
+
+
+def law_the_state_dict_of_an_inner_model(cell: Cell) -> None:
+    """Refused where deltas have values of their own in it, since it does not say whose values it has."""
+    path, inner = next(iter(inner_models(cell.model).items()))
+    state = cell.base.get_submodule(path).state_dict()
+    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned):
+        refused(cell, lambda: inner.load_state_dict(state), f"load_state_dict of {path}: delta 'default' has values")
+    else:
+        other = {name: value * 1.5 if value.is_floating_point() else value for name, value in state.items()}
+        inner.load_state_dict(other, strict=False)
+        inner.load_state_dict(state, strict=False)
+        assert cell.is_untouched()
+        cell.detaches()
 
 
 def law_tying(cell: Cell) -> None:
@@ -476,7 +530,8 @@ def no_cache(model: PreTrainedModel) -> dict[str, Any]:
 
 LAWS: tuple[Callable[[Cell], None], ...] = (
     law_its_own_state_dict, law_the_bases_state_dict, law_the_bases_state_dict_in_full, law_save_pretrained, law_float,
-    law_to_float, law_half, law_bfloat16, law_meta, law_resizing, law_other_embeddings, law_tying, law_a_part_replaced,
+    law_to_float, law_half, law_bfloat16, law_meta, law_resizing, law_other_embeddings, law_inner_models,
+    law_save_pretrained_of_an_inner_model, law_the_state_dict_of_an_inner_model, law_tying, law_a_part_replaced,
     law_attention, law_attention_without_prefixes, law_checkpointing, law_prepare, law_offloaded_after,
     law_offloaded_before, law_dispatched, law_quantize_dynamic, law_copies, law_data_parallel, law_distributed,
 )  # fmt: skip
@@ -604,16 +659,130 @@ def test_quantised_weights_are_refused(name: str, kind: str, tmp_path: Path) -> 
     assert outputs is None or equal(run(model, inputs), outputs)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_a_merged_model_is_exported(name: str) -> None:
-    """torch.export takes it as it takes any plain model. ONNX is not tried: torch.onnx needs onnxscript."""
+EXPORTED = (
+    "merged", "lora(rank=2) + layernorm", "prefix(length=2)", "adapter(rank=2)", "prompt(length=2)",
+    "apet(layernorm + lora(rank=2), parameters=40)", "disabled", "rows",
+)  # fmt: skip
+"""What a model is when it is exported: with a delta merged or in use, with none in use, or with one for each row."""
+
+
+@contextlib.contextmanager
+def exported_as(name: str, what: str) -> Iterator[tuple[PreTrainedModel, dict[str, Any], Outputs]]:
+    """A model, its inputs and what it gives, in the state that it is exported in."""
     model = build(FAMILIES[name], "sequence", torch.float32)
-    merged = stir(deltune.attach(model, "lora(rank=2) + layernorm"), size=0.05).merge()
-    inputs = batch(merged)
-    expected = run(merged, inputs)["logits"]
-    program = torch.export.export(merged, (), {**inputs, **no_cache(merged), "return_dict": False}, strict=False)
-    found = program.module()(**inputs, **no_cache(merged), return_dict=False)[0]
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    named = what if "(" in what else "lora(rank=2) + layernorm"
+    tuned = stir(deltune.attach(model, named), size=0.05)
+    scopes: dict[str, Callable[[], Any]] = {
+        "rows": lambda: tuned.rows(["default", None]), "disabled": tuned.disable, "merged": tuned.merge
+    }  # fmt: skip
+    scope = scopes.get(what, contextlib.nullcontext)()
+    inputs = batch(model)
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"]).clone()
+    with contextlib.nullcontext() if what == "merged" else scope:
+        yield model, inputs, run(model, inputs)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["as it runs", "strict"])
+@pytest.mark.parametrize("what", EXPORTED)
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_exported(name: str, what: str, strict: bool) -> None:
+    """torch.export takes the model as it is, and leaves it as it was."""
+    with exported_as(name, what) as (model, inputs, outputs):
+        options = {**no_cache(model), "return_dict": False}
+        with torch.set_grad_enabled(strict):  # without gradients, a plain pass writes over some outputs
+            program = torch.export.export(model, (), {**inputs, **options}, strict=strict)
+        found = program.module()(**inputs, **options)[0]
+        assert torch.allclose(found, outputs["logits"], rtol=1e-5, atol=1e-6)
+        assert equal(run(model, inputs), outputs)
+
+
+def test_exported_before_it_ran_with_these_rows() -> None:
+    """What a scope keeps for its later passes is not kept while tracing, when it has no numbers."""
+    model = build(FAMILIES["bert"], "sequence", torch.float32)
+    tuned, inputs = stir(deltune.attach(model, "lora(rank=2) + layernorm"), size=0.05), batch(model)
+    with tuned.rows(["default", None]):
+        outputs = run(model, inputs)
+    with tuned.rows(["default", None]):
+        program = torch.export.export(model, (), {**inputs, "return_dict": False}, strict=False)
+        assert equal(run(model, inputs), outputs)
+    assert torch.allclose(program.module()(**inputs, return_dict=False)[0], outputs["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_learned_mask_is_not_exported() -> None:
+    model = build(FAMILIES["bert"], "sequence", torch.float32)
+    stir(deltune.attach(model, "diff_pruning(sparsity=0.02)"), size=0.05)
+    inputs = batch(model)
+    outputs = run(model, inputs)
+    with pytest.raises(deltune.DeltuneError, match=r"a learned mask .* cannot be exported .*merge\(\) first"):
+        torch.export.export(model, (), {**inputs, "return_dict": False}, strict=False)
+    assert equal(run(model, inputs), outputs)
+
+
+class Logits(nn.Module):
+    """A model that takes tensors in order and gives one, as ONNX has it."""
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, tuple(names)
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(self.names, tensors, strict=True))
+        logits: torch.Tensor = self.model(**named, **no_cache(self.model), return_dict=False)[0]
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("bert", "merged"), ("gpt2", "merged"), ("bert", "prefix(length=2)"), ("gpt2", "rows")]
+)
+def test_exported_to_onnx(name: str, what: str) -> None:
+    """What torch.onnx writes gives the same logits by ONNX's own evaluator."""
+    pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript (in the extra dev)")
+    reference = pytest.importorskip("onnx.reference", reason="onnx evaluates the file (in the extra dev)")
+    with exported_as(name, what) as (model, inputs, outputs):
+        if name == "bert":
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        program = torch.onnx.export(
+            Logits(model, inputs).eval(), tuple(inputs.values()), dynamo=True, verbose=False, input_names=list(inputs)
+        )
+    evaluator = reference.ReferenceEvaluator(program.model_proto)
+    (found,) = evaluator.run(None, {name: value.numpy() for name, value in inputs.items()})
+    assert torch.allclose(torch.from_numpy(found), outputs["logits"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["attach", "load"])
+@cells(families=lambda family: family.name == "bert")
+def test_made_in_inference_mode(family: Family, row: Row, way: str, tmp_path: Path) -> None:
+    """Nothing that is kept is made in inference mode, so that it trains outside, and so does the model afterwards."""
+    model = build(family, main_role(family))
+    inputs = batch(model)
+    before = run(model, inputs)
+    if way == "load":
+        stir(deltune.attach(model, row.text), size=0.05).save(tmp_path / "delta")
+        outputs = run(model, inputs)
+        deltune.tuned(model).detach()
+    with torch.inference_mode():
+        tuned = deltune.load(model, tmp_path / "delta") if way == "load" else deltune.attach(model, row.text)
+        inside = forward(model, inputs)
+        tuned.use(None).use("default")
+    assert not any(p.is_inference() for p in (*model.parameters(), *model.buffers()))
+    outside = run(model, inputs)
+    assert equal(inside, outside) and (way == "attach" or equal(outside, outputs))
+    for training in (False, True):
+        loss(forward(model.train(training), inputs)).backward()
+    assert all(p.grad is not None for n, p in tuned.trained() if n.startswith("deltune."))
+    model.eval()
+    with torch.inference_mode():
+        tuned.merge() if row.merges else tuned.detach()
+    assert row.merges or equal(run(model, inputs), before)
+    loss(forward(model.train(), inputs)).backward()
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = build(FAMILIES["bert"], "base")
+    with pytest.raises(deltune.DeltuneError, match=r"made inside of torch\.inference_mode\(\)"):
+        deltune.attach(model, "layernorm")
+    assert "deltune" not in model._modules
 
 
 def test_other_labels_are_not_saved_with_the_base(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ..anatomy.values import Tensor
+from ..compat import exporting
+from ..errors import DeltuneError
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
 LOG_ALPHA = 5.0  # at the start nearly every gate is open (Guo et al.)
@@ -63,7 +65,7 @@ class Gates(nn.Module):
             return self.values, self.index
         version = (self.delta._version, self.gate._version, self.delta.data_ptr(), self.gate.data_ptr())
         if self.known is None or self.known[0] != version:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # training uses what is kept here too
                 size = (self.delta * self._open(self.gate * PACE)).abs()
                 self.known = version, size.topk(self.keep).indices.sort().values
         index = self.known[1]
@@ -86,6 +88,11 @@ class Gates(nn.Module):
 
     def final(self, name: str, rest: torch.Tensor) -> torch.Tensor:
         """The tensor `name` with what is kept of its difference, in any mode."""
+        if exporting():
+            raise DeltuneError(
+                "a learned mask (sparsity=...) cannot be exported by torch.export or torch.onnx, since which scalars "
+                "it keeps is known by their values alone: merge() first, and export the merged model"
+            )
         number = self.names[name]
         start, stop = self.starts[number], self.starts[number + 1]
         values, index = self.sparse()

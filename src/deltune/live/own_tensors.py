@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..compat import remove_hooks
+from ..compat import exporting, remove_hooks
 from ..errors import DeltuneError
 from .gates import Change
 from .uses import Use, joined, run_with
@@ -160,6 +160,8 @@ class NormByRow:
                 which = torch.zeros(size, dtype=torch.long, device=device)
                 for number, use in enumerate(self.uses, start=1):
                     which[use.index(size, device)] = number
+            if exporting():  # it has no numbers, so it is not kept
+                return which
             self.known[size, device] = which
         return self.known[size, device]
 

@@ -138,12 +138,14 @@ class TokenTap:
         window reaches them as it would without padding."""
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return mask, None
+        if there is None and not self.causal:
+            return mask, None
         hidden = torch.zeros_like(mask, dtype=torch.bool)
         if there is not None:
             hidden[:, :length] = ~there
         if self.causal:
             hidden[:, length:] = mask[:, length:].cumsum(1) == 0
-        if not hidden.any():
+        if not torch.compiler.is_compiling() and not hidden.any():  # a traced pass cannot branch on what a mask holds
             return mask, None
         order = (hidden != self.causal).to(torch.uint8).argsort(dim=1, stable=True)
         return mask.gather(1, order), order

@@ -140,6 +140,8 @@ class OutputTap:
         """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
         if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
             return False
+        if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
+            return False
         return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
 
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat import exporting
 from ..errors import DeltuneError
 from .edits import Delta, Edit
 
@@ -58,7 +59,10 @@ class Use:
             each = size // self.of
             places = [row * each + i for row in self.rows for i in range(each)]
             with torch.inference_mode(False):  # it is used in training too
-                self.known[size, device] = torch.tensor(places, device=device)
+                index = torch.tensor(places, device=device)
+            if exporting():  # it has no numbers, so it is not kept
+                return index
+            self.known[size, device] = index
         return self.known[size, device]
 
     def pick(self, whole: torch.Tensor) -> torch.Tensor:
