@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.live import store
+from deltune.runs.folder import Run
 from laws.families import FAMILIES
 from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 
@@ -300,6 +302,41 @@ def test_a_replacement_that_fails_leaves_the_old(folder: Path, failing: int, mon
         tuned.save(folder)
     tuned.detach()
     assert tree(folder.parent) == before
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_killed_while_one_delta_takes_the_place_of_another(saved: Path, tmp_path: Path, renames: int) -> None:
+    """SIGKILL before the first of the two renames, between them, or after them: a run finds its delta again."""
+    run = Run(tmp_path / "run")
+    shutil.copytree(saved, run.delta)
+    before = tree(run.delta)
+    model = specimen("bert")
+    tuned = stir(deltune.attach(model, "adapter(rank=2)"), seed=9)
+    child = os.fork()
+    if child == 0:
+        try:
+            rename, left = os.replace, iter(range(renames))
+
+            def replace(source: Any, target: Any) -> None:
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                rename(source, target)
+
+            os.replace = replace
+            tuned.save(run.delta)
+        finally:
+            os._exit(0)
+    tuned.detach()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == (0 if renames == 2 else -signal.SIGKILL) and run.delta.exists() == (renames != 1)
+    run.recover()
+    assert (tree(run.delta) == before) == (renames < 2)
+    run.recover()
+    run.sweep()
+    assert [path.name for path in run.folder.iterdir()] == ["delta"], "nothing is left over"
+    loaded = deltune.load(model, run.folder)
+    assert repr(loaded.method) == (METHOD if renames < 2 else "adapter(rank=2)")
+    loaded.detach()
 
 
 FULL_DISK = """

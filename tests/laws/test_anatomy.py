@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 import deltune
+from deltune.anatomy.structure import structural_copy
 from deltune.anatomy.values import FFN, Anatomy, Attention, Columns, Layer, Linear
 
 from .families import FAMILIES, Family, Stack
-from .specimens import HEADS, config, differences, facts, roles, specimen
+from .specimens import HEADS, build, config, differences, facts, roles, specimen
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
 WIDTH, FFN_WIDTH, HEADS_OF_ATTENTION = 32, {"gpt2": 128, "gptj": 128, "bloom": 128}, 4
@@ -211,3 +215,27 @@ def test_the_tree_prints_every_part(family: Family) -> None:
     assert all(f"[{norm.path}]" in text for norm in anatomy.norms)
     assert f"{sum(t.numel for t in anatomy.tensors):,}" in text.splitlines()[0]
     assert torch.get_default_device().type == "cpu"  # the meta device was left again
+
+
+EMPTY: dict[str, Callable[[], nn.Module]] = {
+    "ModuleList": nn.ModuleList, "ModuleDict": nn.ModuleDict, "Sequential": nn.Sequential,
+    "ParameterList": nn.ParameterList, "ParameterDict": nn.ParameterDict,
+}  # fmt: skip
+"""Modules that are false in Python as long as nothing is in them."""
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_a_copy_of_the_structure_shares_no_module(kind: str) -> None:
+    """Not even one that is empty and false, as models have where a configuration asks for no layer of some kind: a
+    hook that observing the copy puts there would be the live model's."""
+    model = build(FAMILIES["bert"], "base")
+    model.extras = model.encoder.extras = EMPTY[kind]()
+    model.nothing = None
+    known = facts(model)
+    twin, originals = structural_copy(model)
+    assert not {id(module) for module in twin.modules()} & {id(module) for module in model.modules()}
+    assert [path for path, _ in twin.named_modules()] == [path for path, _ in model.named_modules()]
+    assert type(twin.extras) is type(model.extras) and twin.extras is twin.encoder.extras and twin.nothing is None
+    assert originals[twin.extras] is model.extras
+    deltune.attach(model, "lora(rank=2)").detach()
+    assert differences(known, facts(model)) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.live.model_state import ModelState
+from deltune.live.passes import Passes
 
 from .families import FAMILIES
 from .specimens import Outputs, batch, build, differences, equal, facts, forward, loss, run, stir
@@ -23,11 +25,28 @@ SOURCES = str(Path(deltune.__file__).parent) + os.sep
 NAMES: list[str | None] = ["a", "b", None]
 
 
-class Interrupting:
-    """Raises at the n-th line of deltune that is executed; counts all of them."""
+POINTS, POINTS_SLOW = 30, 10**6
 
-    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+
+@pytest.fixture
+def points(pytestconfig: pytest.Config) -> int:
+    """How many of the moments at which something can be interrupted are tried; with the slow tests, all."""
+    return POINTS_SLOW if pytestconfig.getoption("-m") == "" else POINTS
+
+
+class Interrupting:
+    """Raises at the n-th line of deltune that is executed; counts all of them.
+
+    Args:
+        inside: Count only inside of calls of this function, and there the lines of others' code too.
+    """
+
+    def __init__(
+        self, at: int, error: type[BaseException] = KeyboardInterrupt, inside: Callable[..., Any] | None = None
+    ) -> None:
         self.at, self.error, self.lines = at, error, 0
+        self.code = None if inside is None else inside.__code__
+        self.depth = 0
 
     def __enter__(self) -> Interrupting:
         self.before = sys.gettrace()
@@ -38,9 +57,14 @@ class Interrupting:
         sys.settrace(self.before)
 
     def enter(self, frame: FrameType, event: str, value: Any) -> Any:
-        return self.line if frame.f_code.co_filename.startswith(SOURCES) else None
+        if self.code is None:
+            return self.line if frame.f_code.co_filename.startswith(SOURCES) else None
+        self.depth += frame.f_code is self.code
+        return self.line if self.depth else None
 
     def line(self, frame: FrameType, event: str, value: Any) -> Any:
+        if event == "return":
+            self.depth -= frame.f_code is self.code
         if event == "line":
             self.lines += 1
             if self.lines == self.at:
@@ -135,14 +159,14 @@ TEXTS = {
 
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, points: int) -> None:
     stage = Stage(TEXTS[texts], tmp_path)
     work, changed, may_be_used = CHANGES[change]
     names = {"a", "b"}
     after = {n for n in names if f"-{n}" not in changed} | {n for n in changed if not n.startswith("-")}
     with Interrupting(0) as whole:
         work(stage, deltune.tuned(copy.deepcopy(stage.model)))
-    every = max(1, whole.lines // (POINTS_SLOW if pytestconfig.getoption("-m") == "" else POINTS))
+    every = max(1, whole.lines // points)
     tried = 0
     for at in range(1, whole.lines + 1, every):
         tuned = deltune.tuned(copy.deepcopy(stage.model))
@@ -163,4 +187,61 @@ def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, pytest
     assert tried > min(whole.lines, POINTS) // 2
 
 
-POINTS, POINTS_SLOW = 30, 10**6
+def at_every_line(
+    stage: Stage, work: Callable[[deltune.Tuned], Any], inside: Callable[..., Any], points: int
+) -> Iterator[tuple[deltune.Tuned, KeyboardInterrupt]]:
+    """Copies of a tuned model, of which each was interrupted in some work at another moment inside of a function."""
+    with Interrupting(0, inside=inside) as whole:
+        work(deltune.tuned(copy.deepcopy(stage.model)))
+    assert whole.lines
+    for at in range(1, whole.lines + 1, max(1, whole.lines // points)):
+        tuned = deltune.tuned(copy.deepcopy(stage.model))
+        with pytest.raises(KeyboardInterrupt) as interrupted, Interrupting(at, inside=inside):
+            work(tuned)
+        yield tuned, interrupted.value
+
+
+@pytest.mark.parametrize("name", ["b", None])
+@pytest.mark.parametrize("texts", TEXTS)
+def test_no_tensor_is_lost_while_tensors_move(texts: str, name: str | None, tmp_path: Path, points: int) -> None:
+    """Also where the interruption comes inside of torch's own containers, whose steps are not ours."""
+    stage = Stage(TEXTS[texts], tmp_path)
+    numbers = {id(p) for p in stage.model.parameters()}
+    for tuned, _ in at_every_line(stage, lambda tuned: tuned.state.stand(name), ModelState.stand, points):
+        assert len(set(map(id, tuned.model.parameters()))) == len(numbers)
+        stage.check(tuned, {"a", "b"}, {"a"})
+
+
+def nested_pass(stage: Stage, tuned: deltune.Tuned) -> None:
+    """A pass, and inside of it another one that needs other tensors in the model."""
+
+    def inside(module: Any, args: Any) -> None:
+        hook.remove()
+        with tuned.disable():
+            run(tuned.model, stage.inputs)
+
+    hook = tuned.model.bert.encoder.layer[0].register_forward_pre_hook(inside)
+    try:
+        run(tuned.model, stage.inputs)
+    finally:
+        hook.remove()
+
+
+PASSES: dict[str, Callable[[Stage, deltune.Tuned], Any]] = {
+    "a pass": lambda stage, tuned: run(tuned.model, stage.inputs),
+    "a pass in rows": lambda stage, tuned: passing(stage.inputs, tuned),
+    "a pass in a pass": nested_pass,
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_interrupted_while_a_pass_ends(kind: str, tmp_path: Path, points: int) -> None:
+    """Nobody waits for it, not even while its exception, and with it the pass, is kept."""
+    stage = Stage(TEXTS["selected"], tmp_path)
+    kept = []
+    for tuned, error in at_every_line(stage, lambda tuned: PASSES[kind](stage, tuned), Passes._end, points):
+        kept.append(error)
+        lock = tuned.passes.lock
+        assert lock.idle and not lock._lent(), "a pass that has ended is waited for"
+        stage.check(tuned, {"a", "b"}, {"a", "b"})
+    assert kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -276,6 +276,48 @@ def test_a_multiple_of_the_rows_is_no_batch_but_of_generate() -> None:
     tuned = deltune.attach(model, "layernorm", name="a")
     with tuned.rows(["a", None]), pytest.raises(deltune.DeltuneError, match="a batch of 4 came"):
         model(**batch(model, rows=4))
+
+
+ENCODED: dict[str, Callable[[Any], Any]] = {
+    "an output": lambda encoded: encoded,
+    "a tuple": lambda encoded: (encoded[0],),
+}
+"""How the encoder's outputs may be handed to a model, instead of token ids."""
+
+
+@pytest.mark.parametrize("given", ENCODED)
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, given: str) -> None:
+    """A decoder that is given them computes what the whole model computes; of another number of rows they are refused,
+    a multiple too, which only generation makes of its prompts."""
+    model = build(FAMILIES[name], "seq2seq")
+    for delta, text in {"a": "lora(rank=2) + layernorm", "b": "parallel_adapter(rank=2)"}.items():
+        tuned = stir(deltune.attach(model, text, name=delta), seed=ord(delta))
+    inputs = batch(model, rows=2, pad=0)
+    inputs.pop("decoder_input_ids")
+    labels, ways = torch.tensor([[7, 8, 9], [9, 8, 7]]), {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+    def encoded(rows: int) -> dict[str, Any]:
+        with torch.no_grad():
+            found = model.get_encoder()(**{n: v[:1].expand(rows, -1) if rows != 2 else v for n, v in inputs.items()})
+        mask = torch.ones(rows, inputs["input_ids"].shape[1], dtype=torch.long)
+        return {"encoder_outputs": ENCODED[given](found), "attention_mask": mask}
+
+    others = {rows: encoded(rows) for rows in (1, 3, 4)}
+    with torch.no_grad(), tuned.rows(["a", "b"]):
+        whole = model(**inputs, labels=labels)
+        found = model(**encoded(2), labels=labels)
+        assert torch.equal(found.logits, whole.logits) and torch.equal(found.loss, whole.loss)
+        answers = model.generate(**inputs, **ways)
+        if given == "an output":  # generate takes nothing else
+            assert torch.equal(model.generate(**encoded(2), **ways), answers)
+        for rows, other in others.items():
+            with pytest.raises(deltune.DeltuneError, match=f"of 2 rows, and a batch of {rows} came"):
+                model(**other, labels=labels[:1].expand(rows, -1))
+            for arguments in (other, {"encoder_outputs": other["encoder_outputs"]}):
+                with pytest.raises(deltune.DeltuneError, match=f"of 2 rows, and generate got {rows} prompts"):
+                    model.generate(**arguments, **ways)
+        assert torch.equal(model.generate(**inputs, **ways), answers)
 
 
 def test_several_labels_at_once_have_no_common_loss() -> None:

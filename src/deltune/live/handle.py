@@ -7,6 +7,7 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -40,6 +41,17 @@ T = TypeVar("T")
 
 _INSTALLING = threading.Lock()
 """Held while a model gets its handle: two threads may attach the first delta at once."""
+
+
+def _after_fork() -> None:
+    """Replace the lock in a new process, which does not have the thread that may hold it."""
+    global _INSTALLING
+    _INSTALLING = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 NAME = HANDLE
 """The handle's name in the model, and so the prefix of every key it adds to the state dict."""

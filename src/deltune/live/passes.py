@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from ..compat import backward_id
 from ..errors import DeltuneError
 from .assignment import RowAssignment
 from .attention import PREFIX, extended_name
@@ -26,7 +27,7 @@ from .forward_pass import (
 )
 from .model_state import ModelState
 from .premises import Modules, refuse_offloaded
-from .uses import refuse_late_gradients
+from .uses import refuse_at_rest, refuse_late_gradients
 
 
 class Entry(Protocol):
@@ -147,6 +148,14 @@ class Passes:
         if outer is not None and outer.scope is scope:
             return ForwardPass(self, outer.assignment, scope, around, outer)
         recomputed = recomputed_assignment(self)
+        if recomputed is not None:
+            refuse_at_rest(recomputed.uses)
+        elif outer is None and scope is None and backward_id() is not None and self.scopes:
+            raise DeltuneError(
+                "the model is computed again in a backward pass, in a thread that is not inside of rows() or disable() "
+                "while another one is, and nothing tells which of them its forward pass was in: give your checkpoint a "
+                "function that returns the model's own output, and use_reentrant=False"
+            )
         with_labels = arguments is not None and arguments.get("labels") is not None
         this, state = ForwardPass(self, recomputed or self.assigned(), scope, around), self.state
         this.assignment.check_batch(arguments or {})

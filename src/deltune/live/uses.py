@@ -7,7 +7,7 @@ whose rows and tokens are one axis.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -124,6 +124,21 @@ def edits_of(uses: Sequence[Use]) -> list[tuple[Edit, Use]]:
     return [(edit, use) for use in uses for edit in use.delta.all_edits()]
 
 
+_TOO_LATE = (
+    "a gradient came for a delta that is not in use any more: do the backward pass of a mixed batch inside its rows(), "
+    "that of another before the next use()"
+)
+
+
+def refuse_at_rest(uses: Iterable[Use]) -> None:
+    """Check that what a forward pass used still trains, when a part of it is computed again in the backward pass.
+
+    A delta that was put to rest would be computed with as a constant, and its gradient dropped without a word.
+    """
+    if any(use.delta.flags is not None for use in uses):
+        raise DeltuneError(_TOO_LATE)
+
+
 def refuse_late_gradients(delta: Delta) -> None:
     """Make it an error when a gradient comes after a delta was put to rest: it would be dropped without a word."""
     for parameter in delta.parameters():
@@ -141,7 +156,4 @@ class _InTime:
     def __call__(self, gradient: torch.Tensor) -> None:
         parameter = self.parameter()
         if parameter is not None and not parameter.requires_grad:
-            raise DeltuneError(
-                "a gradient came for a delta that is not in use any more: do the backward pass of a mixed batch inside "
-                "its rows(), that of another before the next use()"
-            )
+            raise DeltuneError(_TOO_LATE)

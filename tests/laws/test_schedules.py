@@ -1,0 +1,476 @@
+"""Laws of threads whose steps come in a given order: events decide who is where, never the clock.
+
+The laws of `test_threads` let threads run as they like; here each moment that once went wrong is brought about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import deltune
+from deltune.live import handle, trunk
+from deltune.live.forward_pass import PassLock
+
+from .families import FAMILIES
+from .specimens import Outputs, batch, build, differences, distance, equal, facts, run, stir
+
+PATIENCE = 60
+"""Seconds after which what should have happened is taken for missing. No law that holds ever waits so long."""
+
+TEXTS = {"a": "layernorm", "b": "bitfit(which='layers')"}
+"""Two deltas that need other tensors in the model's slots."""
+
+Way = Callable[[deltune.Tuned], AbstractContextManager[Any]]
+
+WAYS: dict[str, Way] = {
+    "the delta in use": lambda tuned: nullcontext(),
+    "disable": lambda tuned: tuned.disable(),
+    "rows of none": lambda tuned: tuned.rows([None, None]),
+    "rows": lambda tuned: tuned.rows(["b", None]),
+}
+"""What a thread may run its passes in."""
+
+SCOPES = [way for way in WAYS if way != "the delta in use"]
+
+
+def tuned_model() -> deltune.Tuned:
+    model = build(FAMILIES["bert"], "sequence")
+    for name, text in TEXTS.items():
+        tuned = stir(deltune.attach(model, text, name=name), seed=ord(name))
+    return tuned.use("a")
+
+
+def answers(tuned: deltune.Tuned, inputs: dict[str, Any]) -> dict[str, Outputs]:
+    """What the model gives in each of the ways, with nobody beside."""
+    found = {}
+    for name, way in WAYS.items():
+        with way(tuned):
+            found[name] = run(tuned.model, inputs)
+    return found
+
+
+def come(event: threading.Event) -> None:
+    assert event.wait(PATIENCE), "what should have happened did not"
+
+
+@contextmanager
+def another_thread() -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
+    """Gives what runs a job in a thread of its own; all are waited for at the end."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+@contextmanager
+def held_elsewhere(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside, another thread is inside of a block."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with enter():
+            entered.set()
+            come(leave)
+
+    with another_thread() as start:
+        other = start(hold)
+        try:
+            come(entered)
+            yield
+        finally:
+            leave.set()
+        other.result()
+
+
+@contextmanager
+def called(module: torch.nn.Module, step: Callable[[], None]) -> Iterator[None]:
+    """Whoever calls the module takes a step before."""
+    hook = module.register_forward_pre_hook(lambda *_: step())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class Watched:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self, wanted: threading.Event) -> None:
+        self.lock, self.wanted = threading.Lock(), wanted
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.wanted.set()
+            self.lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.release()
+
+
+def outcome(job: Callable[[], Any]) -> Any:
+    """What a job gives, or the error that it raises."""
+    try:
+        return job()
+    except deltune.DeltuneError as error:
+        return error
+
+
+# -- passes inside of passes
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["whole", "interrupted"])
+@pytest.mark.parametrize("other", WAYS)
+@pytest.mark.parametrize("nested", SCOPES)
+def test_a_nested_pass_with_other_tensors(
+    nested: str, other: str, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook runs the model in rows() or disable(): the pass of another thread waits until the hook's pass has put back
+    the tensors that it moved. Otherwise it would begin with tensors that are taken away from it in the middle."""
+    tuned = tuned_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    expected = answers(tuned, inputs)
+    here, order, found = threading.get_ident(), [], {}
+    arrived = threading.Event()
+    wait = PassLock._wait
+
+    def waiting(lock: PassLock, *args: Any) -> None:
+        arrived.set()
+        wait(lock, *args)
+
+    def of_other() -> Outputs:
+        with WAYS[other](tuned):
+            return run(model, inputs)
+
+    def step() -> None:
+        if threading.get_ident() != here:
+            order.append("the other runs")
+            arrived.set()
+        elif order == []:
+            order.append("the outer runs")
+            with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext(), WAYS[nested](tuned):
+                found["nested"] = run(model, inputs)
+        elif order == ["the outer runs"]:
+            found["other"] = start(of_other)
+            come(arrived)
+            order.append("the nested goes on")
+            if interrupted:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(PassLock, "_wait", waiting)
+    with another_thread() as start, called(model.bert.encoder.layer[0], step):
+        found["outer"] = run(model, inputs)
+        found["other"] = found["other"].result(PATIENCE)
+    assert order == ["the outer runs", "the nested goes on", "the other runs"]
+    assert interrupted or equal(found["nested"], expected[nested])
+    assert equal(found["outer"], expected["the delta in use"]) and equal(found["other"], expected[other])
+    tuned.detach()
+
+
+@pytest.mark.parametrize("nested", SCOPES)
+def test_a_nested_pass_does_not_take_tensors_from_others(nested: str) -> None:
+    """It cannot wait for another thread, which may wait for the outer pass: an error, and both passes are right."""
+    tuned = tuned_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    expected = answers(tuned, inputs)
+    here, refused, inside, leave = threading.get_ident(), [], threading.Event(), threading.Event()
+
+    def step() -> None:
+        if threading.get_ident() != here:
+            inside.set()
+            come(leave)
+        elif not refused:
+            refused.append(None)
+            with WAYS[nested](tuned), pytest.raises(deltune.DeltuneError, match="a pass inside of another one needs"):
+                run(model, inputs)
+
+    with another_thread() as start, called(model.bert.encoder.layer[0], step):
+        other = start(lambda: run(model, inputs))
+        come(inside)
+        mine = run(model, inputs)
+        leave.set()
+        assert equal(other.result(PATIENCE), expected["the delta in use"])
+    assert refused and equal(mine, expected["the delta in use"])
+    tuned.detach()
+
+
+# -- attaching and taking off
+
+
+@pytest.mark.parametrize("names", [("one", "one"), ("one", "two")], ids=" ".join)
+@pytest.mark.parametrize("first", [True, False], ids=["nothing attached", "one attached"])
+def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have checked everything that can be checked before the model is theirs: one wins, or both stand. Whoever
+    loses changed nothing, and can try again."""
+    model = build(FAMILIES["bert"], "sequence")
+    known, inputs, texts = facts(model), batch(model), tuple(TEXTS.values())
+    expected = []
+    for text in texts:
+        alone = stir(deltune.attach(copy.deepcopy(model), text))
+        expected.append(run(alone.model, inputs))
+    if not first:
+        deltune.attach(model, "lora(rank=2)", name="old")
+    meeting = threading.Barrier(2, timeout=PATIENCE)
+    rehearse = handle.Tuned._rehearse
+
+    def meet(tuned: deltune.Tuned, delta: Any) -> None:
+        rehearse(tuned, delta)
+        meeting.wait()
+
+    with monkeypatch.context() as patch, another_thread() as start:
+        patch.setattr(handle.Tuned, "_rehearse", meet)
+        jobs = [
+            start(lambda n=n, t=t: outcome(lambda: deltune.attach(model, t, name=n)))
+            for n, t in zip(names, texts, strict=True)
+        ]
+        outcomes = [job.result(PATIENCE) for job in jobs]
+    tuned = deltune.tuned(model)
+    winners = [number for number in range(2) if outcomes[number] is tuned]
+    assert len(winners) == (1 if first or names[0] == names[1] else 2)
+    for number in {0, 1} - set(winners):
+        said = "another thread has attached" if first else "is attached already"
+        assert isinstance(outcomes[number], deltune.DeltuneError) and said in str(outcomes[number])
+        tuned = deltune.attach(model, texts[number], name="again")
+    attached = {names[number] if number in winners else "again": number for number in range(2)}
+    assert set(tuned.names) == {*attached, *(() if first else ("old",))}
+    for name, number in attached.items():
+        assert equal(run(stir(tuned.use(name)).model, inputs), expected[number])
+    tuned.detach()
+    assert differences(known, facts(model)) == []
+
+
+def test_a_handle_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two first attaches, the second at the moment when the first is about to put its handle into the model."""
+    model = build(FAMILIES["bert"], "sequence")
+    known = facts(model)
+    inside, wanted = threading.Event(), threading.Event()
+    install = handle.Tuned._install
+
+    def slowly(tuned: deltune.Tuned) -> None:
+        if inside.is_set():
+            wanted.set()
+        inside.set()
+        come(wanted)
+        install(tuned)
+
+    monkeypatch.setattr(handle, "_INSTALLING", Watched(wanted))
+    monkeypatch.setattr(handle.Tuned, "_install", slowly)
+    with another_thread() as start:
+        jobs = [start(lambda n=n: outcome(lambda: deltune.attach(model, "layernorm", name=n))) for n in ("one", "two")]
+        outcomes = [job.result(PATIENCE) for job in jobs]
+    tuned = deltune.tuned(model)
+    assert sorted(type(found) is deltune.DeltuneError for found in outcomes) == [False, True]
+    assert tuned in outcomes and len(tuned.names) == 1
+    tuned.detach()
+    assert differences(known, facts(model)) == []
+
+
+@pytest.mark.parametrize("where", ["thread", "task"])
+@pytest.mark.parametrize("way", SCOPES)
+def test_merging_beside_scopes_is_refused(way: str, where: str) -> None:
+    """There would be no base any more for who is inside of disable() or of rows(), whatever rows() names."""
+    tuned = tuned_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    expected, known = answers(tuned, inputs), facts(model)
+
+    def refused() -> None:
+        with pytest.raises(deltune.DeltuneError, match=r"merge: .* by another thread or task|merge: another thread"):
+            tuned.merge()
+
+    if where == "thread":
+        with held_elsewhere(lambda: WAYS[way](tuned)):
+            refused()
+    else:
+        asyncio.run(beside_a_task(lambda: WAYS[way](tuned), refused))
+    assert differences(known, facts(model)) == [] and all(
+        equal(found, expected[way]) for way, found in answers(tuned, inputs).items()
+    )
+    assert equal(run(tuned.merge(), inputs), expected["the delta in use"])
+
+
+async def beside_a_task(enter: Callable[[], AbstractContextManager[Any]], change: Callable[[], None]) -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        with enter():
+            entered.set()
+            await leave.wait()
+
+    other = asyncio.create_task(hold())
+    await entered.wait()
+    try:
+        change()
+    finally:
+        leave.set()
+        await other
+
+
+# -- frozen layers
+
+
+def frozen_model() -> tuple[deltune.Tuned, trunk.Trunk]:
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = stir(deltune.attach(model, "layernorm(layers='upper half')"))
+    return tuned, trunk.Trunk(tuned)
+
+
+def test_frozen_layers_are_one_threads_at_a_time() -> None:
+    tuned, frozen = frozen_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    expected = run(model, inputs)
+    inside, leave = threading.Event(), threading.Event()
+
+    def step() -> None:
+        if not inside.is_set():
+            inside.set()
+            come(leave)
+
+    with another_thread() as start, called(model.bert.encoder.layer[0], step):
+        other = start(lambda: run(model, inputs))
+        come(inside)
+        with pytest.raises(deltune.DeltuneError, match="in one thread at a time"):
+            run(model, inputs)
+        leave.set()
+        assert equal(other.result(PATIENCE), expected)
+    assert equal(run(model, inputs), expected)
+    frozen.remove()
+    tuned.detach()
+
+
+def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes between the first one's look at who is inside and its own entry."""
+    tuned, frozen = frozen_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    expected = run(model, inputs)
+    inside, wanted, ended = threading.Event(), threading.Event(), threading.Event()
+    ident = threading.get_ident
+
+    class Threads:
+        """Stands for the module `threading`, whose get_ident is called between both."""
+
+        @staticmethod
+        def get_ident() -> int:
+            if not inside.is_set():
+                inside.set()
+                come(wanted)
+            else:
+                wanted.set()
+            return ident()
+
+    def step() -> None:
+        come(ended)
+
+    def second() -> Any:
+        come(inside)
+        try:
+            return outcome(lambda: run(model, inputs))
+        finally:
+            ended.set()
+
+    frozen.mutex = Watched(wanted)  # type: ignore[assignment]
+    monkeypatch.setattr(trunk, "threading", Threads)
+    with another_thread() as start, called(model.bert.encoder.layer[1], lambda: ended.is_set() or step()):
+        jobs = [start(lambda: outcome(lambda: run(model, inputs))), start(second)]
+        outcomes = [job.result(2 * PATIENCE) for job in jobs]
+    assert equal(outcomes[0], expected) and isinstance(outcomes[1], deltune.DeltuneError)
+    frozen.remove()
+    tuned.detach()
+
+
+# -- torch.compile
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["one graph", "graphs"])
+def test_a_compiled_pass_beside_a_scope(whole: bool) -> None:
+    """While other tensors stand in the model for another thread, a graph cannot wait for them: it is refused. Where
+    torch then runs the model without a graph, the pass takes its turn."""
+    torch._dynamo.reset()
+    tuned = tuned_model()
+    inputs = batch(tuned.model)
+    expected = run(tuned.model, inputs)
+    compiled = torch.compile(tuned.model, backend="eager", fullgraph=whole)
+    for way in SCOPES:
+        with held_elsewhere(lambda way=way: WAYS[way](tuned)):
+            if whole:
+                with pytest.raises(RuntimeError, match="a compiled pass cannot wait for others"):
+                    run(compiled, inputs)
+            else:
+                assert equal(run(compiled, inputs), expected)
+        assert distance(run(compiled, inputs), expected) < 1e-9
+    tuned.detach()
+
+
+# -- processes
+
+
+def in_a_pass(tuned: deltune.Tuned, pause: Callable[[], None]) -> None:
+    with called(tuned.model.bert.encoder.layer[0], pause):
+        run(tuned.model, batch(tuned.model))
+
+
+def inside(way: Way) -> Callable[[deltune.Tuned, Callable[[], None]], None]:
+    def hold(tuned: deltune.Tuned, pause: Callable[[], None]) -> None:
+        with way(tuned):
+            pause()
+
+    return hold
+
+
+HELD: dict[str, Callable[[deltune.Tuned, Callable[[], None]], None]] = {
+    "a pass": in_a_pass,
+    "disable": inside(WAYS["disable"]),
+    "rows": inside(WAYS["rows"]),
+    "the lock of passes": inside(lambda tuned: tuned.passes.lock.mutex),
+    "the model, for a change": inside(lambda tuned: tuned.passes.changing("use")),
+    "the lock of installing": inside(lambda tuned: handle._INSTALLING),
+}
+"""What another thread may be in the middle of when a process is forked."""
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_fork_while_another_thread_holds_something(held: str) -> None:
+    """The child has none of the other threads, and does not wait for any: it runs, attaches, merges and takes off."""
+    tuned = tuned_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    expected = answers(tuned, inputs)
+    entered, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        entered.set()
+        come(leave)
+
+    def of_child() -> None:
+        leave.set()
+        assert all(equal(found, expected[way]) for way, found in answers(tuned, inputs).items())
+        deltune.attach(model, "ia3", name="new")
+        deltune.attach(build(FAMILIES["bert"], "base"), "ia3").detach()
+        assert equal(run(tuned.use("a").model, inputs), expected["the delta in use"])
+        tuned.detach("b")
+        assert equal(run(tuned.merge(), inputs), expected["the delta in use"])
+
+    with another_thread() as start:
+        other = start(lambda: HELD[held](tuned, pause))
+        come(entered)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(PATIENCE)
+            torch.set_num_threads(1)
+            try:
+                of_child()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        leave.set()
+        other.result(PATIENCE)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    tuned.detach()
