@@ -7,6 +7,7 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,7 +29,8 @@ from ..errors import DeltuneError, all_problems, excerpt, unknown
 from . import merging, store
 from .assignment import RowAssignment, owners
 from .edits import Delta, Edit, Labels
-from .forward_pass import PassLock, Scope, scope_of
+from .forward_pass import PassLock, Scope, forget_closed, scope_of
+from .model_methods import plain_copy
 from .model_state import ModelState
 from .own_tensors import OwnForward
 from .passes import Passes
@@ -79,6 +81,20 @@ class Tuned(nn.Module):
             "a model with deltas does not run under torch.nn.DataParallel, whose replicas would use the first device's "
             "tensors: use DistributedDataParallel, or merge() first"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the handle as that of its model, of which a steady copy is pickled."""
+        model = self.__dict__["parent"]
+        if model is None or self.passes.is_pickled:
+            return super().__reduce_ex__(protocol)
+        return _handle_of, (model,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the handle together with its model, which copies it while no tensor moves."""
+        model = self.__dict__["parent"]
+        if model is not None and id(model) not in memo:
+            copy.deepcopy(model, memo)
+        return memo[id(self)] if id(self) in memo else plain_copy(self, memo)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise DeltuneError("the handle computes nothing: call the model itself, which has the delta in use")
@@ -174,6 +190,7 @@ class Tuned(nn.Module):
 
     def _use(self, name: str | None) -> None:
         self.passes.in_use = self._assignment_of_all(name)
+        forget_closed(self.passes)
         self.passes.settle(self.passes.assigned())
 
     def _assignment_of_all(self, name: str | None) -> RowAssignment:
@@ -399,6 +416,10 @@ class Tuned(nn.Module):
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
         return next((p.device for p in module.parameters()), default)
+
+
+def _handle_of(model: PreTrainedModel) -> nn.Module | None:
+    return model._modules[NAME]
 
 
 def _complete(change: Callable[[], T]) -> T:

@@ -54,7 +54,7 @@ def taps_of(passes: Passes, anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[t
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
     needed |= {(path, "pass"): partial(PassEntry, passes, path, opens) for path, opens in entries.items()}
     for name, kind in METHODS.items():
-        if hasattr(type(passes.model), name):
+        if hasattr(type(passes.model), name) or name == "__deepcopy__":
             needed["", name] = partial(kind, passes, name)
     return needed
 
