@@ -11,7 +11,7 @@ writes are undone by the graph itself), and scopes are read from the thread.
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,20 +35,22 @@ class ForwardPass:
 
     Attributes:
         assignment: Which delta each row uses, fixed for the whole pass.
-        scope: The `rows()` or `disable()` that the pass began in, or None.
+        scope: The `rows()` or `disable()` that the pass began in, or None. The pass goes on with what it began with,
+            also when that is left elsewhere meanwhile.
         around: The pass, of any model, inside of which it runs.
         inputs: What another module read, for the edits that use it as x.
         prompt: What a prompt did at the entry of the stack, for its exit.
         states: The hidden states that were collected, by path of the stack's container.
         rows_of_batch: How many rows the batch has, for positions that are looked up once for all of them.
         report: How each attention served its prefix, by path.
+        number: Its turn: those who came to the lock before it have lower ones.
     """
 
     def __init__(
         self,
         owner: object,
         assignment: RowAssignment,
-        scope: Scope | None = None,
+        scope: CarriedScope | None = None,
         around: ForwardPass | None = None,
         outer: ForwardPass | None = None,
     ) -> None:
@@ -59,6 +61,7 @@ class ForwardPass:
         self.rows_of_batch = 0
         self.report: dict[str, str] = {} if outer is None else outer.report
         self.restore: Any = None  # the tensors that stood in the model, if a nested pass needed others
+        self.number = 0
 
 
 _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("deltune_pass", default=None)
@@ -68,8 +71,6 @@ _SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
 class _Thread(threading.local):
     scopes: Entered = ()
     """The scopes entered in this thread, for torch.compile."""
-    backward: tuple[int, weakref.ReferenceType[_BackwardBegins]] | None = None
-    """The backward pass under way, and what knows what its forward pass used."""
 
 
 _thread = _Thread()
@@ -122,6 +123,7 @@ class Scope:
     def __init__(self, owner: Scopes, value: Any, make: Callable[[], RowAssignment]) -> None:
         self.owner, self.value, self.make = owner, value, make
         self.assignment: RowAssignment | None = None
+        self.carried: CarriedScope | None = None
         self.in_event_loop = False
 
     def __enter__(self) -> Any:
@@ -138,15 +140,22 @@ class Scope:
 
     def open(self, assignment: RowAssignment) -> None:
         """Hold from now on."""
-        _SCOPES.set((*_alive(_SCOPES.get()), weakref.ref(self)))
-        _thread.scopes = (*_alive(_thread.scopes), weakref.ref(self))
+        self.carried = CarriedScope(self)
+        _SCOPES.set((*self._others(_SCOPES.get()), self.carried))
+        _thread.scopes = (*self._others(_thread.scopes), self.carried)
         self.assignment = assignment
 
     def close(self) -> None:
         """Hold no longer."""
+        _SCOPES.set(self._others(_SCOPES.get()))
+        _thread.scopes = self._others(_thread.scopes)
+        if self.carried is not None:
+            self.carried.closed = True  # what still carries it is another context
         self.assignment = None
-        _SCOPES.set(_alive(_SCOPES.get()))
-        _thread.scopes = _alive(_thread.scopes)
+
+    def _others(self, entered: Entered) -> Entered:
+        """What a context carries besides; a scope that was dropped when its exit was interrupted counts no more."""
+        return tuple(one for one in entered if one is not self.carried and (one.closed or one.assignment is not None))
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -160,16 +169,32 @@ class Scope:
         self.owner.leave_scope(self)
 
 
-Entered = tuple[weakref.ReferenceType[Scope], ...]
-"""Scopes, the innermost last. Whoever was interrupted while leaving one drops it, and with it the scope."""
+class CarriedScope:
+    """What a context carries of a scope: threads and tasks that are given a copy of it may outlive the scope.
+
+    Whoever was interrupted while leaving a scope drops it. Then it is neither open nor closed, and counts no more.
+
+    Attributes:
+        closed: The scope was left. The context that left it carries it no longer, so whoever does is another one.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope, self.owner = weakref.ref(scope), weakref.ref(scope.owner)
+        self.closed = False
+
+    @property
+    def assignment(self) -> RowAssignment | None:
+        """What is in use inside while the scope is open, else None."""
+        scope = self.scope()
+        return None if scope is None else scope.assignment
 
 
-def _alive(entered: Entered) -> Entered:
-    return tuple(ref for ref in entered if (scope := ref()) is not None and scope.assignment is not None)
+Entered = tuple[CarriedScope, ...]
+"""Scopes, the innermost last."""
 
 
-def scope_of(owner: Scopes) -> Scope | None:
-    """The innermost scope of a model in this context.
+def carried_scope(owner: Scopes) -> CarriedScope | None:
+    """The innermost scope of a model that this context carries, be it open or left elsewhere.
 
     Raises:
         DeltuneError: in torch.compile, which sees the scopes of the thread alone, while one is open in an event loop.
@@ -177,21 +202,50 @@ def scope_of(owner: Scopes) -> Scope | None:
     entered = _SCOPES.get() if not torch.compiler.is_dynamo_compiling() else _thread.scopes
     if torch.compiler.is_dynamo_compiling() and owner.scopes_of_tasks:
         raise DeltuneError(
-            "a compiled model cannot see which asyncio task runs it: enter rows() or disable() in the function that "
-            "calls the model, and run that in a thread (asyncio.to_thread)"
+            "a graph that torch.compile traces cannot see which asyncio task runs it: enter rows() or disable() in the "
+            "function that calls the model, and run that in a thread (asyncio.to_thread)"
         )
-    for reference in entered[::-1]:
-        scope = reference()
-        if scope is not None and scope.owner is owner and scope.assignment is not None:
-            return scope
+    for one in entered[::-1]:
+        if one.owner() is owner and (one.closed or one.assignment is not None):
+            return one
     return None
 
 
-# -- gradient checkpointing: layers computed again in the backward pass
+def scope_of(owner: Scopes) -> Scope | None:
+    """The innermost open scope of a model in this context."""
+    for one in _SCOPES.get()[::-1]:
+        if one.owner() is owner and one.assignment is not None:
+            return one.scope()
+    return None
+
+
+def refuse_closed(carried: CarriedScope | None) -> None:
+    """Check that the scope in which a pass would begin was not left elsewhere."""
+    if carried is not None and carried.closed:
+        raise DeltuneError(
+            "this thread or task was started inside of a rows() or disable() that has been left meanwhile, so it is "
+            "not clear which delta is meant: enter rows() or disable() around the pass itself, stay in the block until "
+            "the thread or task is done, or call use() here to use one delta outside of any block"
+        )
+
+
+def forget_closed(owner: Scopes) -> None:
+    """Let passes in this context use what is in use, instead of refusing them for scopes that were left elsewhere."""
+    _SCOPES.set(tuple(one for one in _SCOPES.get() if not (one.closed and one.owner() is owner)))
+    _thread.scopes = tuple(one for one in _thread.scopes if not (one.closed and one.owner() is owner))
+
+
+def scopes_here() -> set[Scope]:
+    """The open scopes, of any model, of this context and of this thread: all that a forked process has."""
+    carried = (one.scope() for one in (*_SCOPES.get(), *_thread.scopes))
+    return {scope for scope in carried if scope is not None and scope.assignment is not None}
+
+
+# -- modules that are computed again in the backward pass by a checkpoint function that is not transformers'
 
 
 class _BackwardBegins:
-    """A hook on an output's node: from now on this thread computes the backward pass of a known forward pass."""
+    """A hook on an output's node: from now on its backward pass is that of a known forward pass."""
 
     def __init__(self, owner: object, assignment: RowAssignment) -> None:
         self.owner, self.assignment = weakref.ref(owner), assignment
@@ -199,11 +253,16 @@ class _BackwardBegins:
     def __call__(self, gradients: Any) -> None:
         number = backward_id()
         if number is not None:
-            _thread.backward = (number, weakref.ref(self))  # the graph holds it as long as it is needed
+            _BACKWARD[number, id(self.owner())] = self
+
+
+_BACKWARD: weakref.WeakValueDictionary[tuple[int, int], _BackwardBegins] = weakref.WeakValueDictionary()
+"""What began the backward passes under way, by their numbers and the models'. The autograd engine has a thread for each
+device, and all of them work on one backward pass. The graph holds a hook as long as it is needed."""
 
 
 def remember_for_backward(owner: object, assignment: RowAssignment, output: Any) -> None:
-    """Let layers that are computed again in the backward pass of `output` use what they used in the forward pass."""
+    """Let modules that are computed again in the backward pass of `output` use what they used in the forward pass."""
     hook = _BackwardBegins(owner, assignment)
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
@@ -211,9 +270,9 @@ def remember_for_backward(owner: object, assignment: RowAssignment, output: Any)
 
 
 def recomputed_assignment(owner: object) -> RowAssignment | None:
-    """What the forward pass used whose backward pass this thread works on, or None."""
-    known = _thread.backward
-    hook = None if known is None or known[0] != backward_id() else known[1]()
+    """What the forward pass of a model used whose backward pass this thread works on, or None."""
+    number = backward_id()
+    hook = None if number is None else _BACKWARD.get((number, id(owner)))
     return None if hook is None or hook.owner() is not owner else hook.assignment
 
 
@@ -225,30 +284,64 @@ _POLL = 0.05  # seconds; a pass that was interrupted tells nobody, it is only go
 class _Ticket:
     """A place in the queue; whoever was interrupted while waiting leaves it by dropping the ticket."""
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+
 
 class PassLock:
-    """Admits passes that need the same tensors in the model side by side, and changes when no pass runs, in turn."""
+    """Admits passes that need the same tensors in the model side by side, and changes when no pass runs, in turn.
+
+    A pass may wait for another one that it started in another thread: `generate_batch` does, and a user's hook may.
+    So a pass that needs the tensors that stand in the model does not wait for the queue as long as some pass runs that
+    came before the first of the queue, for the newcomer may be what that one waits for. This does not starve the
+    queue: it has to wait for those passes in any case, and once the last of them has returned nobody joins any more.
+
+    A pass that joined in this way and then starts another one in a helper thread is not among those that came before,
+    so the helper may have to wait for the queue, and the queue for it. What is known to run its passes in other
+    threads therefore never joins but waits its turn, and a hook's helper thread is safe in any case if it is run by
+    `contextvars.copy_context().run`: what it runs is then a part of the pass around it, which takes no lock.
+    """
 
     def __init__(self) -> None:
         self.reset()
-        _LOCKS.add(self)
 
     def reset(self) -> None:
+        """Begin anew: in a new process the threads that held a lock, or ran a pass, are not there."""
         self._borrowed: weakref.ReferenceType[ForwardPass] | None = None  # a nested pass that moved tensors
         self.mutex = threading.RLock()
+        self._block: weakref.ReferenceType[_Ticket] | None = None  # of alone(), which ends with it if interrupted
         self._changed = threading.Condition(self.mutex)
         self._running: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._queue: list[weakref.ReferenceType[_Ticket]] = []
+        self._numbers = itertools.count()
 
     @property
     def idle(self) -> bool:
         return len(self._running) == 0
 
-    def admit(self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None]) -> None:
-        """Wait until the model holds the tensors that a pass needs, or until it can be given them."""
+    @property
+    def taken(self) -> bool:
+        """Whether the thread that holds the mutex is inside of alone()."""
+        return self._block is not None and self._block() is not None
+
+    def admit(
+        self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None], joins: bool = True
+    ) -> None:
+        """Wait until the model holds the tensors that a pass needs, or until it can be given them.
+
+        Args:
+            joins: The pass may join those that run before its turn.
+        """
         with self.mutex:
+            forward_pass.number = next(self._numbers)
             if self._queue or self._lent() or not fits():
-                self._wait(lambda: not self._lent() and (fits() or self.idle))
+
+                def ready(first: bool) -> bool:
+                    if self._lent():
+                        return False
+                    return (first and self.idle) or ((first or (joins and self._may_be_waited_for())) and fits())
+
+                self._wait(forward_pass.number, ready)
                 if not fits():
                     prepare()
             self._running.add(forward_pass)
@@ -267,9 +360,17 @@ class PassLock:
     def alone(self) -> Iterator[None]:
         """Wait until no pass runs, and let none begin inside the block. The caller must not be inside of a pass."""
         with self.mutex:
+            if self.taken:
+                yield
+                return
             if self._queue or not self.idle:
-                self._wait(lambda: self.idle)
-            yield
+                self._wait(next(self._numbers), lambda first: first and self.idle)
+            block = _Ticket(0)
+            try:
+                self._block = weakref.ref(block)
+                yield
+            finally:
+                self._block = None
 
     def _lent(self) -> bool:
         """Whether a nested pass has other tensors in the model than the pass around it, and will put those back."""
@@ -293,12 +394,18 @@ class PassLock:
                 "use() of a delta that trains the model's own tensors), and other threads run the model meanwhile"
             )
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        ticket = _Ticket()
+    def _may_be_waited_for(self) -> bool:
+        """Whether a newcomer may be what a running pass waits for that came before the first of the queue."""
+        first = self._first()
+        return first is not None and any(running.number < first.number for running in list(self._running))
+
+    def _wait(self, number: int, ready: Callable[[bool], bool]) -> None:
+        """Queue until what is asked for is ready. ready: is told whether it is the first of the queue."""
+        ticket = _Ticket(number)
         place = weakref.ref(ticket)
         self._queue.append(place)
         try:
-            while not (self._first() is ticket and ready()):
+            while not ready(self._first() is ticket):
                 self._changed.wait(_POLL)
         finally:
             self._queue = [ref for ref in self._queue if ref is not place]
@@ -307,16 +414,3 @@ class PassLock:
     def _first(self) -> _Ticket | None:
         self._queue = [ref for ref in self._queue if ref() is not None]
         return self._queue[0]() if self._queue else None
-
-
-_LOCKS: weakref.WeakSet[PassLock] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """The threads that held a lock, or ran a pass, are not in the new process."""
-    for lock in list(_LOCKS):
-        lock.reset()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

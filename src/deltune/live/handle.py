@@ -7,6 +7,7 @@ delta is in use, and what they displace is kept, untouched, in the tuned object.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,8 @@ from ..errors import DeltuneError, all_problems, excerpt, unknown
 from . import merging, store
 from .assignment import RowAssignment, owners
 from .edits import Delta, Edit, Labels
-from .forward_pass import PassLock, Scope, scope_of
-from .model_methods import METHODS
+from .forward_pass import PassLock, Scope, forget_closed, scope_of
+from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .own_tensors import OwnForward
 from .passes import Passes
@@ -92,6 +93,20 @@ class Tuned(nn.Module):
             "a model with deltas does not run under torch.nn.DataParallel, whose replicas would use the first device's "
             "tensors: use DistributedDataParallel, or merge() first"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the handle as that of its model, of which a steady copy is pickled."""
+        model = self.__dict__["parent"]
+        if model is None or self.passes.is_pickled:
+            return super().__reduce_ex__(protocol)
+        return _handle_of, (model,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the handle together with its model, which copies it while no tensor moves."""
+        model = self.__dict__["parent"]
+        if model is not None and id(model) not in memo:
+            copy.deepcopy(model, memo)
+        return memo[id(self)] if id(self) in memo else plain_copy(self, memo)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise DeltuneError("the handle computes nothing: call the model itself, which has the delta in use")
@@ -187,6 +202,7 @@ class Tuned(nn.Module):
 
     def _use(self, name: str | None) -> None:
         self.passes.in_use = self._assignment_of_all(name)
+        forget_closed(self.passes)
         self.passes.settle(self.passes.assigned())
 
     def _assignment_of_all(self, name: str | None) -> RowAssignment:
@@ -385,7 +401,8 @@ class Tuned(nn.Module):
             self._install_tap(key, make)
         owned = {owned for name in self.names for owned in self.delta(name).owned}
         held = {path for tensor in owned for path, _ in owners(self.anatomy, tensor)}
-        self.passes.modules = Modules(self.model, {path for path, side in self.taps if side not in METHODS} | held)
+        hooked = {path for path, side in self.taps if side not in {*METHODS, *WHOLE_MODEL_METHODS}}
+        self.passes.modules = Modules(self.model, hooked | held)
         self.passes.wire_attention(any(side == "attention" for _, side in self.taps))
 
     def _install_tap(self, key: tuple[str, str], make: Callable[[], AnyTap]) -> None:
@@ -412,6 +429,10 @@ class Tuned(nn.Module):
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
         return next((p.device for p in module.parameters()), default)
+
+
+def _handle_of(model: PreTrainedModel) -> nn.Module | None:
+    return model._modules[NAME]
 
 
 def _complete(change: Callable[[], T]) -> T:

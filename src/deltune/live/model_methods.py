@@ -5,11 +5,14 @@ They stand in the instances until the last delta is taken off.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 from ..anatomy.structure import HANDLE
 from ..errors import DeltuneError, all_problems
@@ -165,12 +168,63 @@ class Generate(ModelMethod):
                 f"{self.method} runs its passes in a thread of its own, which rows() and disable() do not reach: use "
                 "generate, or use() one delta for the whole model"
             )
-        return self.passes.generate(self.original, args, kwargs)
+        return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
+
+
+class StateDict(ModelMethod):
+    """Reads all tensors where they stand with what is in use here, while other threads move none."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.passes.read(lambda: self.original(*args, **kwargs))
+
+
+class DeepCopy(ModelMethod):
+    """Copies the model while other threads move no tensor of it."""
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        return self.passes.read(lambda: _copied(self.passes.model, memo), to_copy=True)
+
+
+class Reduce(ModelMethod):
+    """Pickles a copy of the model that has the same tensors, since pickling itself cannot be held up by a lock."""
+
+    def __call__(self, protocol: Any) -> Any:
+        if self.passes.is_pickled:
+            return self.original(protocol)
+        twin = self.passes.read(self._with_the_same_tensors, to_copy=True)
+        twin._modules[HANDLE].passes.is_pickled = True
+        return _itself, (twin,)
+
+    def _with_the_same_tensors(self) -> Any:
+        model = self.passes.model
+        tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+        return _copied(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _itself(model: Any) -> Any:
+    """What a pickle calls with the copy of a model that lies in it."""
+    return model
+
+
+def _copied(model: Any, memo: dict[int, Any]) -> Any:
+    """Copy a model as copy.deepcopy does, without what stands in it for `__deepcopy__`."""
+    copier = getattr(type(model), "__deepcopy__", None)
+    return plain_copy(model, memo) if copier is None else copier(model, memo)
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a module as copy.deepcopy does where no method says otherwise."""
+    reduced: Any = object.__reduce_ex__(module, 4)
+    make, args, state, *_ = reduced
+    twin = memo[id(module)] = make(*args)
+    twin.__setstate__(copy.deepcopy(state, memo))
+    return twin
 
 
 METHODS: dict[str, type[ModelMethod]] = {
     **dict.fromkeys(("generate", "generate_batch"), Generate),
     "load_state_dict": LoadStateDict,
+    "state_dict": StateDict,
     "save_pretrained": SavePretrained,
     **dict.fromkeys(
         (
@@ -180,4 +234,7 @@ METHODS: dict[str, type[ModelMethod]] = {
         Refused,
     ),
 }  # fmt: skip
-"""What stands as which method, where the model's class has it."""
+"""What stands as which method, where the class of the model, or of a model inside it, has it."""
+
+WHOLE_MODEL_METHODS: dict[str, type[ModelMethod]] = {"__deepcopy__": DeepCopy, "__reduce_ex__": Reduce}
+"""What stands as which method of the tuned model alone."""

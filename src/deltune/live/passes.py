@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -18,16 +19,21 @@ from .forward_pass import (
     ForwardPass,
     PassLock,
     Scope,
+    carried_scope,
     current_pass,
     innermost_pass,
     recomputed_assignment,
+    refuse_closed,
     remember_for_backward,
     run_in_pass,
     scope_of,
+    scopes_here,
 )
 from .model_state import ModelState
 from .premises import Modules, refuse_offloaded
 from .uses import refuse_at_rest, refuse_late_gradients
+
+T = TypeVar("T")
 
 
 class Entry(Protocol):
@@ -45,6 +51,7 @@ class Passes:
 
     Attributes:
         in_use: What passes outside of `rows()` and `disable()` use.
+        is_pickled: The model is a copy that was made to be pickled, so that it is pickled as it is.
         report: How each attention served its prefix in the last pass, by path.
     """
 
@@ -61,10 +68,19 @@ class Passes:
         self.lock = lock
         self.traced = ForwardPass(self, self.in_use)  # torch.compile's notes
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+        self.is_pickled = False
+        _EVERY.add(self)
+
+    def go_on_in_a_fork(self) -> None:
+        """Other threads' passes, locks and scopes are not in the new process."""
+        self.lock.reset()
+        self.scopes = weakref.WeakSet(scopes_here().intersection(self.scopes))
+        self.scopes_of_tasks = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither a copy nor a pickle is inside of a pass or a scope."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("lock", "traced", "scopes")}
+        own = ("lock", "traced", "scopes", "is_pickled")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -84,8 +100,8 @@ class Passes:
 
     def assigned(self) -> RowAssignment:
         """What a pass that begins here uses."""
-        scope = scope_of(self)
-        assignment = None if scope is None else scope.assignment
+        carried = carried_scope(self)
+        assignment = None if carried is None else carried.assignment
         return self.in_use if assignment is None else assignment
 
     def notes(self) -> ForwardPass:
@@ -101,6 +117,7 @@ class Passes:
         if torch.compiler.is_dynamo_compiling():
             if entry.opens:
                 assignment = self.assigned()
+                refuse_closed(carried_scope(self))
                 assignment.check_batch(entry.named(args, kwargs))
                 if self.state.standing != assignment.standing:
                     raise DeltuneError(
@@ -112,58 +129,117 @@ class Passes:
         outer = current_pass(self)
         if outer is not None and not entry.opens:
             return entry.inner(*args, **kwargs)
-        this = self._begin(entry.named(args, kwargs) if entry.opens else None)
-        try:
-            output = run_in_pass(this, entry.inner, args, kwargs)
-        finally:
-            self._finish(this)
+        this = self._begin(entry.named(args, kwargs) if entry.opens else {})
+        output = self._run_in(this, entry.inner, args, kwargs)
         if outer is None and torch.is_grad_enabled():
             remember_for_backward(self, this.assignment, output)
         return output
 
-    def again(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of the model under gradient checkpointing: the first time in the pass under way, again, in
-        the backward pass, in a pass of its own with what the first one used."""
-        if torch.compiler.is_dynamo_compiling() or current_pass(self) is not None:
+    def again(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a part of the model under gradient checkpointing.
+
+        Args:
+            assignment: What the pass used that called the checkpoint function. The part is computed in that pass the
+                first time, and in one of its own when it is computed again in the backward pass.
+        """
+        running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
+        if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
             return function(*args, **kwargs)
-        this = self._begin(None)
-        try:
-            return run_in_pass(this, function, args, kwargs)
-        finally:
-            self._finish(this)
+        return self._run_in(self._begin({}, assignment), function, args, kwargs)
 
-    def generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `generate` as one long pass: what is in use stays so from its first step to its last."""
+    def generate(
+        self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
+    ) -> Any:
+        """Run `generate` as one long pass: what is in use stays so from its first step to its last.
+
+        Args:
+            in_threads: It runs its passes in other threads and waits for them.
+        """
         self.assigned().check_prompts(args, kwargs)
-        this = self._begin({})
-        try:
-            return run_in_pass(this, generate, args, kwargs)
-        finally:
-            self._finish(this)
+        return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
 
-    def _begin(self, arguments: dict[str, Any] | None) -> ForwardPass:
-        """Begin a pass once the model holds the tensors that it needs. arguments: None for a part of the model, which
-        may be computed again in a backward pass."""
-        scope, outer, around = scope_of(self), current_pass(self), innermost_pass()
-        if outer is not None and outer.scope is scope:
-            return ForwardPass(self, outer.assignment, scope, around, outer)
-        recomputed = recomputed_assignment(self)
-        if recomputed is not None:
-            refuse_at_rest(recomputed.uses)
-        elif outer is None and scope is None and backward_id() is not None and self.scopes:
+    def read(self, reader: Callable[[], T], to_copy: bool = False) -> T:
+        """Run what reads the model as a whole, like a pass: in the slots stand the tensors of what is in use here.
+
+        No tensor moves meanwhile. Inside of a pass, or of a change, what stands there is read.
+
+        Args:
+            to_copy: What is in use outside of `rows()` and `disable()` is meant, since a copy is not inside of them,
+                and the labels in the model's configuration are read too.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return reader()
+
+        def steadily() -> T:
+            with self.lock.mutex:
+                return reader()
+
+        with self.lock.mutex:
+            if self.lock.taken or current_pass(self) is not None:
+                return reader()
+        this = ForwardPass(self, self.in_use, carried_scope(self), innermost_pass())
+        self._admit(this, (lambda: self.in_use) if to_copy else self.assigned, with_labels=to_copy)
+        result: T = self._run_in(this, steadily, (), {})
+        return result
+
+    def _begin(
+        self, arguments: dict[str, Any], assignment: RowAssignment | None = None, joins: bool = True
+    ) -> ForwardPass:
+        """Begin a pass once the model holds the tensors that it needs.
+
+        Args:
+            arguments: Those of the model's call, by name.
+            assignment: What the pass uses. By default what the pass around it uses, or what the forward pass used
+                whose backward pass is under way, or what is in use here.
+            joins: Whether it may come before its turn.
+        """
+        carried, outer, around = carried_scope(self), current_pass(self), innermost_pass()
+        if assignment is None and outer is not None and outer.scope is carried:
+            return ForwardPass(self, outer.assignment, carried, around, outer)
+        fixed = assignment or recomputed_assignment(self)
+        if fixed is not None:
+            refuse_at_rest(fixed.uses)
+        elif outer is None and carried is None and backward_id() is not None and self.scopes:
             raise DeltuneError(
                 "the model is computed again in a backward pass, in a thread that is not inside of rows() or disable() "
                 "while another one is, and nothing tells which of them its forward pass was in: give your checkpoint a "
                 "function that returns the model's own output, and use_reentrant=False"
             )
-        with_labels = arguments is not None and arguments.get("labels") is not None
-        this, state = ForwardPass(self, recomputed or self.assigned(), scope, around), self.state
-        this.assignment.check_batch(arguments or {})
+        this = ForwardPass(self, fixed or self.in_use, carried, around)
+
+        def choose() -> RowAssignment:
+            if fixed is not None:
+                return fixed
+            chosen = self.assigned()
+            refuse_closed(carried)  # after it, for the scope may be left at any moment
+            if chosen is not this.assignment:
+                chosen.check_batch(arguments)
+            return chosen
+
+        this.assignment = choose()
         self.check_premises()
         self.follow_attention()
+        self._admit(this, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
+        return this
+
+    def _admit(
+        self,
+        this: ForwardPass,
+        choose: Callable[[], RowAssignment],
+        outer: ForwardPass | None = None,
+        with_labels: bool = True,
+        joins: bool = True,
+    ) -> None:
+        """Let the model hold the tensors, and `with_labels` the labels, that a pass needs.
+
+        Args:
+            choose: Gives what the pass uses, which may change while others go before.
+            outer: The pass of the same model that it is inside of.
+        """
+        state = self.state
 
         def fits() -> bool:
-            this.assignment = recomputed or self.assigned()  # it may have changed while others went before
+            this.assignment = choose()
             labels = this.assignment.labels
             same = not with_labels or labels is state.labels or labels == state.labels
             return same and state.standing == this.assignment.standing
@@ -173,14 +249,22 @@ class Passes:
             state.give(this.assignment.labels)
 
         if outer is None:
-            self.lock.admit(this, fits, prepare)
+            self.lock.admit(this, fits, prepare, joins)
         elif not fits():
             with self.lock.mutex:
                 self.lock.refuse_others(outer)
                 this.restore = (state.standing, state.labels)
                 self.lock.lend(this)
                 prepare()
-        return this
+
+    def _run_in(
+        self, this: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call something inside of a pass that has begun, and finish the pass."""
+        try:
+            return run_in_pass(this, call, args, kwargs)
+        finally:
+            self._finish(this)
 
     def _finish(self, this: ForwardPass) -> None:
         try:
@@ -292,3 +376,15 @@ class Passes:
             raise DeltuneError(
                 f"{what}: {', '.join(used)} is used inside rows() by another thread or task; leave it there first"
             )
+
+
+_EVERY: weakref.WeakSet[Passes] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for passes in list(_EVERY):
+        passes.go_on_in_a_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -34,7 +34,7 @@ from .uses import Use
 
 
 class Checkpoint:
-    """Stands as the checkpoint function of a module, so that what is computed again is in a pass of its own."""
+    """Stands as the checkpoint function of a module, so that what is computed again uses what it used before."""
 
     of_live_model = True
 
@@ -42,7 +42,7 @@ class Checkpoint:
         self.passes, self.original = passes, original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.original(partial(self.passes.again, function), *args, **kwargs)
+        return self.original(partial(self.passes.again, self.passes.assignment(), function), *args, **kwargs)
 
 
 class PassEntry:

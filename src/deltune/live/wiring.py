@@ -13,7 +13,7 @@ from ..anatomy.structure import base_modules
 from ..anatomy.values import Anatomy
 from .assignment import owners
 from .edits import Delta, Edit
-from .model_methods import METHODS
+from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .own_tensors import OwnForward
 from .passes import Passes
 from .positions import PositionTap
@@ -58,8 +58,9 @@ def taps_of(passes: Passes, anatomy: Anatomy, deltas: Iterable[Delta]) -> dict[t
     needed |= {(path, "pass"): partial(PassEntry, passes, path, opens) for path, opens in entries.items()}
     for path, module in base_modules(passes.model):
         if isinstance(module, PreTrainedModel):  # also one inside the model, such as its encoder
-            methods = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
-            needed |= {(path, name): partial(kind, passes, path, name) for name, kind in methods.items()}
+            kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
+            needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
+    needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
     return needed
 
 
