@@ -114,6 +114,13 @@ ROWS = (
 
 METHODS = {row.text: row for row in ROWS}
 
+REPRESENTATIVE_METHODS = {
+    "prefix(length=3) + lora(rank=2) + layernorm": "changes attention, a projection and existing parameters at once",
+    "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')": "edits hidden states, on every family",
+    "prompt(length=3)": "makes the input longer, on every family",
+}
+"""The methods that `make test` tries on every family, each with what it stands for."""
+
 
 def cells(*texts: str, families: Callable[[Family], bool] = lambda f: True) -> pytest.MarkDecorator:
     """Parametrise `family` and `row`: every method (or those of the texts) on every family that can have it."""

@@ -123,8 +123,10 @@ def law_gradients(cell: Cell) -> None:
     other, tuned = cell.copied()
     trained = dict(tuned.trained())
     used = [name for name in trained if cell.plain.get(name, 0) is not None]
-    if not used:
-        return  # every tensor of the selection is one that this model's forward pass does not use
+    if cell.row.text == "head" and cell.family.kind != "encoder":  # a language model has no new head to train
+        assert not trained and not loss(forward(other, cell.inputs)).requires_grad
+        return
+    assert used, "nothing that the method trains is used by the forward pass"
     if cell.row.identity:
         loss(forward(other, cell.inputs)).backward()
         for name, wanted in cell.plain.items():
