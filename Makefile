@@ -15,12 +15,12 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all slow lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
-	@echo "make test                    lint, types and all tests but the slow ones"
-	@echo "make test-all                lint, types and all tests: kills and fuzzing at full length too (make slow is the same)"
+	@echo "make test                    lint, types and the everyday tests"
+	@echo "make test-all                lint, types, all tests at full length, and mutations that the everyday tests must notice"
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
@@ -49,11 +49,10 @@ quickstart: $(STAMP)
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
-# The fuzzers alone take a quarter of an hour of one core and more.
+# The whole product takes most of an hour on two cores, the mutations half an hour.
 test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-
-slow: test-all
+	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from deltune.findings.cells import EVERY, LARGEST, SMALLEST
 from deltune.findings.claims import Alike, Beats, Best, Both, Claim, Falls, Fewer, Form, Rises, Shrinks, Within
 from deltune.findings.claims_papers import CLAIMS
 from deltune.findings.readings import RANK, RELATIVE, STEPS, opened, score, threshold
-from deltune.findings.stats import bootstrap
+from deltune.findings.stats import paired
 from deltune.findings.verdicts import Finding, findings
 
 SIZES = {"small": 1e7, "middle": 1e8, "large": 1e9}
@@ -238,11 +238,6 @@ def test_the_same_of_every_seed_is_no_evidence() -> None:
     assert found.verdict == "undecided" and found.note == "every seed gave the same (10): no spread to judge by"
 
 
-def test_a_bootstrap_may_decide_instead() -> None:
-    assert decided(Beats(A, B), METHODS, estimate=bootstrap).verdict == "holds"
-    assert decided(Beats(B, A), METHODS, estimate=bootstrap).verdict == "does not hold"
-
-
 def test_lower_scores_are_better_where_it_is_said() -> None:
     assert decided(Beats(B, A), METHODS, lower=True).verdict == "holds"
     errors = [replace(o, scores={"ter": 1 - by_method(o.cell) + o.cell["seed"] / 1e4}, examples={}) for o in METHODS]
@@ -303,15 +298,18 @@ def test_of_several_comparisons_the_weakest_holds_and_the_strongest_refutes() ->
 
 
 def test_models_of_one_task_share_its_test_split() -> None:
-    seen: list[Any] = []
-
-    def spy(strata: Any, tests: Any) -> Any:
-        seen.extend(zip(strata, tests, strict=True))
-        return bootstrap(strata, tests, draws=20)
-
-    decided(Beats(A, B), MODELS, estimate=spy)
-    assert len(seen) == 2 * len(SIZES) and {d.shape for d, _ in seen} == {(3, 400)}
-    assert len({test for _, test in seen}) == 2
+    """The interval is that of strata of which those of one task have the same examples, not examples of their own."""
+    right = {
+        tuple(o.cell[axis] for axis in ("task", "model", "method", "seed")): o.examples["accuracy"] for o in MODELS
+    }
+    settings = list(itertools.product(("cb", "sick"), SIZES))
+    strata = [
+        100 * np.array([np.subtract(right[*setting, "a", seed], right[*setting, "b", seed]) for seed in range(3)])
+        for setting in settings
+    ]
+    found = decided(Beats(A, B), MODELS).interval
+    assert found == pytest.approx(paired(strata, [task for task, _ in settings]).interval())
+    assert found != pytest.approx(paired(strata).interval())
 
 
 def curves(fast: str, seeds: int = 4) -> list[Outcome]:

@@ -25,11 +25,11 @@ POSITIONS = {name: number for number, name in enumerate(FAMILIES)}
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    cases: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and isinstance(family := _parameters(item).get("family"), Family):
-            if family.name not in REPRESENTATIVE_FAMILIES:
-                cases[item.nodeid.partition("[")[0], family.name].append(item)
+        family = _parameters(item).get("family")
+        if isinstance(family, Family) and family.name not in REPRESENTATIVE_FAMILIES:
+            cases[item.nodeid.partition("[")[0], family.name].append(item)
     for (_, family_name), of_family in cases.items():
         quick = [item for item in of_family if not item.get_closest_marker("slow")]
         kept = [item for item in quick if _method(item) in REPRESENTATIVE_METHODS]
@@ -40,10 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def _parameters(item: pytest.Function) -> dict[str, object]:
-    return item.callspec.params if hasattr(item, "callspec") else {}
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-def _method(item: pytest.Function) -> str:
+def _method(item: pytest.Item) -> str:
     row = _parameters(item).get("row")
     return row.text if isinstance(row, Row) else ""

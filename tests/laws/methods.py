@@ -5,8 +5,10 @@ A row says what a family must have for it, by a property; where the family lacks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -120,6 +122,21 @@ REPRESENTATIVE_METHODS = {
     "prompt(length=3)": "makes the input longer, on every family",
 }
 """The methods that `make test` tries on every family, each with what it stands for."""
+
+
+def crossed(*axes: Iterable[Any]) -> list[Any]:
+    """The product of axes that a law has chosen itself, as cases of which `make test` runs a cross.
+
+    Each value of an axis runs with the first values of the other axes; the rest is marked `slow`.
+    """
+    values = [list(axis) for axis in axes]
+    first = tuple(axis[0] for axis in values)
+    cases = []
+    for case in itertools.product(*values):
+        others = sum(value != usual for value, usual in zip(case, first, strict=True))
+        name = ", ".join(" ".join(value) if isinstance(value, tuple) else str(value) for value in case)
+        cases.append(pytest.param(*case, id=name, marks=pytest.mark.slow if others > 1 else ()))
+    return cases
 
 
 def cells(*texts: str, families: Callable[[Family], bool] = lambda f: True) -> pytest.MarkDecorator:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 import deltune
 
 from .families import FAMILIES
+from .methods import crossed
 from .specimens import (
     Outputs,
     batch,
@@ -138,7 +139,7 @@ def law_save_pretrained(cell: Cell) -> None:
             cell.tuned.use(use).model.save_pretrained(where)
         assert cell.tuned.active == use
         again = type(cell.base).from_pretrained(where, dtype=torch.float64).eval()
-        assert equal(run(again, cell.inputs), cell.before)
+        assert distance(run(again, cell.inputs), cell.before) < 1e-5  # equal weights, elsewhere in memory: other sums
         assert again.config.num_labels == cell.base.config.num_labels
         assert "deltune" not in (where / "config.json").read_text()
         state, wanted = again.state_dict(), cell.base.state_dict()
@@ -506,10 +507,10 @@ COMPILED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("when", ["before", "after", "in place"])
-@pytest.mark.parametrize(("family", "role", "text"), COMPILED, ids=str)
-def test_compiled(family: str, role: str, text: str, when: str) -> None:
+@pytest.mark.parametrize(("case", "when"), crossed(COMPILED, ["before", "after", "in place"]))
+def test_compiled(case: tuple[str, str, str], when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
+    family, role, text = case
     torch._dynamo.reset()
     model = build(FAMILIES[family], role)
     inputs, compiled = batch(model), model

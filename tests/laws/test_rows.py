@@ -107,11 +107,10 @@ MANY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [f.name for f in FAMILIES.values() if f.interface])
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.interface], ids=lambda f: f.name)
 @pytest.mark.parametrize("left", [None, False, True], ids=["padded right", "padded left", "padded left and numbered"])
-def test_all_at_once(name: str, left: bool | None) -> None:
+def test_all_at_once(family: Family, left: bool | None) -> None:
     """Prompts and prefixes of different lengths, norms, adapters and nothing, in one batch with padding."""
-    family = FAMILIES[name]
     model = model_of(family)
     names: list[str | None] = [None]
     for number, text in enumerate(MANY):

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 import deltune
 
-from .families import FAMILIES, Family
-from .methods import Row, cells
+from .families import FAMILIES, REPRESENTATIVE_FAMILIES, Family
+from .methods import Row, cells, crossed
 from .specimens import batch, build, distance, equal, forward, loss, main_role, run, shapes, specimen, stir
 
 EVERY = "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')"
@@ -93,15 +93,10 @@ def test_a_model_in_half_precision(family: Family, row: Row) -> None:
     assert all(p.grad.dtype == p.dtype for p in tuned.parameters() if p.grad is not None)
 
 
-COMPILED = {"bert", "albert", "modernbert", "gpt2", "gpt_neox", "llama", "gemma2", "phi3", "bart", "t5", "bloom"}
-"""Families that differ in what is compiled: post- and pre-norm, shared, fused, rotary, gated, windows, two stacks, none
-on the interface. The slow run compiles all."""
-
-
 def _backends() -> list[Any]:
     found = []
     for family in FAMILIES.values():
-        slow = () if family.name in COMPILED else (pytest.mark.slow,)
+        slow = () if family.name in REPRESENTATIVE_FAMILIES else (pytest.mark.slow,)
         for text, backend in (("{}lora(rank=2, at='output') + layernorm", "aot_eager"), ("prompt(length=3)", "eager")):
             method = text.format("prefix(length=3) + " if family.interface else "") + " + parallel_adapter(rank=2)"
             found.append(pytest.param(family, method, backend, marks=slow, id=f"{family.name}: {method} {backend}"))
@@ -127,11 +122,14 @@ def test_compiled(family: Family, method: str, backend: str) -> None:
     tuned.detach()
 
 
-@pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize(
-    "text", ["lora(rank=2)", "ia3", "mam(length=2, rank=2)", "layernorm", "Modification('key', Vector()) + ia3"]
+    ("name", "text", "gradients"),
+    crossed(
+        ["bert", "gpt2", "gpt_neox", "llama"],
+        ["mam(length=2, rank=2)", "lora(rank=2)", "ia3", "layernorm", "Modification('key', Vector()) + ia3"],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("name", ["bert", "gpt2", "gpt_neox", "llama"])
 def test_a_compiled_graph_is_in_one_piece(name: str, text: str, gradients: bool) -> None:
     """As the bare model's: nothing that an edit does in a pass breaks it."""
     model = specimen(name)
@@ -170,6 +168,16 @@ def test_kernels_agree(family: Family, row: Row) -> None:
         kept = slice(None) if family.kind != "decoder" else slice(0, 5)  # what a padded position itself gives is noise
         one, two = ({n: v[:, kept] if v.dim() == 3 else v for n, v in o.items()} for o in (sdpa, eager))
         assert distance(one, two) < 1e-5  # eager attention takes its softmax in float32
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("text", ["lora(rank=2, dropout=0.5)", "adapter(rank=2, dropout=0.5)"])
+def test_dropout_is_drawn_in_training_alone(text: str, training: bool) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    stir(deltune.attach(model, text))
+    model.train(training)
+    assert equal(run(model, inputs), run(model, inputs)) != training
 
 
 @cells("prefix(length=3)", "mam(length=3, rank=4)", families=lambda f: f.table)

@@ -209,6 +209,11 @@ NOT_HERE = {
     "mt5 IA3": "ffn_up1 alone",
 }
 """What PEFT makes of a family at its defaults and has no translation here."""
+PEFT_REFUSES = (
+    "Please specify `target_modules` in `peft_config`",  # it has no defaults for the family
+    "modules_to_save cannot be applied to modules of type",  # "all-linear" took the head, which is saved as a whole
+)
+"""How the errors begin with which PEFT refuses its own defaults on a family."""
 
 
 @pytest.mark.slow
@@ -222,6 +227,8 @@ def test_peft_s_defaults_on_every_family(family: Family, kind: str, tmp_path: Pa
     try:
         theirs = trained(row)
     except (ValueError, TypeError) as error:
+        if not str(error).startswith(PEFT_REFUSES):
+            raise
         pytest.skip(f"PEFT: {error}")
     theirs.save_pretrained(tmp_path / "peft")
     model = build(family, role)

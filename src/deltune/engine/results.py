@@ -132,11 +132,6 @@ class Results:
                 )
             self._open.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (row.name, self.owner))
 
-    def forget(self, name: str) -> None:
-        """Remove a row, so that it is done again."""
-        with self._told():
-            self._open.execute("DELETE FROM works WHERE name = ?", (name,))
-
     def claim(self, name: str, again: bool = False) -> bool:
         """Whether the work is ours to do from now on: nobody is at it, and it is not done; again: or failed."""
         with self._told(), self._at_once():

@@ -49,32 +49,6 @@ class Estimate:
         return float(np.sqrt(sum(stats.t.isf(alpha / 2, df) ** 2 * variance for variance, df in self.parts)))
 
 
-@dataclass(frozen=True)
-class Resampled:
-    """Quantiles of re-sampled means: the same questions as `Estimate`'s, answered by a bootstrap."""
-
-    mean: float
-    draws: np.ndarray
-    slack: float = 0.0
-
-    def interval(self, alpha: float = 0.05) -> tuple[float, float]:
-        """The percentile interval of level 1 − alpha."""
-        if not np.ptp(self.draws) > 0:
-            return -np.inf, np.inf
-        low, high = np.quantile(self.draws, (alpha / 2, 1 - alpha / 2))
-        return float(low) - self.slack, float(high) + self.slack
-
-    def p(self, *boundaries: float) -> float:
-        """2 · (1 + draws beyond b) / (1 + draws), the largest over the boundaries: never 0, for draws are finite."""
-        if not np.ptp(self.draws) > 0:
-            return 1.0
-        beyond = [
-            (self.draws - self.slack <= b).sum() if self.mean > b else (self.draws + self.slack >= b).sum()
-            for b in boundaries
-        ]
-        return float(min(1.0, 2 * (1 + max(beyond)) / (1 + len(self.draws))))
-
-
 def paired(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None) -> Estimate:
     """Mean over strata of the mean paired difference, with the variance of seeds and that of examples.
 
@@ -135,42 +109,6 @@ def paired(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None
     return Estimate(float(np.mean([np.mean(d) for d in strata])), tuple(parts))
 
 
-def bootstrap(
-    strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None, draws: int = 10_000, seed: int = 0
-) -> Resampled:
-    """The mean of `paired` re-sampled at two levels: seeds in each stratum, and examples in each test split.
-
-    An example is drawn for all seeds at once (Owen 2007: products of the two levels' weights). A weight w of n seeds
-    becomes 1/n + (w − 1/n) √(n / (n − 1)), else 3 seeds would have two thirds of their variance (Rao & Wu 1988). It
-    does not know the t distribution: with few seeds its intervals are too short, and `paired` is right. It asks nothing
-    of the shape of the differences, so it is the check where seeds are many.
-    """
-    _check(strata)
-    generator = np.random.default_rng(seed)
-    total = np.zeros(draws)
-    for together in _by_test(strata, tests):
-        flat = [d for d in together if d.ndim == 1]
-        crossed = [(d, _weights(generator, len(d), draws)) for d in together if d.ndim == 2]
-        for d in flat:
-            total += _weights(generator, len(d), draws) @ d
-        if not crossed:
-            continue
-        n = crossed[0][0].shape[1]
-        step = max(1, 4_000_000 // n)  # 32 MB of weights at a time
-        for start in range(0, draws, step):
-            rows = slice(start, min(start + step, draws))
-            drawn = _weights(generator, n, rows.stop - start)
-            for d, weights in crossed:
-                total[rows] += ((drawn @ d.T) * weights[rows]).sum(axis=1)
-    return Resampled(float(np.mean([np.mean(d) for d in strata])), total / len(strata))
-
-
-def _weights(generator: np.random.Generator, n: int, draws: int) -> np.ndarray:
-    """(draws, n): each of n things' share in a re-sample of n, drawn out to the variance of n independent ones."""
-    drawn = generator.multinomial(n, np.full(n, 1 / n), size=draws) / n
-    return np.asarray(1 / n + (drawn - 1 / n) * np.sqrt(n / (n - 1)))
-
-
 def _by_test(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None) -> list[list[np.ndarray]]:
     names = range(len(strata)) if tests is None else tests
     found: dict[Hashable, list[np.ndarray]] = {}
@@ -214,13 +152,6 @@ def wilson(successes: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
     z, share = float(stats.norm.isf(alpha / 2)), successes / n
     centre, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
     return max(0.0, float((centre - half) / (1 + z**2 / n))), min(1.0, float((centre + half) / (1 + z**2 / n)))
-
-
-def clopper_pearson(successes: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
-    """Quantiles of Beta(k, n − k + 1) and Beta(k + 1, n − k): covers a proportion in at least 1 − alpha of cases."""
-    low = 0.0 if successes == 0 else float(stats.beta.ppf(alpha / 2, successes, n - successes + 1))
-    high = 1.0 if successes == n else float(stats.beta.isf(alpha / 2, successes + 1, n - successes))
-    return low, high
 
 
 def slope_weights(x: Sequence[float]) -> np.ndarray:

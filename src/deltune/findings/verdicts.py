@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,11 +14,9 @@ from .cells import DATA, Cells, Lacking
 from .claims import Claim
 from .effects import Check, Comparison
 from .readings import Asked, opened
-from .stats import Estimate, Resampled, holm, holm_levels, paired
+from .stats import Estimate, holm, holm_levels, paired
 
 Verdict = Literal["holds", "does not hold", "undecided"]
-Estimator = Callable[[Sequence[np.ndarray], Sequence[Hashable]], Estimate | Resampled]
-"""What makes an estimate of the differences of strata: `paired`, or `bootstrap` where seeds are many."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class _Tested:
     """A claim's comparisons with their estimates; p, and the one that decides."""
 
     checks: tuple[Check, ...]
-    estimates: tuple[Estimate | Resampled | None, ...]
+    estimates: tuple[Estimate | None, ...]
     p: float | None
     decides: int
     seems: bool
@@ -77,7 +75,6 @@ def findings(
     metric: str | Mapping[str, str],
     lower: bool = False,
     alpha: float = 0.05,
-    estimate: Estimator = paired,
 ) -> list[Finding]:
     """A finding for each claim, in order: Holm's procedure over all that could be tested keeps errors of the study.
 
@@ -88,7 +85,7 @@ def findings(
     cell.
     """
     grid = Cells(opened(outcomes), Asked(metric, lower))
-    results = [_tested(claim, grid, estimate) for claim in claims]
+    results = [_tested(claim, grid) for claim in claims]
     tested = [i for i, result in enumerate(results) if isinstance(result, _Tested) and result.p is not None]
     given = [_p(results[i]) for i in tested]
     adjusted = dict(zip(tested, holm(given).tolist(), strict=True))
@@ -106,13 +103,13 @@ def _p(result: _Tested | str) -> float:
     return result.p
 
 
-def _tested(claim: Claim, grid: Cells, estimate: Estimator) -> _Tested | str:
+def _tested(claim: Claim, grid: Cells) -> _Tested | str:
     """A claim's comparisons made, or why they cannot be."""
     try:
         checks = tuple(claim.form.checks(grid.without(claim.off)))
     except Lacking as lacking:
         return str(lacking)
-    made = [_estimate(check, estimate) if isinstance(check, Comparison) else None for check in checks]
+    made = [_estimate(check) if isinstance(check, Comparison) else None for check in checks]
     p = {i: _border(check, e) for i, (check, e) in enumerate(zip(checks, made, strict=True)) if e is not None}
     true = [_inside(check, e) for check, e in zip(checks, made, strict=True)]
     false = [i for i, t in enumerate(true) if not t]
@@ -133,7 +130,7 @@ def _tested(claim: Claim, grid: Cells, estimate: Estimator) -> _Tested | str:
     return _Tested(checks, tuple(made), value, decides, not false, note, max(units))
 
 
-def _estimate(check: Comparison, estimate: Estimator) -> Estimate | Resampled:
+def _estimate(check: Comparison) -> Estimate:
     strata: list[np.ndarray] = []
     tests: list[Hashable] = []
     slack = 0.0
@@ -144,15 +141,15 @@ def _estimate(check: Comparison, estimate: Estimator) -> Estimate | Resampled:
         strata.append(np.stack(rows) if whole else np.array([number.value for number in numbers]))
         tests.append((tuple((a, v) for a, v in setting if a in DATA), strata[-1].shape[1:]))
         slack += sum(number.slack for number in numbers) / len(numbers) / len(check.units)
-    return replace(estimate(strata, tests), slack=slack)
+    return replace(paired(strata, tests), slack=slack)
 
 
-def _border(check: Check, found: Estimate | Resampled) -> float:
+def _border(check: Check, found: Estimate) -> float:
     assert isinstance(check, Comparison)
     return found.p(*(b for b in (check.low, check.high) if math.isfinite(b)))
 
 
-def _inside(check: Check, found: Estimate | Resampled | None) -> bool:
+def _inside(check: Check, found: Estimate | None) -> bool:
     if isinstance(check, Comparison) and found is not None:
         return check.low < found.mean < check.high
     return not isinstance(check, Comparison) and check.true
@@ -175,7 +172,7 @@ def _span(sizes: set[int], word: str) -> str:
     return f"{low if low == high else f'{low} to {high}'} {word}{'' if high == 1 else 's'}"
 
 
-def _without_spread(made: Sequence[Estimate | Resampled | None]) -> str:
+def _without_spread(made: Sequence[Estimate | None]) -> str:
     means = [e.mean for e in made if e is not None and not math.isfinite(e.interval()[0])]
     return ", ".join(f"{mean:.4g}" for mean in means[:3])
 

@@ -1,0 +1,168 @@
+"""Twenty mistakes that somebody could make in the core, each of which the everyday tests must catch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake: a text that stands exactly once in the library, and what takes its place.
+
+    Attributes:
+        name: What is wrong then, in a few words.
+        text: The text in the source; it is looked for in every module, so that a module may be moved.
+        becomes: What stands there instead.
+        reason: Why this would be a bug.
+        tests: Where to look first; all everyday tests run where these miss it.
+    """
+
+    name: str
+    text: str
+    becomes: str
+    reason: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "counting: indices are not counted",
+        "stored=method + drawn + heads,",
+        "stored=method + heads,",
+        "The file holds an index beside every masked scalar.",
+        ("tests/laws/test_life.py",),
+    ),
+    Mutation(
+        "masks: a draw may leave the range",
+        "beyond = values >= np.uint64(size)",
+        "beyond = values > np.uint64(size)",
+        "The permutation is of 0 ... size - 1, so `size` itself has to be drawn again.",
+        ("tests/laws/test_masks.py",),
+    ),
+    Mutation(
+        "algebra: LoRA's dropout in evaluation",
+        "u = F.dropout(u, self.dropout) if self.dropout and training else u",
+        "u = F.dropout(u, self.dropout) if self.dropout else u",
+        "A model in evaluation mode is deterministic.",
+        ("tests/laws/test_rest_of_life.py", "tests/test_train.py"),
+    ),
+    Mutation(
+        "algebra: prefix heads in the wrong order",
+        "t.repeat_interleave(repeat, dim=1).expand(query.shape[0], -1, -1, -1)",
+        "t.repeat(1, repeat, 1, 1).expand(query.shape[0], -1, -1, -1)",
+        "With grouped key and value heads, neighbouring query heads share one.",
+        ("tests/laws/test_prefix_equation.py",),
+    ),
+    Mutation(
+        "merging: edits of an input in the wrong order",
+        """if e.place.target.side != "input"] + of_input[::-1]""",
+        """if e.place.target.side != "input"] + of_input""",
+        "The last edit of an input is the nearest to the weight.",
+        ("tests/laws/test_sums.py", "tests/laws/test_rest_of_life.py"),
+    ),
+    Mutation(
+        "prefix: gradients with the wrong normaliser",
+        "z = torch.logaddexp(z_1, z_2)",
+        "z = torch.maximum(z_1, z_2)",
+        "Outputs stay right, and gradients are those of another softmax.",
+        ("tests/laws/test_merged_prefix.py",),
+    ),
+    Mutation(
+        "prefix: a position bias at the wrong keys",
+        "F.pad(bias, (prefix.keys.shape[2], 0))",
+        "F.pad(bias, (0, prefix.keys.shape[2]))",
+        "The prefix's keys stand before the model's own.",
+        ("tests/laws/test_prefix_equation.py",),
+    ),
+    Mutation(
+        "hooks: outputs that others hold are overwritten",
+        "return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()",
+        "return not _global_forward_hooks and not transforms_active()",
+        "Another hook of the module may have kept its output.",
+        ("tests/laws/test_products.py",),
+    ),
+    Mutation(
+        "rows: rows of one delta are taken for neighbours",
+        "rows = tuple(i for i, other in enumerate(names) if other == name)",
+        "rows = tuple(range(names.index(name), names.index(name) + names.count(name)))",
+        "A delta may have the first and the last row of a batch.",
+        ("tests/laws/test_rows.py",),
+    ),
+    Mutation(
+        "rows: what a shorter prompt lacks is seen",
+        "hidden[:, :length] = ~there",
+        "hidden[:, :length] = False",
+        "The rows that only the longest prompt has are no part of the others.",
+        ("tests/laws/test_rows.py",),
+    ),
+    Mutation(
+        "switching: a frozen head trains",
+        "parameter.requires_grad_(self.flags.get(name, name not in frozen))",
+        "parameter.requires_grad_(self.flags.get(name, True))",
+        'head="freeze" says that the head is not trained.',
+        ("tests/laws/test_rest_of_life.py", "tests/laws/test_random_sums.py"),
+    ),
+    Mutation(
+        "saving: an altered file is loaded",
+        "if _digest(path) != self.facts.sha256:",
+        "if not _digest(path):",
+        "Values that were changed after saving would be used.",
+        ("tests/fuzz/test_delta_files.py", "tests/test_store.py"),
+    ),
+    Mutation(
+        "checkpoints: the learning rate starts again",
+        'scheduler.load_state_dict(told["scheduler"])',
+        'dict(told["scheduler"])',
+        "A run that goes on would warm up a second time.",
+        ("tests/test_runs.py", "tests/test_train.py", "tests/kill"),
+    ),
+    Mutation(
+        "checkpoints: other dropout after going on",
+        'torch.set_rng_state(found["cpu"])',
+        'found["cpu"].clone()',
+        "A run that was interrupted would not be the run that was not.",
+        ("tests/test_runs.py", "tests/test_train.py", "tests/kill"),
+    ),
+    Mutation(
+        "metrics: the wrong reference is the closest",
+        "key=lambda row: (row[0] / max(row[1], 1), row[0])",
+        "key=lambda row: row[0]",
+        "An error rate is a ratio: few edits of a short reference can be more than many of a long one.",
+        ("tests/test_metrics.py", "tests/golden/test_metrics.py"),
+    ),
+    Mutation(
+        "statistics: Holm without its steps",
+        "adjusted[order] = np.maximum.accumulate(steps)",
+        "adjusted[order] = steps",
+        "A hypothesis would be rejected after a more probable one was kept.",
+        ("tests/test_stats.py",),
+    ),
+    Mutation(
+        "gates: fixing them changes the weights",
+        "self.delta[index] *= gain",
+        "self.delta[index] *= 1",
+        "What is computed after the gates are fixed is what was computed before.",
+        ("tests/laws/test_gates.py",),
+    ),
+    Mutation(
+        "frozen layers: they run with dropout",
+        "module.training = False",
+        "module.training = True",
+        "States that are kept must be those that every pass computes.",
+        ("tests/laws/test_trunk.py", "tests/test_trunk.py"),
+    ),
+    Mutation(
+        "tokenised rows: training and evaluation share them",
+        '"content": content, "training": training,',
+        '"content": content,',
+        "Rows for training hold the answer, and those for evaluation do not.",
+        ("tests/test_caching.py",),
+    ),
+    Mutation(
+        "budgets: what is left over is not spent",
+        "if left >= units[i]:",
+        "if left < 0:",
+        "A size that could grow within the budget stays smaller.",
+        ("tests/test_budget.py",),
+    ),
+)
