@@ -7,22 +7,25 @@ from transformers import BertConfig
 
 import deltune
 from deltune.algebra.budget import solve
+from laws.methods import crossed
 
 CONFIG = BertConfig()
 BASE = 109_482_240
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        "prefix(length=?) + scaled_parallel_adapter(at='ffn', rank=?, scale=4)",
-        "prefix(length=?) + layernorm",
-        "mam(length=?, rank=?)",
-        "adapter(rank=?, bias=True)",
-        "lora(rank=?) + adapter(rank=?) + prefix(length=?)",
-    ],
+    ("method", "budget"),
+    crossed(
+        [
+            "prefix(length=?) + scaled_parallel_adapter(at='ffn', rank=?, scale=4)",
+            "prefix(length=?) + layernorm",
+            "mam(length=?, rank=?)",
+            "adapter(rank=?, bias=True)",
+            "lora(rank=?) + adapter(rank=?) + prefix(length=?)",
+        ],
+        ["0.5%", "0.1%", 400_000, 3_000_001],
+    ),
 )
-@pytest.mark.parametrize("budget", ["0.1%", "0.5%", 400_000, 3_000_001])
 def test_never_over_and_nothing_more_fits(method: str, budget: int | str) -> None:
     found = solve(CONFIG, method, budget)
     assert found.count == deltune.count(CONFIG, found.method).method <= found.budget

@@ -323,6 +323,7 @@ def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """kill -9 in the middle: workers end too, the next driver goes on, nothing that was finished is run again."""
     file = tmp_path / "r.sqlite"
@@ -339,6 +340,7 @@ def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path)
         assert {r.name: scores(r) for r in results.rows()} == whole
 
 
+@pytest.mark.slow
 def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """On one file: each run is done by one of them, and both end when all are there."""
     file = tmp_path / "r.sqlite"
@@ -362,14 +364,14 @@ def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -
 
         def give_and_kill(worker: int, work: Work) -> None:
             give(worker, work)
-            if len(killed) < 2:
+            if not killed:
                 time.sleep(0.1)
                 killed.append(pool._processes[worker].pid)
                 os.kill(killed[-1], signal.SIGKILL)
 
         pool.give = give_and_kill  # type: ignore[method-assign]
         made = drive(works, file, pool)
-        assert len(set(killed)) == 2 and made.done == 6 and not made.failed
+        assert len(killed) == 1 and made.done == 6 and not made.failed
         assert {r.name: scores(r) for r in file.rows()} == whole
 
 

@@ -41,6 +41,7 @@ THREE = ([0, 1, 2, 2], [0, 1, 1, 2])  # predictions, references
         ("exact_match", ["The  Cat!", "a dog"], ["cat", ["dogs", "cat"]], None, 1 / 2),
         ("answer_f1", ["the black cat"], [["cat", "dog"]], None, 2 / 3),
         ("cer", ["kitten", "abc"], ["sitting", ["abd", "abc"]], None, 3 / 10),
+        ("cer", ["abcd"], [["ab", "abcdefgh"]], None, 4 / 8),  # more edits than 2, and the lower rate
         ("perplexity", [-2 * math.log(4), -math.log(4)], [2, 1], None, 4.0),
         ("perplexity", [-3 * math.log(2), 0.0], [3, 1], None, 2 ** (3 / 4)),
     ],

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 import tiny
+from deltune.cli import commands
 from deltune.errors import DeltuneError
 from deltune.studies.study import narrowed, of_file
 from test_engine import study
 
 
-def deltune(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deltune", "study", *map(str, words)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == code, told.stderr
-    assert "Traceback" not in told.stderr
-    return told
+class Printed(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+def deltune(*words: object, code: int = 0) -> Printed:
+    """Run `deltune study` with these words in this process; `code` is the exit status that it must have."""
+    status: Any = 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["deltune", "study", *map(str, words)])
+        with redirect_stderr(io.StringIO()) as err:
+            try:
+                commands.main()
+            except SystemExit as stop:
+                status = stop.code
+    assert int(status or 0) == code, err.getvalue()
+    assert "Traceback" not in err.getvalue()
+    return Printed(out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -271,8 +271,8 @@ def command(spec_file: Path, folder: Path) -> list[str]:
     "changes",
     [
         {"epochs": 40, "patience": 30},
-        {"steps": 200, "validate_every": 7},
-        {"epochs": 10, "seeds": (0, 1), "search": {"lr": [1e-2, 1e-3]}},
+        pytest.param({"steps": 200, "validate_every": 7}, marks=pytest.mark.slow),
+        pytest.param({"epochs": 10, "seeds": (0, 1), "search": {"lr": [1e-2, 1e-3]}}, marks=pytest.mark.slow),
     ],
     ids=["epochs", "steps", "several"],
 )

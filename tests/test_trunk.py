@@ -109,6 +109,7 @@ def test_dropout_of_the_trunk_is_what_off_takes_away(root: Path, tmp_path: Path)
     assert tiny.losses(tmp_path / "off") != pytest.approx(tiny.losses(tmp_path / "on"), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
     asked = spec(root, epochs=60)

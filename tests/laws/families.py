@@ -308,8 +308,7 @@ FAMILIES = {row.name: row for row in ROWS}
 
 REPRESENTATIVE_FAMILIES = {
     "bert": "an encoder: norms after the sub-layers, a table of positions, a bias everywhere, a pooler and a new head",
-    "gpt2": "a decoder: norms before the sub-layers, query, key and value fused in one transposed weight, a cache",
-    "llama": "rotary positions, RMSNorms that compute in float32, no bias, a gated FFN, fewer key and value heads",
+    "llama": "a decoder: rotary positions, RMSNorms computed in float32, no bias, a gated FFN, grouped key-value heads",
     "bart": "an encoder and a decoder: cross attention, two tables of positions, norms and biases in both stacks",
 }
 """The families on which `make test` tries every method, each with what it stands for."""

@@ -163,4 +163,4 @@ def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, pytest
     assert tried > min(whole.lines, POINTS) // 2
 
 
-POINTS, POINTS_SLOW = 12, 10**6
+POINTS, POINTS_SLOW = 8, 10**6

@@ -30,7 +30,7 @@ SUMS = st.lists(TERMS, min_size=1, max_size=4).map(" + ".join).filter(lambda tex
 slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["bert", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "t5"))])
 @given(text=SUMS)
 @slow
 def test_what_is_counted_is_what_is_attached(name: str, text: str) -> None:

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 import deltune
 
 from .families import FAMILIES
-from .methods import crossed
 from .specimens import (
     Outputs,
     batch,
@@ -507,10 +506,20 @@ COMPILED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "when"), crossed(COMPILED, ["before", "after", "in place"]))
-def test_compiled(case: tuple[str, str, str], when: str) -> None:
+QUICK = {"before": "prefix(length=2) + layernorm", "after": "apet(", "in place": "prompt(length=2)"}
+"""Compiling takes seconds: which method `make test` tries at each time."""
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "text", "when"),
+    [
+        pytest.param(*case, when, marks=() if case[2].startswith(QUICK[when]) else pytest.mark.slow)
+        for case in COMPILED
+        for when in QUICK
+    ],
+)
+def test_compiled(family: str, role: str, text: str, when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
-    family, role, text = case
     torch._dynamo.reset()
     model = build(FAMILIES[family], role)
     inputs, compiled = batch(model), model

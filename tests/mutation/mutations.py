@@ -44,7 +44,7 @@ MUTATIONS = (
         "u = F.dropout(u, self.dropout) if self.dropout and training else u",
         "u = F.dropout(u, self.dropout) if self.dropout else u",
         "A model in evaluation mode is deterministic.",
-        ("tests/laws/test_rest_of_life.py", "tests/test_train.py"),
+        ("tests/laws/test_running.py::test_dropout_is_drawn_in_training_alone",),
     ),
     Mutation(
         "algebra: prefix heads in the wrong order",
@@ -100,7 +100,7 @@ MUTATIONS = (
         "parameter.requires_grad_(self.flags.get(name, name not in frozen))",
         "parameter.requires_grad_(self.flags.get(name, True))",
         'head="freeze" says that the head is not trained.',
-        ("tests/laws/test_rest_of_life.py", "tests/laws/test_random_sums.py"),
+        ("tests/laws/test_masks.py", "tests/laws/test_random_sums.py"),
     ),
     Mutation(
         "saving: an altered file is loaded",
