@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 import deltune
 from deltune.anatomy.values import Tensor
-from deltune.live.gates import BETA, GAMMA, ZETA, Gates, _Penalised
+from deltune.live.gates import BETA, GAMMA, PACE, ZETA, Gates, _Penalised
 
 from .families import FAMILIES
 from .specimens import batch, build, distance, equal, forward, loss, run, stir
@@ -57,6 +57,18 @@ def test_the_file_is_what_evaluation_computes(share: float, tmp_path: Path) -> N
     loaded.use("default").model.train()
     loaded.merge()
     assert distance(run(model.eval(), inputs), outputs) < 1e-12
+
+
+def test_fixing_the_gates_leaves_the_outputs() -> None:
+    """A gate that is half open when it is fixed goes on to let half of its difference through."""
+    tuned, inputs = trained(0.3)
+    found, model = gates(tuned), tuned.model.eval()
+    with torch.no_grad():
+        found.gate.copy_(torch.linspace(-1, 1, len(found.gate)) / PACE)
+        found.delta.normal_()
+    before = run(model, inputs)
+    found.settle()
+    assert found.settled and distance(run(model, inputs), before) < 1e-6
 
 
 def test_after_half_the_training_the_mask_is_fixed() -> None:
