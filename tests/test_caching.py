@@ -59,6 +59,12 @@ def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
     assert len(list(place.glob("*.arrow"))) == 1
 
 
+def test_rows_for_training_are_not_those_for_evaluation(parts: tuple[Any, Any], place: Path) -> None:
+    for training in (True, False):
+        caching.encoded(CLASSIFICATION, *parts, COLUMNS, LIMITS, training, "x")
+    assert len(list(place.glob("*.arrow"))) == 2
+
+
 def test_found_again_by_content(parts: tuple[Any, Any], place: Path, tmp_path: Path) -> None:
     """What the rows depend on makes another file; what they do not depend on does not."""
     calls = []

@@ -156,7 +156,7 @@ MUTATIONS = (
         '"content": content, "training": training,',
         '"content": content,',
         "Rows for training hold the answer, and those for evaluation do not.",
-        ("tests/test_caching.py",),
+        ("tests/test_caching.py::test_rows_for_training_are_not_those_for_evaluation",),
     ),
     Mutation(
         "budgets: what is left over is not spent",
