@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 from deltune.methods.registry import TABLE
-
 from laws.families import FAMILIES
 
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
