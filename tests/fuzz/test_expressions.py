@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import deltune
-from deltune.methods.registry import TABLE
+from deltune.methods.registry import REGISTRY
 from laws.specimens import batch, differences, facts, forward, loss, specimen
 
 MODELS = ("bert", "llama", "gpt2", "t5")
@@ -222,7 +222,7 @@ def test_any_text(text: str) -> None:
 
 
 def test_the_fuzz_knows_every_method() -> None:
-    assert {*ARGUMENTS, "apet"} == set(TABLE)
+    assert {*ARGUMENTS, "apet"} == set(REGISTRY)
 
 
 DEEP = "(" * 31 + "lora" + ")" * 31

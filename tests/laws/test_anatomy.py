@@ -136,7 +136,7 @@ def test_the_live_model_has_the_anatomy_of_its_configuration(family: Family, rol
     """Paths inside the base model, layers and norms are the same; observing changes nothing."""
     model = specimen(family.name, role)
     known = facts(model)
-    deltune.inspect.__globals__["_known"].pop(model, None)
+    deltune.inspect.__globals__["_CACHE"].pop(model, None)
     live = deltune.inspect(model)
     assert differences(known, facts(model)) == []
     described = deltune.inspect(config(family))
@@ -167,7 +167,7 @@ def test_observing_leaves_training_mode_and_implementation_alone() -> None:
     model = specimen("bart")
     model.train()
     known = facts(model)
-    deltune.inspect.__globals__["_known"].pop(model, None)
+    deltune.inspect.__globals__["_CACHE"].pop(model, None)
     deltune.inspect(model)
     assert differences(known, facts(model)) == []
     model.eval()
@@ -191,7 +191,7 @@ class _Vision(PreTrainedConfig):
 def test_what_is_no_language_model() -> None:
     from transformers import ViTConfig, ViTModel
 
-    with pytest.raises(deltune.DeltuneError, match="does not read input_ids"):
+    with pytest.raises(deltune.DeltuneError, match="does not take input_ids"):
         deltune.inspect(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
     with pytest.raises(deltune.DeltuneError, match="no model can be built from this _Vision"):
         deltune.inspect(_Vision())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from deltune.methods.registry import TABLE
+from deltune.methods.registry import REGISTRY
 
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
-    "_version", "errors", "compat", "filesystem", "tensor_files", "anatomy", "methods", "interop", "runtime", "models",
+    "_version", "errors", "compat", "notebook", "filesystem", "tensor_files", "anatomy", "methods", "interop", "runtime", "models",
     "data", "metrics", "tasks", "training", "studies.engine", "studies.claims", "studies.report", "studies", "cli",
     "__main__",
 )  # fmt: skip
@@ -118,4 +118,6 @@ def test_above_the_methods_no_method_is_named() -> None:
     first = PACKAGES.index("runtime")
     for module in IMPORTS:
         if PACKAGES.index(package_of(module)) >= first and not module.startswith(NAMES_METHODS):
-            assert not string_constants(module) & set(TABLE) - words, f"{module} must not know which method is in use"
+            assert not string_constants(module) & set(REGISTRY) - words, (
+                f"{module} must not know which method is in use"
+            )

@@ -21,10 +21,10 @@ from ..methods.sites import EditLocation, resolve_locations
 from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selection
 from ..tensor_files import load_float_tensors
 
-CONFIG = "adapter_config.json"
+CONFIG_FILE = "adapter_config.json"
 """The file that both PEFT and AdapterHub keep their options in."""
 
-Tensors = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Translation:
     """A method, its numbers by the names of our files (without the head's), and the head's by their names here."""
 
     method: Method
-    numbers: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     head: dict[str, torch.Tensor] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class PlacedTensors:
 
     modification: Modification
     place: EditLocation
-    tensors: Tensors
+    tensors: NamedTensors
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,22 @@ class ExportedDelta:
 
     anatomy: Anatomy
     edits: tuple[ResolvedEdit, ...]
-    dense: Mapping[str, Tensors]
-    own: Tensors
-    head: Tensors
+    dense: Mapping[str, NamedTensors]
+    in_place: NamedTensors
+    head: NamedTensors
     original: Callable[[str], torch.Tensor]
-    windowed: bool = False
+    sliding_window: bool = False
 
 
 class UnusedTensors:
     """Tensors that were not taken yet, by their names in this model. What is left at the end is an error."""
 
-    def __init__(self, anatomy: Anatomy, found: Tensors, stem: str = "") -> None:
+    def __init__(self, anatomy: Anatomy, tensors: NamedTensors, stem: str = "") -> None:
         """stem: what every name in the file begins with, beside the model's own."""
         self.anatomy = anatomy
-        here = _local(anatomy, [name.removeprefix(stem) for name in found])
-        self.names = {here(name.removeprefix(stem)): name for name in found}
-        self.tensors = {here(name.removeprefix(stem)): tensor for name, tensor in found.items()}
+        translate = _name_translator(anatomy, [name.removeprefix(stem) for name in tensors])
+        self.names = {translate(name.removeprefix(stem)): name for name in tensors}
+        self.tensors = {translate(name.removeprefix(stem)): tensor for name, tensor in tensors.items()}
 
     def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
         """The tensor of a name, once, or None. Raises DeltuneError where it has another number of axes."""
@@ -91,14 +91,14 @@ class UnusedTensors:
             raise DeltuneError(f"tensor {file_name} has shape {tuple(tensor.shape)}, it should have {axes} axes")
         return tensor
 
-    def take_all(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+    def take_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Those of the wanted names that there are."""
-        return {name: found for name in wanted if (found := self.take(name)) is not None}
+        return {name: tensor for name in names if (tensor := self.take(name)) is not None}
 
-    def check(self, where: Path, before: DeltuneError | None = None) -> None:
+    def check(self, folder: Path, cause: DeltuneError | None = None) -> None:
         """Error: tensors that nothing here asked for, after what went wrong before."""
         shown = sorted(self.names.values())
-        problems = [] if before is None else [str(before)]
+        problems = [] if cause is None else [str(cause)]
         problems += [f"extra tensor {name}" for name in shown[:10]]
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
         if shown and self.anatomy.hidden:
@@ -106,20 +106,20 @@ class UnusedTensors:
         if shown and not self.anatomy.head:
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
-            raise error_from_problems(f"{where} does not fit this model", problems)
+            raise error_from_problems(f"{folder} does not fit this model", problems)
 
 
-def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
+def _name_translator(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
     """A foreign name as one of this model: the base model may stand under another name there, or under none."""
     base = f"{anatomy.base}." if anatomy.base else ""
     inner = f"{anatomy.layers[0].path.removeprefix(base)}."
     prefix = next((n.partition(inner)[0] for n in names if inner in f".{n}"), base)
-    known = tuple(f"{path}." for path in anatomy.head)
+    head_prefixes = tuple(f"{path}." for path in anatomy.head)
     if prefix == base:
         return lambda name: name
     if prefix:
         return lambda name: base + name.removeprefix(prefix) if name.startswith(prefix) else name
-    return lambda name: name if name.startswith(known) else base + name
+    return lambda name: name if name.startswith(head_prefixes) else base + name
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
@@ -135,18 +135,18 @@ def has_file(folder: str | Path, name: str) -> bool:
 
 def is_foreign(folder: str | Path) -> bool:
     """Whether a folder holds the options of PEFT or AdapterHub."""
-    return has_file(folder, CONFIG)
+    return has_file(folder, CONFIG_FILE)
 
 
-def read_options(where: Path, name: str = CONFIG) -> dict[str, Any]:
+def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """The options in a JSON file of a folder. Raises DeltuneError where it is missing, no object, or a link outside."""
-    path = find_file(where, name)
+    path = find_file(folder, name)
     if path is None:
-        raise DeltuneError(f"{where / name} is missing; the folder is incomplete")
+        raise DeltuneError(f"{folder / name} is missing; the folder is incomplete")
     return read_json_object(path)
 
 
-def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors of the first of the files that is there: safetensors, or torch's format, of which tensors alone are
     read.
 
@@ -154,9 +154,9 @@ def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
         DeltuneError: None is there, or it is a link that leads out of the folder; it is truncated, or holds anything
             but floating-point tensors.
     """
-    path = next((path for name in names if (path := find_file(where, name)) is not None), None)
+    path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:
-        raise DeltuneError(f"{where} has its options, but none of {', '.join(names)}; the folder is incomplete")
+        raise DeltuneError(f"{folder} has its options, but none of {', '.join(names)}; the folder is incomplete")
     return load_float_tensors(path)
 
 
@@ -171,50 +171,50 @@ def locations_or_none(anatomy: Anatomy, modification: Modification) -> list[Edit
         return []
 
 
-def everywhere(modification: Modification) -> Modification:
+def without_scope(modification: Modification) -> Modification:
     return replace(modification, layers="all", stack="all", attention="all", optional=False)
 
 
 def method_from_pieces(
-    anatomy: Anatomy, pieces: Sequence[PlacedTensors], known: Iterable[Callable[[], Method]] = ()
+    anatomy: Anatomy, pieces: Sequence[PlacedTensors], candidates: Iterable[Callable[[], Method]] = ()
 ) -> Method:
     """The method with these pieces and no other: one of the known ones, else the fewest modifications.
 
     Error: a set of places that no modification chooses, such as one of a gated FFN's two input linears.
     """
-    wanted = {(piece.modification, piece.place.name) for piece in pieces}
-    for make in known:
+    required = {(piece.modification, piece.place.name) for piece in pieces}
+    for make in candidates:
         try:
             method = make()
-            if _places(anatomy, method) == wanted:
+            if _locations_of(anatomy, method) == required:
                 return method
         except DeltuneError:
             continue
-    found: list[Method] = []
+    modifications: list[Method] = []
     for modification in dict.fromkeys(piece.modification for piece in pieces):
-        left = {name for other, name in wanted if other == modification}
-        for candidate in _candidates(anatomy, modification, left):
+        remaining = {name for other, name in required if other == modification}
+        for candidate in _scoped_candidates(anatomy, modification, remaining):
             names = {place.name for place in locations_or_none(anatomy, candidate)}
-            if names and names <= left:
-                found.append(candidate)
-                left -= names
-        if left:
-            alone = ", ".join(sorted(left)[:4])
+            if names and names <= remaining:
+                modifications.append(candidate)
+                remaining -= names
+        if remaining:
+            names_left = ", ".join(sorted(remaining)[:4])
             raise DeltuneError(
-                f"the file changes {alone} alone; site {modification.site!r} takes what is beside it too"
+                f"the file changes {names_left} alone; site {modification.site!r} takes what is beside it too"
             )
-    return found[0] if len(found) == 1 else MethodSum(tuple(found))
+    return modifications[0] if len(modifications) == 1 else MethodSum(tuple(modifications))
 
 
-def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -> Iterable[Modification]:
+def _scoped_candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -> Iterable[Modification]:
     """The modification on more and more special choices of places."""
     stacks = [stack.name for stack in anatomy.stacks]
     kinds = ATTENTIONS if modification.site in ("heads", "attention", "query", "key", "value", "output") else ("all",)
     for stack in ("all", *stacks):
         for kind in kinds:
-            inside = [n.split(".") for n in names if stack in ("all", n.split(".")[0])]
+            name_parts = [n.split(".") for n in names if stack in ("all", n.split(".")[0])]
             yield replace(modification, stack=stack, attention=kind)
-            layers = sorted({int(parts[1]) for parts in inside if len(parts) > 1 and parts[1].isdigit()})
+            layers = sorted({int(parts[1]) for parts in name_parts if len(parts) > 1 and parts[1].isdigit()})
             if layers and not anatomy.shared:
                 yield replace(modification, stack=stack, attention=kind, layers=tuple(layers))
     if not anatomy.shared:
@@ -224,21 +224,21 @@ def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -
                     yield replace(modification, stack=stack, attention=kind, layers=(index,))
 
 
-def _places(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
-    return {(everywhere(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
+def _locations_of(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
+    return {(without_scope(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
 
 
 def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]) -> dict[str, torch.Tensor]:
     """The tensors of the pieces under their names in our file."""
     by_place = {(piece.modification, piece.place.name): piece for piece in pieces}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for edit in resolve(anatomy, method, lambda: 0).edits:
-        piece = by_place[everywhere(edit.modification), edit.place.name]
-        found |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
-    return found
+        piece = by_place[without_scope(edit.modification), edit.place.name]
+        tensors |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
+    return tensors
 
 
-def selection_of(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
+def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
     """The first method that trains exactly these tensors in place. Error: none does."""
     for make in candidates:
         try:

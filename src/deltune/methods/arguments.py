@@ -13,19 +13,19 @@ from typing import Any
 
 from ..errors import DeltuneError, excerpt
 
-LARGEST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
 def check_fields(value: Any) -> None:
     """Error when a field of a frozen dataclass does not fit its type; lists become tuples, so that it can be hashed."""
     kind: Any = type(value)
-    hints = _hints(kind)
+    hints = _field_types(kind)
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if isinstance(content, list):
@@ -40,16 +40,16 @@ def fits_type(hint: Any, value: Any) -> bool:
     most LARGEST."""
     if hint is Any:
         return True
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(fits_type(h, value) for h in inside)
+        return any(fits_type(h, value) for h in arguments)
     if origin is typing.Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in inside)
+        return any(value == allowed and type(value) is type(allowed) for allowed in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and (
-            all(fits_type(inside[0], v) for v in value)
-            if len(inside) == 2 and inside[1] is Ellipsis
-            else len(value) == len(inside) and all(map(fits_type, inside, value))
+            all(fits_type(arguments[0], v) for v in value)
+            if len(arguments) == 2 and arguments[1] is Ellipsis
+            else len(value) == len(arguments) and all(map(fits_type, arguments, value))
         )
     if hint is None or hint is type(None):
         return value is None
@@ -62,16 +62,16 @@ def fits_type(hint: Any, value: Any) -> bool:
 def number_problem(value: float) -> str | None:
     """Why a number cannot be used anywhere, or None."""
     if isinstance(value, int):
-        return None if abs(value) <= LARGEST else f"a whole number is at most 2^63 - 1 = {LARGEST:,}"
+        return None if abs(value) <= MAX_INTEGER else f"a whole number is at most 2^63 - 1 = {MAX_INTEGER:,}"
     return None if math.isfinite(value) else "a number is finite, at most 1.8e308"
 
 
 def type_mismatch(key: str, hint: Any, value: object) -> str:
     """Message for an argument that does not fit its type hint."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (why := number_problem(value)):  # type: ignore[arg-type]
-        return f"{key} is {excerpt(value)}: {why}"
-    return f"{key}={excerpt(value)} is not {describe(hint)}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (problem := number_problem(value)):  # type: ignore[arg-type]
+        return f"{key} is {excerpt(value)}: {problem}"
+    return f"{key}={excerpt(value)} is not {describe_type(hint)}"
 
 
 NUMERAL = r"[-+]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,3})?"
@@ -85,14 +85,14 @@ def parse_percentage(text: str) -> Fraction | None:
     return Fraction(match[1]) / 100 if match else None
 
 
-def describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type hint in words."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(h) for h in inside)
+        return " or ".join(describe_type(h) for h in arguments)
     if origin is typing.Literal:
-        return "one of " + ", ".join(repr(v) for v in inside)
+        return "one of " + ", ".join(repr(v) for v in arguments)
     if origin is tuple:
-        return f"a list of {describe(inside[0])}"
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
-    return words.get(hint, f"a {getattr(hint, '__name__', hint)}")
+        return f"a list of {describe_type(arguments[0])}"
+    descriptions = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
+    return descriptions.get(hint, f"a {getattr(hint, '__name__', hint)}")

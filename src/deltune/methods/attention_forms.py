@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from ..errors import DeltuneError
-from .forms import Form, Product, Shapes, Tensors, Widths, init_down_up, positive
+from .forms import Form, Product, Shapes, Tensors, Widths, check_positive, init_down_up
 from .masks import Factor
 
 
@@ -34,12 +34,12 @@ class Prefix(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
         if self.reparameterise is not None:
-            positive(reparameterise=self.reparameterise)
+            check_positive(reparameterise=self.reparameterise)
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         return False
 
     @property
@@ -62,7 +62,7 @@ class Prefix(Form):
         inner = self.reparameterise
         return {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         if self.reparameterise is None:
             for tensor in tensors.values():
                 torch.nn.init.normal_(tensor, std=0.02)
@@ -87,14 +87,14 @@ class Prefix(Form):
     def product(self, widths: Widths) -> Product:
         if self.reparameterise is not None:
             raise DeltuneError("a mask lies on P_k and P_v themselves: give reparameterise=None")
-        return _rows(self.length, widths)
+        return _keys_values_product(self.length, widths)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        keys, values = _for_query(tensors, query)
+        keys, values = _expand_to_query_heads(tensors, query)
         return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
 
 
-def _for_query(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _expand_to_query_heads(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """P_k and P_v (l, N_kv, d) as (B, N_h, l, d), each key-value head repeated for the query heads it serves."""
     keys, values = (tensors[name].to(query.dtype).transpose(0, 1)[None] for name in ("keys", "values"))
     repeat = query.shape[1] // keys.shape[1]
@@ -115,20 +115,20 @@ class MultiHead(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
 
     def shapes(self, widths: Widths) -> Shapes:
         heads = (self.length, widths.kv_heads)
         return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["keys"], tensors["values"], "bert", zero_up=True)
 
     def product(self, widths: Widths) -> Product:
-        return _rows(self.length, widths)
+        return _keys_values_product(self.length, widths)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        keys, values = _for_query(tensors, query)
+        keys, values = _expand_to_query_heads(tensors, query)
         return (torch.relu(query @ keys.transpose(-1, -2) * scaling) @ values).transpose(1, 2)
 
 
@@ -143,9 +143,9 @@ class OwnMultiHead(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
 
-    def fits(self, widths: Widths) -> str | None:
+    def incompatibility(self, widths: Widths) -> str | None:
         return None if widths.heads else "OwnMultiHead acts at site 'heads' of an attention whose heads can be seen"
 
     def shapes(self, widths: Widths) -> Shapes:
@@ -154,7 +154,7 @@ class OwnMultiHead(Form):
             "values": (self.length, widths.heads, widths.value_width),
         }
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["values"], "bert", zero_up=True)
 
     def product(self, widths: Widths) -> Product:
@@ -168,7 +168,7 @@ class OwnMultiHead(Form):
         return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
 
 
-def _rows(length: int, widths: Widths) -> Product:
+def _keys_values_product(length: int, widths: Widths) -> Product:
     """keys (l, N_kv, d_h) and values (l, N_kv, d_v): a rank for each row of each head, since heads do not mix."""
     keys, values = widths.head_width, widths.value_width
     return length * widths.kv_heads, (Factor("keys", keys, keys, 1),), (Factor("values", values, values, 1),)

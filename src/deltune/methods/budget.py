@@ -11,18 +11,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..errors import DeltuneError, excerpt
-from .arguments import LARGEST, fits_type, parse_percentage
+from .arguments import MAX_INTEGER, fits_type, parse_percentage
 from .counting import base_size, count_resolved
 from .registry import parse
 from .resolve import resolve
 from .spec import Method
 
-PATIENCE = 1_000
+MAX_STEPS = 1_000
 """Steps by which sizes are lowered to a budget; a count in proportion to its sizes takes a few."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     """A method with its sizes solved: its count, the budget, and what is left of it."""
 
     method: Method
@@ -57,29 +57,29 @@ def solve(
     budget: int | str | Method,
     denominator: str | int = "model",
     weights: Sequence[float] | None = None,
-) -> Fit:
+) -> FitResult:
     """The same with its count and what is left; a Method as budget is matched in count."""
     anatomy = inspect(model)
 
-    def cost(wanted: Method) -> int:
-        return count_resolved(anatomy, resolve(anatomy, wanted, lambda: base_size(model)[1]), "number", 1).method
+    def cost(budget_count: Method) -> int:
+        return count_resolved(anatomy, resolve(anatomy, budget_count, lambda: base_size(model)[1]), "number", 1).method
 
-    wanted = cost(budget) if isinstance(budget, Method) else _scalars(model, budget, denominator)
-    pieces = _pieces(method)
+    budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)
+    pieces = _split_at_question_marks(method)
     slots = len(pieces) - 1
-    if weights is not None and not _fit_weights(weights, slots):
+    if weights is not None and not _weights_are_valid(weights, slots):
         raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
 
-    def made(sizes: Sequence[int]) -> Method:
+    def method_with(sizes: Sequence[int]) -> Method:
         text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
         return parse(text)
 
     def cost_at(*sizes: int) -> int:
-        return cost(made(sizes))
+        return cost(method_with(sizes))
 
     def takes(slot: int, size: int) -> bool:
         try:
-            return cost_at(*(size if i == slot else small for i in range(slots))) > 0
+            return cost_at(*(size if i == slot else smallest for i in range(slots))) > 0
         except DeltuneError:
             return False
 
@@ -87,41 +87,43 @@ def solve(
         """The largest size up to `size` that the method takes there (a mask keeps no more than there is)."""
         if takes(slot, size):
             return size
-        fits, beyond = small, min(size, LARGEST + 1)  # what parse takes; sizes may be longer than any range
-        while beyond - fits > 1:
-            middle = (fits + beyond) // 2
-            fits, beyond = (middle, beyond) if takes(slot, middle) else (fits, middle)
+        fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # what parse takes; sizes may be longer than any range
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            fits, too_large = (middle, too_large) if takes(slot, middle) else (fits, middle)
         return fits
 
-    small, least = _smallest(cost_at, slots)
-    if least > wanted:
+    smallest, smallest_count = _smallest_sizes(cost_at, slots)
+    if smallest_count > budget_count:
         raise DeltuneError(
-            f"a budget of {wanted:,} is too small: with every ? at {small}, {method} has {least:,} scalars"
+            f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {smallest_count:,} scalars"
         )
-    units = [cost_at(*(small + (i == j) for j in range(slots))) - least for i in range(slots)]
-    if idle := [str(i) for i, unit in enumerate(units, 1) if not unit]:
-        raise DeltuneError(f"? number {' and '.join(idle)} of {method} changes no count, so give it a value")
+    costs_per_step = [cost_at(*(smallest + (i == j) for j in range(slots))) - smallest_count for i in range(slots)]
+    if without_effect := [str(i) for i, unit in enumerate(costs_per_step, 1) if not unit]:
+        raise DeltuneError(f"? number {' and '.join(without_effect)} of {method} changes no count, so give it a value")
     shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
-    free = wanted - (least - small * sum(units))
-    sizes = [max(small, free * s / sum(shares) // u) for s, u in zip(shares, units, strict=True)]
+    free = budget_count - (smallest_count - smallest * sum(costs_per_step))
+    sizes = [
+        max(smallest, free * share / sum(shares) // step) for share, step in zip(shares, costs_per_step, strict=True)
+    ]
     sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
-    for _ in range(PATIENCE):  # the smallest size where a share was less
-        if cost_at(*sizes) <= wanted or max(sizes) == small:
+    for _ in range(MAX_STEPS):  # the smallest size where a share was less
+        if cost_at(*sizes) <= budget_count or max(sizes) == smallest:
             break
-        over = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
-        sizes[over] -= 1
-    left = wanted - cost_at(*sizes)
-    for i in sorted(range(slots), key=lambda i: units[i]):
-        if left >= units[i]:
-            more = largest(i, sizes[i] + left // units[i]) - sizes[i]
-            sizes[i], left = sizes[i] + more, left - more * units[i]
-    solved = made(sizes)
-    if (count := cost(solved)) > wanted:
+        largest_slot = max((i for i in range(slots) if sizes[i] > smallest), key=lambda i: costs_per_step[i] * sizes[i])
+        sizes[largest_slot] -= 1
+    remaining = budget_count - cost_at(*sizes)
+    for i in sorted(range(slots), key=lambda i: costs_per_step[i]):
+        if remaining >= costs_per_step[i]:
+            increase = largest(i, sizes[i] + remaining // costs_per_step[i]) - sizes[i]
+            sizes[i], remaining = sizes[i] + increase, remaining - increase * costs_per_step[i]
+    solved = method_with(sizes)
+    if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
-    return Fit(solved, count, wanted)
+    return FitResult(solved, count, budget_count)
 
 
-def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
+def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
     """The smallest sizes and their count: 1, or 2 where one alone is refused (a mask on a product needs two)."""
     try:
         return 1, cost_at(*[1] * slots)
@@ -132,14 +134,14 @@ def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
             raise refused from None
 
 
-def _fit_weights(weights: object, slots: int) -> bool:
+def _weights_are_valid(weights: object, slots: int) -> bool:
     """Whether there is a positive number for each ?."""
     if not isinstance(weights, list | tuple) or len(weights) != slots:
         return False
     return all(fits_type(float, weight) and weight > 0 for weight in weights)
 
 
-def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
     number = budget if isinstance(budget, int) and budget is not True else None
     text = budget.replace(",", "").strip() if isinstance(budget, str) else ""
     if (share := parse_percentage(text)) is not None:
@@ -153,7 +155,7 @@ def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denom
     return number
 
 
-def _pieces(method: str) -> list[str]:
+def _split_at_question_marks(method: str) -> list[str]:
     """The expression cut at its question marks, those inside quotes left alone."""
     if not isinstance(method, str):
         raise DeltuneError("fit wants an expression with ? for the sizes to solve, as a text")

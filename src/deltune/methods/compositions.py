@@ -38,7 +38,7 @@ class Composition:
     def tied(self, widths: Widths) -> Shapes:
         return {}
 
-    def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill those of its tensors that are given with their initial values, in place."""
 
     def factor(self, tensors: Mapping[str, torch.Tensor]) -> float | torch.Tensor | None:
@@ -74,7 +74,7 @@ class Scale(Composition):
     def shapes(self, widths: Widths) -> Shapes:
         return {"scale": ()} if self.learned else {}
 
-    def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if "scale" in tensors:
             tensors["scale"].fill_(self.value)
 
@@ -121,7 +121,7 @@ class SigmoidGate(Composition):
     def tied(self, widths: Widths) -> Shapes:
         return {"gate": (widths.x_width,)}
 
-    def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if "gate" in tensors:
             tensors["gate"].zero_()
 

@@ -13,7 +13,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, excerpt, unknown_name
-from .arguments import LARGEST
+from .arguments import MAX_INTEGER
 from .forms import Shapes
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
@@ -71,7 +71,7 @@ def trained_shapes(modification: Modification, place: EditLocation) -> Shapes:
     return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
 
 
-def numel(shapes: Shapes) -> int:
+def total_numel(shapes: Shapes) -> int:
     """Scalars of several tensors."""
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -90,44 +90,44 @@ def count(
     anatomy = inspect(model)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    planned = resolve(anatomy, parse(method), lambda: base_size(model)[1])
-    return count_resolved(anatomy, planned, *base_size(model, denominator), head=head)
+    resolved = resolve(anatomy, parse(method), lambda: base_size(model)[1])
+    return count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
 
 
 def count_resolved(
     anatomy: Anatomy,
-    planned: ResolvedMethod,
+    resolved: ResolvedMethod,
     denominator: str,
     size: int,
     head: str = "train",
     folded: bool = False,
-    heads: int | None = None,
+    head_size: int | None = None,
 ) -> Count:
     """The count of a resolved method. folded: it was loaded, so that nothing is trained besides what is kept; heads:
     scalars of a head that is not the anatomy's (a loaded one may have other labels)."""
-    kept = trained = drawn = 0
+    stored = trained = masked = 0
     shared: dict[tuple[str, str], int] = {}
     tied: dict[str, int] = {}
-    for edit in planned.edits:
-        m, widths = edit.modification, edit.place.widths
+    for edit in resolved.edits:
+        modification, widths = edit.modification, edit.place.widths
         if edit.mask is not None:
-            drawn += edit.mask.count
+            masked += edit.mask.count
             continue
-        kept += numel(kept_shapes(m, edit.place))
-        trained += numel(trained_shapes(m, edit.place))
-        shared[edit.term, edit.place.group] = numel(m.form.shared(widths))
-        tied[edit.tied] = numel(m.compose.tied(widths))
-    drawn += sum(mask.count for _, mask in (*planned.partly, *planned.tied))
-    drawn += sum(gates.keep for gates in planned.gated)
-    trained += sum(2 * gates.size - gates.keep for gates in planned.gated)  # a difference and a gate for every scalar
-    method = kept + sum(tied.values()) + sum(t.numel for t in planned.selected) + drawn
-    if heads is None:
-        heads = sum(t.numel for t in anatomy.tensors if t.area == "head")
+        stored += total_numel(kept_shapes(modification, edit.place))
+        trained += total_numel(trained_shapes(modification, edit.place))
+        shared[edit.term, edit.place.group] = total_numel(modification.form.shared(widths))
+        tied[edit.tied] = total_numel(modification.compose.tied(widths))
+    masked += sum(mask.count for _, mask in (*resolved.masked, *resolved.tied))
+    masked += sum(gates.keep for gates in resolved.gated)
+    trained += sum(2 * gates.size - gates.keep for gates in resolved.gated)  # a difference and a gate for every scalar
+    method = stored + sum(tied.values()) + sum(t.numel for t in resolved.selected) + masked
+    if head_size is None:
+        head_size = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
         method=method,
-        head=heads if head == "train" else 0,
-        training_only=0 if folded else trained + sum(shared.values()) - kept,
-        stored=method + drawn + heads,  # a masked scalar is stored with its index
+        head=head_size if head == "train" else 0,
+        training_only=0 if folded else trained + sum(shared.values()) - stored,
+        stored=method + masked + head_size,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
     )
@@ -139,8 +139,8 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
     if isinstance(denominator, str) and re.fullmatch(r"[0-9][0-9,]{0,30}", denominator):
         size = int(denominator.replace(",", ""))
     if size is not None:
-        if not 1 <= size <= LARGEST:
-            raise DeltuneError(f"denominator={excerpt(denominator)}: must be at least 1 and at most {LARGEST:,}")
+        if not 1 <= size <= MAX_INTEGER:
+            raise DeltuneError(f"denominator={excerpt(denominator)}: must be at least 1 and at most {MAX_INTEGER:,}")
         return "number", size
     if not isinstance(denominator, str) or denominator not in DENOMINATORS:
         raise DeltuneError(unknown_name("denominator", denominator, [*DENOMINATORS, "a number"]))
@@ -158,8 +158,8 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
 
 def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
     """Scalars of the vocabulary projection that would exist beside the input embeddings."""
-    words = anatomy.stacks[-1].words
-    found = [t for t in anatomy.tensors if words and f"{words}.weight" in (t.name, *t.aliases)]
-    if not found:
+    word_embedding = anatomy.stacks[-1].words
+    matches = [t for t in anatomy.tensors if word_embedding and f"{word_embedding}.weight" in (t.name, *t.aliases)]
+    if not matches:
         raise DeltuneError(f"{config.model_type}: the word embeddings cannot be seen, so there is no untied size")
-    return found[0].numel
+    return matches[0].numel

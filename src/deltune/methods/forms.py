@@ -63,12 +63,12 @@ class Form:
     def __repr__(self) -> str:
         return to_expression(self)
 
-    def fits(self, widths: Widths) -> str | None:
+    def incompatibility(self, widths: Widths) -> str | None:
         """Why it cannot act between these widths, or None."""
         return None
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         """Whether Δh = 0 at the start whatever u is."""
         return True
 
@@ -84,7 +84,7 @@ class Form:
         """Shapes of tensors trained once for all places of one attention kind, folded away when saved."""
         return {}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         """Fill trained (or shared) tensors with their initial values, in place."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class Form:
         """The two factors that share a rank, so that masks can be drawn jointly; None where each tensor acts alone."""
         return None
 
-    def rest(self, tensors: Tensors) -> None:
+    def fill_untrained(self, tensors: Tensors) -> None:
         """Fill, in place, what a mask leaves out: zero, or the value that changes nothing."""
         for tensor in tensors.values():
             tensor.zero_()
@@ -121,9 +121,9 @@ class Form:
         """Δh from u and the kept tensors."""
         inner = self.inner(tensors, u, training)
         assert inner is not None
-        return _up(tensors, inner)
+        return _up_projection(tensors, inner)
 
-    def onto(
+    def add_to(
         self,
         h: torch.Tensor,
         tensors: Tensors,
@@ -140,7 +140,7 @@ class Form:
             return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
         inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
         if inner is None or h.dtype != inner.dtype:
-            delta = self(tensors, u, training) if inner is None else _up(tensors, inner)
+            delta = self(tensors, u, training) if inner is None else _up_projection(tensors, inner)
             # Δh may be a view of u, which may be h: it is not overwritten while it is read
             return (h.add if out is None or u is h else out.add_)(delta.to(h.dtype), alpha=scale)
         up, v = tensors["up"], inner.flatten(0, -2)
@@ -161,25 +161,25 @@ Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
 """A shared rank, and the sides below and above it."""
 
 
-def _pair(rank: int, widths: Widths) -> Product:
+def _down_up_product(rank: int, widths: Widths) -> Product:
     """down (r, d_in) and up (d_out, r)."""
     down, up = Factor("down", widths.in_width, widths.in_width, 1), Factor("up", widths.out_width, 1, rank)
     return rank, (down,), (up,)
 
 
-def _up(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
+def _up_projection(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
     """v W_up + b_up."""
     bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
     return F.linear(inner, tensors["up"].to(inner.dtype), bias)
 
 
-def positive(**sizes: int) -> None:
+def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise DeltuneError(f"{name}={size}: must be a whole number of at least 1")
 
 
-def share(name: str, value: float) -> None:
+def check_share(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
 
@@ -211,13 +211,13 @@ class Bottleneck(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(rank=self.rank)
-        share("dropout", self.dropout)
+        check_positive(rank=self.rank)
+        check_share("dropout", self.dropout)
         if self.activation not in ACTIVATIONS:
             raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         return self.zero_up
 
     def shapes(self, widths: Widths) -> Shapes:
@@ -228,7 +228,7 @@ class Bottleneck(Form):
             shapes |= {"norm_gain": (widths.in_width,), "norm_bias": (widths.in_width,)}
         return shapes
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["up"], self.init, self.zero_up)
         for name, tensor in tensors.items():
             if name not in ("down", "up"):
@@ -237,7 +237,7 @@ class Bottleneck(Form):
     def product(self, widths: Widths) -> Product:
         if self.layer_norm:
             raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
-        rank, down, up = _pair(self.rank, widths)
+        rank, down, up = _down_up_product(self.rank, widths)
         biases = (Factor("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
         return rank, (*down, *biases), up
 
@@ -259,17 +259,17 @@ class LowRank(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(rank=self.rank)
-        share("dropout", self.dropout)
+        check_positive(rank=self.rank)
+        check_share("dropout", self.dropout)
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
     def product(self, widths: Widths) -> Product:
-        return _pair(self.rank, widths)
+        return _down_up_product(self.rank, widths)
 
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["up"] @ tensors["down"], None
@@ -291,7 +291,7 @@ class Vector(Form):
     def shapes(self, widths: Widths) -> Shapes:
         return {"vector": (widths.out_width,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.zeros_(tensors["vector"])
 
     def affine(self, tensors: Tensors) -> Affine:
@@ -310,16 +310,16 @@ class Rescale(Form):
     def shapes(self, widths: Widths) -> Shapes:
         return {"gain": (widths.out_width,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.ones_(tensors["gain"])
 
-    def fits(self, widths: Widths) -> str | None:
+    def incompatibility(self, widths: Widths) -> str | None:
         if widths.in_width == widths.out_width:
             return None
         return f"Rescale needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
 
-    def rest(self, tensors: Tensors) -> None:
-        self.start(tensors)
+    def fill_untrained(self, tensors: Tensors) -> None:
+        self.initialize(tensors)
 
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["gain"] - 1, None
@@ -341,14 +341,14 @@ class Mixture(Form):
     def shapes(self, widths: Widths) -> Shapes:
         return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.zeros_(tensors["layers"])
         tensors["layers"][-1] = 1
         torch.nn.init.ones_(tensors["gain"])
         torch.nn.init.zeros_(tensors["bias"])
 
-    def rest(self, tensors: Tensors) -> None:
-        self.start(tensors)
+    def fill_untrained(self, tensors: Tensors) -> None:
+        self.initialize(tensors)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         """u (L + 1, B, n, d) -> Δh (B, n, d) to the last state."""
@@ -369,18 +369,18 @@ class Prompt(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
         if self.positions not in ("shift", "none"):
             raise DeltuneError(unknown_name("positions", self.positions, ("shift", "none")))
         if self.init_from == ():
             raise DeltuneError("init_from is empty; give token ids, or None for random rows")
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         return False
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"rows": (self.length, widths.in_width)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.normal_(tensors["rows"], std=0.02)

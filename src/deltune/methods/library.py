@@ -44,10 +44,10 @@ def layernorm(
     of: norms of the attentions (query, key and cross-attention norms included) or of the FFNs. embedding, final: the
     norms outside the layers; on when neither `of` nor `layers` is restricted. Error: terms="bias" without any bias.
     """
-    whole = of == "both" and layers == "all"
+    every_norm = of == "both" and layers == "all"
     areas: tuple[str, ...] = ("layers",)
-    areas += ("embedding",) if (whole if embedding is None else embedding) else ()
-    areas += ("final",) if (whole if final is None else final) else ()
+    areas += ("embedding",) if (every_norm if embedding is None else embedding) else ()
+    areas += ("final",) if (every_norm if final is None else final) else ()
     roles = {"both": ("norm.gain", "norm.bias"), "gain": ("norm.gain",), "bias": ("norm.bias",)}[terms]
     return (Selection(roles, areas, of, layers, stack),)
 
@@ -68,9 +68,9 @@ def bitfit(
         raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
     sites = {"all": (*_LINEARS, "norm"), "layers": (*_LINEARS, "norm"), "norm": ("norm",), "linear": _LINEARS}
     sites["query+ffn_up"] = ("query", "ffn_up")
-    missing = [_bias(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
+    missing = [_bias_vector(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
     if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
-        return (*(_bias(site, "biased", layers, add_missing) for site in sites[which]), *missing)
+        return (*(_bias_vector(site, "biased", layers, add_missing) for site in sites[which]), *missing)
     of_layers = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}
     of_base = tuple(area for area in spec.AREAS if area != "vocabulary")
     roles, areas = (("bias",), of_base) if which == "all" else (of_layers[which], ("layers",))
@@ -80,7 +80,7 @@ def bitfit(
 _LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 
 
-def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
+def _bias_vector(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
     insertion: Literal["parallel", "sequential"] = "sequential" if site == "norm" else "parallel"
     return Modification(site, Vector(where), insertion, layers=layers, optional=optional)
 
@@ -107,20 +107,20 @@ Learned = float | str
 """A number, "learned" (starts at 1) or "learned(4)" (starts at 4)."""
 
 
-def _sites(at: Site, known: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_sites(at: Site, allowed: tuple[str, ...]) -> tuple[str, ...]:
     sites = (at,) if isinstance(at, str) else tuple(at)
     for site in sites:
-        if site not in known:
-            raise DeltuneError(unknown_name("site", site, known))
+        if site not in allowed:
+            raise DeltuneError(unknown_name("site", site, allowed))
     if not sites:
-        raise DeltuneError(f"at is empty; give one or more of {', '.join(known)}")
+        raise DeltuneError(f"at is empty; give one or more of {', '.join(allowed)}")
     return sites
 
 
-def _kind(attention: str, site: str, sites: Sequence[str]) -> str:
+def _attention_at(attention: str, site: str, sites: Sequence[str]) -> str:
     """attention= at one of several sites: it chooses among attentions, and means nothing at the others beside them."""
-    beside = site not in spec.INSIDE_ATTENTION and any(other in spec.INSIDE_ATTENTION for other in sites)
-    return "all" if beside else attention
+    outside_attention = site not in spec.ATTENTION_SITES and any(other in spec.ATTENTION_SITES for other in sites)
+    return "all" if outside_attention else attention
 
 
 def _compose(scale: Learned) -> Composition:
@@ -157,7 +157,7 @@ def adapter(
     if style == "pfeiffer":
         return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed"),)
     return tuple(
-        Modification(site, form, "sequential", ADD, layers, stack, _kind(attention, site, ("attention", "ffn")))
+        Modification(site, form, "sequential", ADD, layers, stack, _attention_at(attention, site, ("attention", "ffn")))
         for site in ("attention", "ffn")
     )
 
@@ -179,9 +179,9 @@ def parallel_adapter(
 ) -> tuple[Modification | Selection, ...]:
     """h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3)."""
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init)
-    sites = _sites(at, ("ffn", "attention", "heads"))
+    sites = _checked_sites(at, ("ffn", "attention", "heads"))
     return tuple(
-        Modification(site, form, "parallel", _compose(scale), layers, stack, _kind(attention, site, sites), x)
+        Modification(site, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, site, sites), x)
         for site in sites
     )
 
@@ -294,11 +294,12 @@ def lora(
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []
-    for site in _sites(at, (*spec.PROJECTIONS, "ffn")):
+    for site in _checked_sites(at, (*spec.PROJECTIONS, "ffn")):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     form = LowRank(rank, dropout)
     return tuple(
-        Modification(s, form, "parallel", _compose(scale), layers, stack, _kind(attention, s, sites)) for s in sites
+        Modification(s, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, s, sites))
+        for s in sites
     )
 
 
@@ -361,7 +362,7 @@ def ia3(
     """w ⊙ h at the keys, the values and the FFN's inner activation, w = 1 at the start (Liu et al. 2022)."""
     sites = ("key", "value", "ffn_inner")
     return tuple(
-        Modification(s, Rescale(), "sequential", ADD, layers, stack, _kind(attention, s, sites)) for s in sites
+        Modification(s, Rescale(), "sequential", ADD, layers, stack, _attention_at(attention, s, sites)) for s in sites
     )
 
 

@@ -61,7 +61,7 @@ class MaskUnit:
     def size(self) -> int:
         if not self.rank:
             return math.prod(self.shape)
-        return self.rank * (_width(self.down) + _width(self.up))
+        return self.rank * (_total_width(self.down) + _total_width(self.up))
 
     @property
     def least(self) -> int:
@@ -69,7 +69,7 @@ class MaskUnit:
         return 2 if self.rank else 1
 
 
-def _width(sides: Sequence[Factor]) -> int:
+def _total_width(sides: Sequence[Factor]) -> int:
     return sum(side.width for side in sides)
 
 
@@ -88,66 +88,70 @@ class Mask:
 
     def indices(self) -> Indices:
         """Sorted flat indices by tensor; tensors without any are absent."""
-        found: Indices = {}
+        indices: Indices = {}
         for unit, count in self.quotas:
-            found |= draw_indices(unit, count, self.pattern, self.along, self.seed)
-        return found
+            indices |= draw_indices(unit, count, self.pattern, self.along, self.seed)
+        return indices
 
 
-def split_budget(units: Sequence[MaskUnit], total: int, needs: Mapping[int, Sequence[int]] | None = None) -> list[int]:
+def split_budget(
+    units: Sequence[MaskUnit], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
+) -> list[int]:
     """`total` over the units in proportion to size by largest remainder; a product gets none or at least two.
 
     needs: units that act only through others (a gate, a learned scale) -> those others, of which one must get some;
     what such a unit would have got without any of them goes to the units that can be trained.
     Error: more than there is, or fewer than one live set, with the bounds.
     """
-    needs = needs or {}
-    whole = sum(unit.size for unit in units)
-    least = min((unit.least for i, unit in enumerate(units) if i not in needs), default=1)
-    if not least <= total <= whole:
-        raise DeltuneError(f"parameters={total:,}: this method has {whole:,} scalars here; give {least} to {whole:,}")
-    shares = [(unit.size * total // whole, unit.size * total % whole) for unit in units]
+    depends_on = depends_on or {}
+    available = sum(unit.size for unit in units)
+    minimum = min((unit.least for i, unit in enumerate(units) if i not in depends_on), default=1)
+    if not minimum <= total <= available:
+        raise DeltuneError(
+            f"parameters={total:,}: this method has {available:,} scalars here; give {minimum} to {available:,}"
+        )
+    shares = [(unit.size * total // available, unit.size * total % available) for unit in units]
     quotas = [share for share, _ in shares]
     order = sorted(range(len(units)), key=lambda i: (-shares[i][1], i))
     for i in order[: total - sum(quotas)]:
         quotas[i] += 1
-    lonely = [i for i in order if 0 < quotas[i] < units[i].least]
-    while len(lonely) > 1:  # two products with one scalar each make one with two
-        quotas[lonely.pop(0)] += 1
-        quotas[lonely.pop()] -= 1
-    for i in lonely:
+    too_small = [i for i in order if 0 < quotas[i] < units[i].least]
+    while len(too_small) > 1:  # two products with one scalar each make one with two
+        quotas[too_small.pop(0)] += 1
+        quotas[too_small.pop()] -= 1
+    for i in too_small:
         quotas[i] = 0
-    dead = [i for i, others in needs.items() if quotas[i] and not any(quotas[j] for j in others)]
-    for i in dead:
+    idle = [i for i, others in depends_on.items() if quotas[i] and not any(quotas[j] for j in others)]
+    for i in idle:
         quotas[i] = 0
-    _place_left(units, quotas, total - sum(quotas), order, needs, lonely)
+    _place_remainder(units, quotas, total - sum(quotas), order, depends_on, too_small)
     return quotas
 
 
-def _place_left(
+def _place_remainder(
     units: Sequence[MaskUnit],
     quotas: list[int],
-    left: int,
+    remaining: int,
     order: Sequence[int],
-    needs: Mapping[int, Sequence[int]],
-    closed: Sequence[int],
+    depends_on: Mapping[int, Sequence[int]],
+    too_small: Sequence[int],
 ) -> None:
     """Give what is left to units that can be trained, in their order; `closed` ones come last."""
-    for last in (False, True, True):
+    for open_too_small in (False, True, True):
         for i in order:
             room = units[i].size - quotas[i]
-            live = any(quotas[j] for j in needs[i]) if i in needs else last or i not in closed
-            if left and live and room and quotas[i] + left >= units[i].least:
-                more = min(left, room)
-                quotas[i], left = quotas[i] + more, left - more
-    if left:  # one scalar is left over and nobody else can be opened: take one more from another
-        i = next(i for i in (*closed, *order) if not quotas[i] and i not in needs)
-        giver = next((j for j in order if quotas[j] > units[j].least), None)
-        if giver is None:
+            live = any(quotas[j] for j in depends_on[i]) if i in depends_on else open_too_small or i not in too_small
+            if remaining and live and room and quotas[i] + remaining >= units[i].least:
+                added = min(remaining, room)
+                quotas[i], remaining = quotas[i] + added, remaining - added
+    if remaining:  # one scalar is left over and nobody else can be opened: take one more from another
+        i = next(i for i in (*too_small, *order) if not quotas[i] and i not in depends_on)
+        donor = next((j for j in order if quotas[j] > units[j].least), None)
+        if donor is None:
             raise DeltuneError(
-                f"parameters={sum(quotas) + left:,}: every product takes two scalars; give one more or less"
+                f"parameters={sum(quotas) + remaining:,}: every product takes two scalars; give one more or less"
             )
-        quotas[giver], quotas[i] = quotas[giver] - 1, left + 1
+        quotas[donor], quotas[i] = quotas[donor] - 1, remaining + 1
 
 
 def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int) -> Indices:
@@ -155,37 +159,37 @@ def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int
 
     discrete: uniform without replacement. adjacent: consecutive whole rows (along="rows") or columns, the last ragged.
     """
-    stream = _Stream(seed, unit.name)
+    stream = _RandomStream(seed, unit.name)
     if not unit.rank:
-        return {unit.leaf: _plain(unit.shape, count, pattern, along, stream)}
+        return {unit.leaf: _draw_plain(unit.shape, count, pattern, along, stream)}
     if count == unit.size:
-        entries = {side.leaf: _entries(side, unit.rank) for side in (*unit.down, *unit.up)}
+        entries = {side.leaf: _all_positions(side, unit.rank) for side in (*unit.down, *unit.up)}
         return {leaf: np.sort(index) for leaf, index in entries.items()}
-    return _product(unit, count, pattern, along, stream)
+    return _draw_product(unit, count, pattern, along, stream)
 
 
-def _plain(shape: tuple[int, ...], count: int, pattern: str, along: str, stream: _Stream) -> np.ndarray:
+def _draw_plain(shape: tuple[int, ...], count: int, pattern: str, along: str, stream: _RandomStream) -> np.ndarray:
     size = math.prod(shape)
     if pattern == "discrete":
         return np.sort(stream.distinct(size, count))
     rows, columns = (1, size) if len(shape) < 2 else (shape[0], size // shape[0])
     if len(shape) < 2 or along == "rows":
-        return _run(size, columns if rows > 1 else 1, count, stream)
-    index = _run(size, rows, count, stream)  # position in column-major order
+        return _consecutive(size, columns if rows > 1 else 1, count, stream)
+    index = _consecutive(size, rows, count, stream)  # position in column-major order
     return np.sort(index % rows * columns + index // rows)
 
 
-def _run(size: int, block: int, count: int, stream: _Stream) -> np.ndarray:
+def _consecutive(size: int, block: int, count: int, stream: _RandomStream) -> np.ndarray:
     """`count` consecutive positions from the start of a random block on; past the end it grows backwards."""
     start = int(stream.number(0) % (size // block)) * block
     start = min(start, size - count)
     return np.arange(start, start + count, dtype=np.int64)
 
 
-def _product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _Stream) -> Indices:
-    wide, up_width = _width(unit.down), _width(unit.up)
+def _draw_product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _RandomStream) -> Indices:
+    down_width, up_width = _total_width(unit.down), _total_width(unit.up)
     by_rank = pattern == "adjacent" and along == "rows"
-    ranks = min(unit.rank, -(-count // (wide + up_width)) if by_rank else count // 2)
+    ranks = min(unit.rank, -(-count // (down_width + up_width)) if by_rank else count // 2)
     if pattern == "adjacent":  # from a random rank on; past the end it grows backwards
         start = int(stream.number(0) % unit.rank)
         after = min(ranks, unit.rank - start)
@@ -195,75 +199,85 @@ def _product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _Stre
     else:
         chosen = stream.distinct(unit.rank, ranks)
     if by_rank:
-        return _whole_ranks(unit, chosen, count, wide, up_width)
-    down = min(max(round(count * wide / (wide + up_width)), ranks), ranks * wide, count - ranks)
+        return _draw_whole_ranks(unit, chosen, count, down_width, up_width)
+    down = min(max(round(count * down_width / (down_width + up_width)), ranks), ranks * down_width, count - ranks)
     down = max(down, count - ranks * up_width)
-    kept: dict[str, list[np.ndarray]] = {}
+    positions: dict[str, list[np.ndarray]] = {}
     for sides, part in ((unit.down, down), (unit.up, count - down)):
         if pattern == "adjacent":
-            rank, entry = _columns(sides, ranks, part, stream)
+            rank, entry = _draw_columns(sides, ranks, part, stream)
         else:
-            rank, entry = _scattered(sides, ranks, part, stream)
-        _place(kept, sides, chosen[rank], entry)
-    return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+            rank, entry = _draw_scattered(sides, ranks, part, stream)
+        _add_positions(positions, sides, chosen[rank], entry)
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
 
 
-def _columns(sides: Sequence[Factor], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+def _draw_columns(
+    sides: Sequence[Factor], ranks: int, part: int, stream: _RandomStream
+) -> tuple[np.ndarray, np.ndarray]:
     """Ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
-    width = _width(sides)
-    first = min(int(stream.number(width) % width), _varying(sides) - 1) * ranks  # no rank has a constant alone
+    width = _total_width(sides)
+    first = min(int(stream.number(width) % width), _varying_width(sides) - 1) * ranks  # no rank has a constant alone
     flat = min(first, width * ranks - part) + np.arange(part)
     return flat % ranks, flat // ranks
 
 
-def _scattered(sides: Sequence[Factor], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+def _draw_scattered(
+    sides: Sequence[Factor], ranks: int, part: int, stream: _RandomStream
+) -> tuple[np.ndarray, np.ndarray]:
     """One entry for every chosen rank, none of them a constant, and the rest anywhere within these ranks."""
-    width, varying = _width(sides), _varying(sides)
+    width, varying = _total_width(sides), _varying_width(sides)
     rank = np.arange(ranks)
     entry = stream.numbers(width, ranks) % width
     entry = np.where(entry < varying, entry, entry % varying)
     anchors = np.sort(rank * width + entry)
     drawn = stream.distinct(ranks * width, min(ranks * width, part))
-    rest = drawn[~np.isin(drawn, anchors)][: part - ranks]
-    flat = np.concatenate([anchors, rest])
+    others = drawn[~np.isin(drawn, anchors)][: part - ranks]
+    flat = np.concatenate([anchors, others])
     return flat // width, flat % width
 
 
-def _varying(sides: Sequence[Factor]) -> int:
+def _varying_width(sides: Sequence[Factor]) -> int:
     """Entries a rank whose effect depends on the input; constants come after them."""
     return sum(side.width for side in sides if not side.constant)
 
 
-def _whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, wide: int, up_width: int) -> Indices:
+def _draw_whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, down_width: int, up_width: int) -> Indices:
     """Consecutive whole ranks, the last one ragged but with both sides live."""
-    kept: dict[str, list[np.ndarray]] = {}
-    full, left = len(chosen) - 1, count - (len(chosen) - 1) * (wide + up_width)
-    short = 1 if left == 1 else 0  # a lone scalar is dead: one of the rank before joins it
+    positions: dict[str, list[np.ndarray]] = {}
+    last, in_last = len(chosen) - 1, count - (len(chosen) - 1) * (down_width + up_width)
+    borrowed = 1 if in_last == 1 else 0  # a lone scalar is dead: one of the rank before joins it
     for position, rank in enumerate(chosen):
-        have = left + short if position == full else wide + up_width - (short if position == full - 1 else 0)
-        down = min(max(round(have * wide / (wide + up_width)), 1), wide, have - 1)
-        down = max(down, have - up_width)
-        for sides, part in ((unit.down, down), (unit.up, have - down)):
-            _place(kept, sides, np.full(part, rank), np.arange(part))
-    return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+        quota = (
+            in_last + borrowed
+            if position == last
+            else down_width + up_width - (borrowed if position == last - 1 else 0)
+        )
+        down = min(max(round(quota * down_width / (down_width + up_width)), 1), down_width, quota - 1)
+        down = max(down, quota - up_width)
+        for sides, part in ((unit.down, down), (unit.up, quota - down)):
+            _add_positions(positions, sides, np.full(part, rank), np.arange(part))
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
 
 
-def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Factor], ranks: np.ndarray, entries: np.ndarray) -> None:
+def _add_positions(
+    positions: dict[str, list[np.ndarray]], sides: Sequence[Factor], ranks: np.ndarray, entries: np.ndarray
+) -> None:
     """Flat indices of (rank, entry) pairs, the sides' tensors laid end to end."""
     start = 0
     for side in sides:
-        here = (entries >= start) & (entries < start + side.width)
-        if here.any():
-            kept.setdefault(side.leaf, []).append(side.positions(ranks[here], entries[here] - start))
+        in_side = (entries >= start) & (entries < start + side.width)
+        if in_side.any():
+            positions.setdefault(side.leaf, []).append(side.positions(ranks[in_side], entries[in_side] - start))
         start += side.width
 
 
-def _entries(side: Factor, rank: int) -> np.ndarray:
+def _all_positions(side: Factor, rank: int) -> np.ndarray:
     """All positions of a side."""
     return side.positions(np.arange(rank)[:, None], np.arange(side.width)[None]).reshape(-1)
 
 
-class _Stream:
+class _RandomStream:
     """Numbers that depend on (seed, name) and a position alone."""
 
     def __init__(self, seed: int, name: str) -> None:
@@ -273,7 +287,7 @@ class _Stream:
     def numbers(self, start: int, count: int) -> np.ndarray:
         """Non-negative numbers for the positions start ... start + count - 1."""
         with np.errstate(over="ignore"):
-            return (_mixed(np.arange(start, start + count, dtype=np.uint64), self.keys[0]) >> np.uint64(1)).astype(
+            return (_splitmix(np.arange(start, start + count, dtype=np.uint64), self.keys[0]) >> np.uint64(1)).astype(
                 np.int64
             )
 
@@ -288,18 +302,18 @@ class _Stream:
         half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
         mask = np.uint64((1 << half) - 1)
         values = np.arange(count, dtype=np.uint64)
-        beyond = np.ones(count, dtype=bool)
+        out_of_range = np.ones(count, dtype=bool)
         with np.errstate(over="ignore"):
-            while beyond.any():
-                left, right = values[beyond] >> np.uint64(half), values[beyond] & mask
+            while out_of_range.any():
+                left, right = values[out_of_range] >> np.uint64(half), values[out_of_range] & mask
                 for key in self.keys:
-                    left, right = right, left ^ (_mixed(right, key) & mask)
-                values[beyond] = (left << np.uint64(half)) | right
-                beyond = values >= np.uint64(size)
+                    left, right = right, left ^ (_splitmix(right, key) & mask)
+                values[out_of_range] = (left << np.uint64(half)) | right
+                out_of_range = values >= np.uint64(size)
         return values.astype(np.int64)
 
 
-def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+def _splitmix(values: np.ndarray, key: np.uint64) -> np.ndarray:
     """splitmix64's finaliser, keyed."""
     z = (values + key) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

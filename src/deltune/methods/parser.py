@@ -22,7 +22,7 @@ from .arguments import fits_type, number_problem, type_mismatch
 
 Vocabulary = Mapping[str, Callable[..., Any]]
 
-ELSEWHERE = {
+OTHER_LIBRARIES_NAMES = {
     "r": "rank",
     "num_virtual_tokens": "length",
     "target_modules": "at",
@@ -31,19 +31,19 @@ ELSEWHERE = {
 }
 """What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
 
-LONGEST = 100_000
+MAX_CHARACTERS = 100_000
 """Characters of an expression."""
-DEEPEST = 30
+MAX_DEPTH = 30
 """Brackets within brackets."""
-MOST_TERMS = 1_000
+MAX_TERMS = 1_000
 """Terms of one sum."""
 
 
 def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
     """Message for an argument that does not exist: the nearest, or what others' word is here, and all there are."""
-    there, parameters = ELSEWHERE.get(key), signature(make).parameters
-    guess = there if there in parameters else closest_match(key, parameters)
-    hint = f" Did you mean {guess!r}?" if guess else ""
+    our_name, parameters = OTHER_LIBRARIES_NAMES.get(key), signature(make).parameters
+    suggestion = our_name if our_name in parameters else closest_match(key, parameters)
+    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
     return f"{name} has no argument {key!r}.{hint} It takes: {signature_text(make)}"
 
 
@@ -53,7 +53,7 @@ class _Problem:
     message: str
 
 
-class _Failed(Exception):
+class _TermFailed(Exception):
     """Raised inside one term once its problem is noted, so that the other terms are still read."""
 
 
@@ -76,10 +76,10 @@ def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection
         reason = "nested too deeply" if deep else getattr(error, "msg", None) or str(error)
         reason = "a size is left open (?); deltune.fit solves it for a budget" if "?" in source else reason
         raise DeltuneError(f"the method expression cannot be read: {reason}\n{_caret(source, at)}") from None
-    reader = _Reader(vocabulary, words)
+    reader = _ExpressionReader(vocabulary, words)
     try:
         value = reader.value(tree.body, top=True)
-    except _Failed:
+    except _TermFailed:
         value = None
     except RecursionError:
         raise DeltuneError("the method expression is nested too deeply") from None
@@ -93,8 +93,8 @@ def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection
 
 def _check_limits(source: str) -> None:
     """Error for a text that is longer or nested deeper than any method, before it is parsed."""
-    if len(source) > LONGEST:
-        raise DeltuneError(f"the method expression has {len(source):,} characters; at most {LONGEST:,} are read")
+    if len(source) > MAX_CHARACTERS:
+        raise DeltuneError(f"the method expression has {len(source):,} characters; at most {MAX_CHARACTERS:,} are read")
     depth, quote = 0, ""
     for column, character in enumerate(source):
         if character in "'\"":
@@ -103,9 +103,9 @@ def _check_limits(source: str) -> None:
             depth += 1
         elif not quote and character in ")]}":
             depth -= 1
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise DeltuneError(
-                f"the method expression is nested too deeply: more than {DEEPEST} brackets are open\n"
+                f"the method expression is nested too deeply: more than {MAX_DEPTH} brackets are open\n"
                 + _caret(source, column)
             )
 
@@ -121,14 +121,14 @@ def _caret(source: str, column: int) -> str:
     return f"    {source[start : start + 100]}\n    {' ' * (column - start)}^"
 
 
-class _Reader:
+class _ExpressionReader:
     def __init__(self, vocabulary: Vocabulary, words: typing.Collection[str]) -> None:
         self.vocabulary, self.words = vocabulary, words
         self.problems: list[_Problem] = []
 
     def fail(self, node: ast.AST, message: str) -> typing.NoReturn:
         self.problems.append(_Problem(node, message))
-        raise _Failed
+        raise _TermFailed
 
     def value(self, node: ast.expr, top: bool = False) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -140,11 +140,13 @@ class _Reader:
                 return self.build(node, node, [], {})
             if not top and node.id in self.words:
                 return node.id
-            quoted = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
-            self.fail(node, unknown_name("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
+            quote_hint = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
+            self.fail(
+                node, unknown_name("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quote_hint
+            )
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
-            if isinstance(node.value, int | float) and (why := number_problem(node.value)):
-                self.fail(node, f"{excerpt(node.value)} is too large: {why}")
+            if isinstance(node.value, int | float) and (problem := number_problem(node.value)):
+                self.fail(node, f"{excerpt(node.value)} is too large: {problem}")
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):
             return tuple(self.value(item) for item in node.elts)
@@ -156,20 +158,20 @@ class _Reader:
 
     def sum(self, node: ast.BinOp) -> Any:
         terms: list[ast.expr] = []
-        rest: ast.expr = node
-        while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.Add):
-            terms.append(rest.right)
-            rest = rest.left
-        if len(terms) >= MOST_TERMS:
-            self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MOST_TERMS:,} are read")
+        remaining: ast.expr = node
+        while isinstance(remaining, ast.BinOp) and isinstance(remaining.op, ast.Add):
+            terms.append(remaining.right)
+            remaining = remaining.left
+        if len(terms) >= MAX_TERMS:
+            self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MAX_TERMS:,} are read")
         values = []
-        for term in [rest, *reversed(terms)]:
+        for term in [remaining, *reversed(terms)]:
             try:
                 values.append(self.value(term, top=True))
-            except _Failed:
+            except _TermFailed:
                 continue
         if self.problems:
-            raise _Failed
+            raise _TermFailed
         total = values[0]
         for term_value in values[1:]:
             try:
@@ -189,7 +191,7 @@ class _Reader:
         for argument in node.args:
             try:
                 positional.append((argument, self.value(argument)))
-            except _Failed:
+            except _TermFailed:
                 continue
         for keyword in node.keywords:
             if keyword.arg is None:
@@ -197,10 +199,10 @@ class _Reader:
                 continue
             try:
                 named[keyword.arg] = (keyword, self.value(keyword.value))
-            except _Failed:
+            except _TermFailed:
                 continue
         if len(self.problems) > before:
-            raise _Failed
+            raise _TermFailed
         return self.build(node, node.func, positional, named)
 
     def build(
@@ -231,7 +233,7 @@ class _Reader:
         if missing:
             self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {signature_text(make)}"))
         if len(self.problems) > before:
-            raise _Failed
+            raise _TermFailed
         try:
             return make(**bound)
         except DeltuneError as error:
@@ -253,9 +255,9 @@ def signature_text(make: Callable[..., Any]) -> str:
 
 def to_expression(value: Any) -> str:
     """The text that the parser reads back as `value`; arguments at their defaults are left out."""
-    given = [
+    arguments = [
         f"{f.name}={getattr(value, f.name)!r}"
         for f in dataclasses.fields(value)
         if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
     ]
-    return f"{type(value).__name__}({', '.join(given)})"
+    return f"{type(value).__name__}({', '.join(arguments)})"

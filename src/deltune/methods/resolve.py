@@ -57,7 +57,7 @@ class ResolvedMethod:
 
     edits: tuple[ResolvedEdit, ...]
     selected: tuple[Tensor, ...]
-    partly: tuple[tuple[Tensor, Mask], ...] = ()
+    masked: tuple[tuple[Tensor, Mask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
     gated: tuple[ResolvedGates, ...] = ()
 
@@ -65,7 +65,7 @@ class ResolvedMethod:
         return self  # a value; copies of a tuned model share it
 
 
-def resolve(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> ResolvedMethod:
+def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> ResolvedMethod:
     """Resolve a method on a model; base() is the size of AutoModel, for a mask that is a share of it.
 
     Errors: DeltuneError with every term that cannot be had and why.
@@ -74,69 +74,78 @@ def resolve(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> Resolv
     plans: list[ResolvedMethod] = []
     index = 0
     for term in method.terms:
-        found = _term(anatomy, term, index, problems)
+        term_plan = _resolve_term(anatomy, term, index, problems)
         index += len(term.parts)
         if isinstance(term, MaskedMethod) and not problems:
             try:
-                found = _masked(found, term, base)
+                term_plan = _draw_masks(term_plan, term, base_size)
             except DeltuneError as error:
                 problems.append(f"{term!r}: {error}")
-            inner = term.method.terms
-            problems += _idle([_term(anatomy, one, index, problems) for one in inner] if len(inner) > 1 else [], inner)
-        plans.append(found)
+            inner_terms = term.method.terms
+            problems += _terms_without_effect(
+                [_resolve_term(anatomy, inner_term, index, problems) for inner_term in inner_terms]
+                if len(inner_terms) > 1
+                else [],
+                inner_terms,
+            )
+        plans.append(term_plan)
     problems = problems or list(_conflicts(plans, method.terms))
     if problems:
         raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
-    selected = {t.name: t for p in plans for t in p.selected}
-    partly = {t.name: (t, mask) for p in plans for t, mask in p.partly}
+    selected = {t.name: t for plan in plans for t in plan.selected}
+    partly = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
     return ResolvedMethod(
-        tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
-        tuple(t for p in plans for t in p.tied), tuple(g for p in plans for g in p.gated),
+        tuple(e for plan in plans for e in plan.edits), tuple(selected.values()), tuple(partly.values()),
+        tuple(t for plan in plans for t in plan.tied), tuple(g for plan in plans for g in plan.gated),
     )  # fmt: skip
 
 
 def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
     """What terms would take from one another: every scalar that is counted must be used and trained."""
-    names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
-    whole = {t.name for p in plans for t in p.selected}
-    if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
+    names = [
+        t.name for plan in plans for t in (*(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors))
+    ]
+    trained_whole = {t.name for plan in plans for t in plan.selected}
+    if twice := sorted({name for name in names if names.count(name) > 1 or name in trained_whole}):
         yield (
             f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
             "apet(A + B, …), or one of the two"
         )
     replaced: dict[ModuleSide, ResolvedEdit] = {}
-    for edit in (e for p in plans for e in p.edits if e.modification.form.replaces):
+    for edit in (e for plan in plans for e in plan.edits if e.modification.form.replaces):
         if edit.place.target in replaced:
             yield (
                 f"two terms put {edit.modification.form!r} in place of what is at {edit.place.name}: the first of them "
                 "would have no effect; give one"
             )
         replaced[edit.place.target] = edit
-    yield from _idle(plans, terms)
-    in_part = [t for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
+    yield from _terms_without_effect(plans, terms)
+    in_part = [t for plan in plans for t in (*(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors))]
     if unreached := sorted({t.name for t in in_part if t.direct}):
         yield (
             f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
             "module, so that what is trained of it would never be used; choose a method without it, or train it whole"
         )
-    forms = [e.modification.form for p in plans for e in p.edits]
+    forms = [e.modification.form for plan in plans for e in plan.edits]
     if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
         yield "shift_positions beside a prompt: both would move the positions of the text"
 
 
-def _idle(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
+def _terms_without_effect(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
     """Terms that only select tensors, all of which other terms select too."""
-    selected = [{t.name for t in p.selected} for p in plans]
-    for number, (one, term) in enumerate(zip(plans, terms, strict=False)):
-        rest = {name for other, names in enumerate(selected) if other != number for name in names}
-        if selected[number] and selected[number] <= rest and not (one.edits or one.gated or one.partly):
-            others = [repr(terms[i]) for i, names in enumerate(selected) if i != number and names & selected[number]]
-            beside = " and ".join(dict.fromkeys(others))
-            yield f"{term!r} has no effect beside {beside}, which trains all of it: leave it out"
+    selected = [{t.name for t in other_plan.selected} for other_plan in plans]
+    for number, (plan, term) in enumerate(zip(plans, terms, strict=False)):
+        other_names = {name for other, names in enumerate(selected) if other != number for name in names}
+        if selected[number] and selected[number] <= other_names and not (plan.edits or plan.gated or plan.masked):
+            overlapping = [
+                repr(terms[i]) for i, names in enumerate(selected) if i != number and names & selected[number]
+            ]
+            other_terms = " and ".join(dict.fromkeys(overlapping))
+            yield f"{term!r} has no effect beside {other_terms}, which trains all of it: leave it out"
             return
 
 
-def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> ResolvedMethod:
+def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> ResolvedMethod:
     """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
     edits: list[ResolvedEdit] = []
     selected: list[Tensor] = []
@@ -144,18 +153,21 @@ def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> Re
     for number, part in enumerate(term.parts, index):
         try:
             if isinstance(part, Modification):
-                found = resolve_locations(anatomy, part)
-                edits += [ResolvedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
+                locations = resolve_locations(anatomy, part)
+                edits += [
+                    ResolvedEdit(f"{number}_{location.name.replace('.', '_')}", part, location, index)
+                    for location in locations
+                ]
             elif part.sparsity is None:
                 selected += selected_tensors(anatomy, part)
-            elif chosen := selected_tensors(anatomy, part):
-                gated.append(_gated(chosen, part.sparsity, str(number)))
+            elif tensors := selected_tensors(anatomy, part):
+                gated.append(_resolve_gates(tensors, part.sparsity, str(number)))
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
     return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
 
 
-def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates:
+def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates:
     unique = tuple(dict.fromkeys(chosen))
     size = sum(t.numel for t in unique)
     keep = int(size * sparsity)
@@ -164,43 +176,43 @@ def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates
     return ResolvedGates(key, unique, keep)
 
 
-def _masked(whole: ResolvedMethod, masked: MaskedMethod, base: Callable[[], int]) -> ResolvedMethod:
+def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Callable[[], int]) -> ResolvedMethod:
     """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out.
 
     A learned scale acts through the form of its edit, and a gate through the edits that it is tied to: they get none
     where those have none.
     """
     owners: list[tuple[str, str, MaskUnit]] = []
-    needs: dict[int, list[int]] = {}
-    forms: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
-    for edit in whole.edits:
+    depends_on: dict[int, list[int]] = {}
+    gated_units: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
+    for edit in unmasked.edits:
         composing = edit.modification.compose.shapes(edit.place.widths)
-        units = _units(edit)
+        units = _mask_units(edit)
         numbered = dict(enumerate(units, len(owners)))
-        form = [i for i, unit in numbered.items() if unit.leaf not in composing]
-        needs |= {i: form for i, unit in numbered.items() if unit.leaf in composing}
+        form_units = [i for i, unit in numbered.items() if unit.leaf not in composing]
+        depends_on |= {i: form_units for i, unit in numbered.items() if unit.leaf in composing}
         if edit.modification.compose.tied(edit.place.widths):
-            forms.setdefault(edit.tied, []).extend(form)
+            gated_units.setdefault(edit.tied, []).extend(form_units)
         owners += [("edit", edit.key, unit) for unit in units]
-    for key, edit in {e.tied: e for e in whole.edits if e.tied in forms}.items():
-        needs[len(owners)] = forms[key]
+    for key, edit in {e.tied: e for e in unmasked.edits if e.tied in gated_units}.items():
+        depends_on[len(owners)] = gated_units[key]
         shape = edit.modification.compose.tied(edit.place.widths)["gate"]
         owners.append(("tied", key, MaskUnit(f"tied.{key}", shape, "gate")))
-    owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in whole.selected]
-    quotas = split_budget([unit for _, _, unit in owners], masked.wanted(base), needs)
-    kept: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
+    owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in unmasked.selected]
+    quotas = split_budget([unit for _, _, unit in owners], masked.target_count(base_size), depends_on)
+    kept_units: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
     for (kind, name, unit), count in zip(owners, quotas, strict=True):
         if count:
-            kept.setdefault((kind, name), []).append((unit, count))
-    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept.items()}
+            kept_units.setdefault((kind, name), []).append((unit, count))
+    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept_units.items()}
     return ResolvedMethod(
-        tuple(replace(e, mask=masks["edit", e.key]) for e in whole.edits if ("edit", e.key) in masks), (),
-        tuple((t, masks["base", t.name]) for t in whole.selected if ("base", t.name) in masks),
+        tuple(replace(e, mask=masks["edit", e.key]) for e in unmasked.edits if ("edit", e.key) in masks), (),
+        tuple((t, masks["base", t.name]) for t in unmasked.selected if ("base", t.name) in masks),
         tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
     )  # fmt: skip
 
 
-def _units(edit: ResolvedEdit) -> list[MaskUnit]:
+def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
     """What is drawn of an edit: its product, if it has one, and every other tensor alone."""
     widths, form = edit.place.widths, edit.modification.form
     shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
@@ -215,9 +227,9 @@ def _units(edit: ResolvedEdit) -> list[MaskUnit]:
 
 def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     """Every tensor of a selection, each once; an error where none exists, saying what there is."""
-    layers = {anatomy.layers.index(la) for la in select_layers(anatomy, selection.layers, selection.stack)}
-    belongs = {norm.path: norm for _, norm in anatomy.all_norms()}
-    found = []
+    layers = {anatomy.layers.index(layer) for layer in select_layers(anatomy, selection.layers, selection.stack)}
+    norms = {norm.path: norm for _, norm in anatomy.all_norms()}
+    tensors = []
     for tensor in anatomy.tensors:
         if (
             tensor.computed
@@ -225,33 +237,33 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
             or (tensor.layer is not None and tensor.layer not in layers)
         ):
             continue
-        if tensor.layer is None and selection.stack not in ("all", *_stacks_of(anatomy, tensor)):
+        if tensor.layer is None and selection.stack not in ("all", *_stacks_containing(anatomy, tensor)):
             continue
-        if not any(_is(tensor, role) for role in selection.roles):
+        if not any(_has_role(tensor, role) for role in selection.roles):
             continue
-        norm: Norm | None = belongs.get(tensor.name.rpartition(".")[0])
+        norm: Norm | None = norms.get(tensor.name.rpartition(".")[0])
         if selection.of != "both" and norm is not None and norm.of and selection.of not in norm.of:
             continue
-        found.append(tensor)
-    missing = [r for r in selection.roles if not any(_is(t, r) for t in anatomy.tensors)]
-    if not selection.optional and (not found or len(missing) == len(selection.roles)):
-        raise DeltuneError(_nothing(anatomy, selection))
-    return found
+        tensors.append(tensor)
+    missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
+    if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
+        raise DeltuneError(_nothing_selected(anatomy, selection))
+    return tensors
 
 
-def _stacks_of(anatomy: Anatomy, tensor: Tensor) -> list[str]:
+def _stacks_containing(anatomy: Anatomy, tensor: Tensor) -> list[str]:
     """The stacks that a tensor outside the layers stands in; shared embeddings stand in both."""
     names = (tensor.name, *tensor.aliases)
     return [s.name for s in anatomy.stacks if any(n.startswith(f"{s.entry}." if s.entry else "") for n in names)]
 
 
-def _is(tensor: Tensor, role: str) -> bool:
+def _has_role(tensor: Tensor, role: str) -> bool:
     return role == "all" or tensor.role == role or (role == "bias" and tensor.role.rpartition(".")[2] == "bias")
 
 
-def _nothing(anatomy: Anatomy, selection: Selection) -> str:
+def _nothing_selected(anatomy: Anatomy, selection: Selection) -> str:
     roles = sorted({t.role for t in anatomy.tensors if t.area in selection.areas})
-    wanted = " or ".join(selection.roles)
+    requested = " or ".join(selection.roles)
     if selection.roles == ("norm.bias",):
         return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
-    return f"this model has no {wanted} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"
+    return f"this model has no {requested} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"

@@ -38,14 +38,14 @@ SITES = {
 }
 """Sites of UV's third dimension, with what each one is."""
 
-INSIDE_ATTENTION = ("heads", "attention", "query", "key", "value", "output")
+ATTENTION_SITES = ("heads", "attention", "query", "key", "value", "output")
 """The sites that each attention has, where attention= chooses."""
 
 PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 LAYERS = ("all", "lower half", "upper half")
 STACKS = ("all", "encoder", "decoder")
 ATTENTIONS = ("all", "self", "cross")
-READS = ("input", "residual", "normed")
+X_CHOICES = ("input", "residual", "normed")
 
 LayersArg = str | tuple[int, ...]
 
@@ -74,7 +74,7 @@ class Method:
 
 ADD = Add()
 
-SITE_OF = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
+SITES_FOR_NEED = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
 """Which sites offer what a form needs beyond one representation."""
 
 
@@ -101,26 +101,26 @@ class Modification(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_where(self.layers, self.stack, self.attention)
-        for name, value, known in (
+        check_scope(self.layers, self.stack, self.attention)
+        for name, value, allowed in (
             ("site", self.site, SITES),
             ("insertion", self.insertion, ("parallel", "sequential")),
-            ("x", self.x, READS),
+            ("x", self.x, X_CHOICES),
         ):
-            if value not in known:
-                raise DeltuneError(unknown_name(name, value, known))
-        if self.attention != "all" and self.site not in INSIDE_ATTENTION:
+            if value not in allowed:
+                raise DeltuneError(unknown_name(name, value, allowed))
+        if self.attention != "all" and self.site not in ATTENTION_SITES:
             raise DeltuneError(f"attention={self.attention!r} chooses attentions; site {self.site!r} is in none")
         needs, form = self.form.needs, type(self.form).__name__
-        if needs in SITE_OF and self.site not in SITE_OF[needs]:
-            raise DeltuneError(f"{form} acts at site {SITE_OF[needs][0]!r}, not at {self.site!r}")
-        if self.site in ("embedding", "hidden_states") and self.site not in SITE_OF.get(needs, ()):
+        if needs in SITES_FOR_NEED and self.site not in SITES_FOR_NEED[needs]:
+            raise DeltuneError(f"{form} acts at site {SITES_FOR_NEED[needs][0]!r}, not at {self.site!r}")
+        if self.site in ("embedding", "hidden_states") and self.site not in SITES_FOR_NEED.get(needs, ()):
             raise DeltuneError(f"{form} cannot act at site {self.site!r}: it needs one representation to change")
         if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
             raise DeltuneError(f"site {self.site!r} has no x of its own: insertion is 'sequential'")
         if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
             raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
-        if needs in SITE_OF and self.insertion == "sequential":
+        if needs in SITES_FOR_NEED and self.insertion == "sequential":
             raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
         if self.x == "residual" and (self.site not in ("attention", "ffn", "heads") or self.insertion != "parallel"):
             raise DeltuneError("x='residual' is for a parallel insertion at 'attention', 'ffn' or 'heads'")
@@ -137,7 +137,7 @@ class Modification(Method):
                 "one prefix vector without the gate of UV eq. 8: its softmax is 1 whatever its key is, so that the key "
                 "would never be trained; give a length of at least 2"
             )
-        if isinstance(self.compose, Scale) and not self.compose.value and self.form.silent:
+        if isinstance(self.compose, Scale) and not self.compose.value and self.form.starts_at_zero:
             raise DeltuneError(
                 f"a learned scale that starts at 0 on {self.form!r}, which starts at 0 too: neither would ever have a "
                 "gradient; start the scale at another number"
@@ -174,7 +174,7 @@ class Selection(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_where(self.layers, self.stack)
+        check_scope(self.layers, self.stack)
         if self.sparsity is not None and not 0 < self.sparsity < 1:
             raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
@@ -205,44 +205,46 @@ class NamedMethod(Method):
     """A method of the table with all its arguments; `given` holds those that differ from their defaults."""
 
     name: str
-    given: tuple[tuple[str, Any], ...]
+    non_defaults: tuple[tuple[str, Any], ...]
     arguments: tuple[tuple[str, Any], ...]
-    built: tuple[Modification | Selection, ...]
+    built_parts: tuple[Modification | Selection, ...]
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
-        return self.built
+        return self.built_parts
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NamedMethod) and (self.name, self.given) == (other.name, other.given)
+        return isinstance(other, NamedMethod) and (self.name, self.non_defaults) == (other.name, other.non_defaults)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.given))
+        return hash((self.name, self.non_defaults))
 
     def __repr__(self) -> str:
-        return _call(self.name, self.given)
+        return _call_text(self.name, self.non_defaults)
 
 
 def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., NamedMethod]:
     """A function that returns parts becomes one that returns the named method, with its arguments on record."""
-    shape = signature(make)
+    parameters_of = signature(make)
     hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
 
     @wraps(make)
     def method(*args: Any, **kwargs: Any) -> NamedMethod:
-        if unheard := [unknown_argument(make.__name__, key, make) for key in kwargs if key not in shape.parameters]:
-            raise DeltuneError("; ".join(unheard))
+        if unknown := [
+            unknown_argument(make.__name__, key, make) for key in kwargs if key not in parameters_of.parameters
+        ]:
+            raise DeltuneError("; ".join(unknown))
         try:
-            bound = shape.bind(*args, **kwargs)
+            bound = parameters_of.bind(*args, **kwargs)
         except TypeError as error:
             raise DeltuneError(f"{make.__name__}: {error}; it takes {signature_text(make)}") from None
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
-        wrong = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
-        if wrong:
-            raise error_from_problems(make.__name__, wrong)
-        given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
-        return NamedMethod(make.__name__, given, tuple(arguments.items()), make(**arguments))
+        problems = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
+        if problems:
+            raise error_from_problems(make.__name__, problems)
+        non_defaults = tuple((key, v) for key, v in arguments.items() if v != parameters_of.parameters[key].default)
+        return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), make(**arguments))
 
     return method
 
@@ -263,12 +265,12 @@ class MaskedMethod(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, value, known in (
+        for name, value, allowed in (
             ("pattern", self.pattern, ("discrete", "adjacent")),
             ("along", self.along, ("rows", "columns")),
         ):
-            if value not in known:
-                raise DeltuneError(unknown_name(name, value, known))
+            if value not in allowed:
+                raise DeltuneError(unknown_name(name, value, allowed))
         if any(isinstance(term, MaskedMethod) for term in self.method.terms):
             raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
@@ -276,7 +278,7 @@ class MaskedMethod(Method):
         if isinstance(self.parameters, str) and parse_percentage(self.parameters) is None:
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
 
-    def wanted(self, base: Callable[[], int]) -> int:
+    def target_count(self, base: Callable[[], int]) -> int:
         """N for a base model of base() scalars; a share is rounded down."""
         share = parse_percentage(self.parameters) if isinstance(self.parameters, str) else None
         return int(self.parameters) if share is None else int(base() * share)
@@ -285,13 +287,13 @@ class MaskedMethod(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return self.method.parts
 
-    def written(self, method: str) -> str:
+    def expression_around(self, method: str) -> str:
         """The expression around an inner one."""
         arguments = [("parameters", self.parameters), ("pattern", self.pattern), ("along", self.along)]
         return f"apet({method}, {', '.join(f'{k}={v!r}' for k, v in [*arguments, ('seed', self.seed)])})"
 
     def __repr__(self) -> str:
-        return self.written(repr(self.method))
+        return self.expression_around(repr(self.method))
 
 
 @dataclass(frozen=True, repr=False)
@@ -312,23 +314,23 @@ class MethodSum(Method):
         return " + ".join(repr(member) for member in self.members)
 
 
-def _call(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
-    inside = ", ".join(f"{key}={value!r}" for key, value in arguments)
-    return f"{name}({inside})" if inside else name
+def _call_text(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
+    text = ", ".join(f"{key}={value!r}" for key, value in arguments)
+    return f"{name}({text})" if text else name
 
 
 def explicit_expression(method: Method) -> str:
     """The expression with every argument of its named methods written out, for files that must outlive a default."""
-    return " + ".join(_explicit(term) for term in method.terms)
+    return " + ".join(_explicit_term(term) for term in method.terms)
 
 
-def _explicit(term: Method) -> str:
+def _explicit_term(term: Method) -> str:
     if isinstance(term, MaskedMethod):
-        return term.written(explicit_expression(term.method))
-    return _call(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
+        return term.expression_around(explicit_expression(term.method))
+    return _call_text(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
 
 
-def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
+def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
     """Errors for a layers, stack or attention argument that means nothing."""
     if isinstance(layers, str):
         if layers not in LAYERS:

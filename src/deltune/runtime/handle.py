@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..anatomy.quantization import check_not_quantized
-from ..anatomy.skeleton import HANDLE
+from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs, trace_forward
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _INSTALLING = threading.Lock()
 """Held while a model gets its handle: two threads may attach the first delta at once."""
 
-NAME = HANDLE
+NAME = HANDLE_NAME
 """The handle's name in the model, and so the prefix of every key it adds to the state dict."""
 
 

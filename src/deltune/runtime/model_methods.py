@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..anatomy.skeleton import HANDLE
+from ..anatomy.skeleton import HANDLE_NAME
 from ..errors import DeltuneError, error_from_problems
 from .pass_manager import PassManager
 
@@ -60,7 +60,7 @@ class ModelMethod:
         with passes.changing(self.method):
             try:
                 passes.state.stand(name)
-                yield passes.model._modules[HANDLE]
+                yield passes.model._modules[HANDLE_NAME]
             finally:
                 passes.settle(passes.assigned())
 
