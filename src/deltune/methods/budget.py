@@ -1,4 +1,4 @@
-"""Solving the sizes written as ? for a budget, or for another method's count (how the papers compare methods)."""
+"""`deltune.fit`: solves the sizes written as ? in a method for a budget, or for another method's count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ MAX_STEPS = 1_000
 
 @dataclass(frozen=True)
 class FitResult:
-    """A method with its sizes solved: its count, the budget, and what is left of it."""
+    """A method with its sizes solved.
+
+    Attributes:
+        method: The method.
+        count: Its scalars.
+        budget: The budget in scalars.
+    """
 
     method: Method
     count: int
@@ -31,6 +37,7 @@ class FitResult:
 
     @property
     def left(self) -> int:
+        """The scalars of the budget that are not used."""
         return self.budget - self.count
 
 
@@ -41,12 +48,24 @@ def fit(
     denominator: str | int = "model",
     weights: Sequence[float] | None = None,
 ) -> Method:
-    """The method with every ? solved, for example fit(model, "prefix(length=?) + layernorm", "0.5%").
+    """Solve the sizes of a method that are written as ? so that it fits a budget.
 
-    What the terms without ? cost comes first; the rest is shared equally between the ?, or by `weights`, each rounded
-    down to whole sizes of at least 1; what is left then raises sizes by one, the cheapest that still fits first.
-    budget: a number of scalars, or a share of the denominator such as "0.5%". Never over budget.
-    Errors: no ?, a budget too small for sizes of 1 (with what they need), a budget that cannot be read.
+    The cost of the terms without ? comes first. The rest is shared between the ? equally or by `weights`, and each size
+    is rounded down to a whole number of at least 1. What is left then raises sizes by one, the cheapest first. The
+    result is never over the budget. Example: `fit(model, "prefix(length=?) + layernorm", "0.5%")`.
+
+    Args:
+        model: A live model or a configuration.
+        method: An expression with a ? in place of each size to solve.
+        budget: A number of scalars, or a share of the denominator such as "0.5%".
+        denominator: What the share is of, as in `count`.
+        weights: A positive number for each ?, by which the budget is shared.
+
+    Returns:
+        The method with every ? solved.
+
+    Raises:
+        DeltuneError: There is no ?, the budget is too small for sizes of 1, or an argument cannot be read.
     """
     return solve(model, method, budget, denominator, weights).method
 
@@ -58,7 +77,21 @@ def solve(
     denominator: str | int = "model",
     weights: Sequence[float] | None = None,
 ) -> FitResult:
-    """The same with its count and what is left; a Method as budget is matched in count."""
+    """Solve sizes as `fit` does, and return the count and the budget too.
+
+    Args:
+        model: A live model or a configuration.
+        method: An expression with a ? in place of each size to solve.
+        budget: As in `fit`, or a method whose count is the budget.
+        denominator: As in `fit`.
+        weights: As in `fit`.
+
+    Returns:
+        The method, its count and the budget.
+
+    Raises:
+        DeltuneError: As `fit`, or the count does not grow evenly with the sizes.
+    """
     anatomy = inspect(model)
 
     def cost(budget_count: Method) -> int:
@@ -84,7 +117,7 @@ def solve(
             return False
 
     def largest(slot: int, size: int) -> int:
-        """The largest size up to `size` that the method takes there (a mask keeps no more than there is)."""
+        """Return the largest size up to `size` that the method accepts there; a mask keeps no more than there is."""
         if takes(slot, size):
             return size
         fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # what parse takes; sizes may be longer than any range
@@ -124,7 +157,7 @@ def solve(
 
 
 def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
-    """The smallest sizes and their count: 1, or 2 where one alone is refused (a mask on a product needs two)."""
+    """Return the smallest sizes and their count: 1, or 2 where 1 is refused (a mask on a product needs two)."""
     try:
         return 1, cost_at(*[1] * slots)
     except DeltuneError as refused:
@@ -142,6 +175,7 @@ def _weights_are_valid(weights: object, slots: int) -> bool:
 
 
 def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+    """Return the budget as a number of scalars."""
     number = budget if isinstance(budget, int) and budget is not True else None
     text = budget.replace(",", "").strip() if isinstance(budget, str) else ""
     if (share := parse_percentage(text)) is not None:
@@ -156,7 +190,7 @@ def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str
 
 
 def _split_at_question_marks(method: str) -> list[str]:
-    """The expression cut at its question marks, those inside quotes left alone."""
+    """Split an expression at its question marks; those inside quotes are left alone."""
     if not isinstance(method, str):
         raise DeltuneError("fit wants an expression with ? for the sizes to solve, as a text")
     pieces, quote = [""], ""

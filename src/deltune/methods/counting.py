@@ -1,4 +1,4 @@
-"""Exact counts from shapes alone (METHODS §3): what a method keeps, trains besides, and shares of the base model."""
+"""Counts the scalars that a method trains on a model, exactly and from shapes alone (METHODS §3)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,16 @@ DENOMINATORS = {
 
 @dataclass(frozen=True)
 class Count:
-    """Unique scalars. method: kept in the file; head: the task head's trained ones; training_only: trained besides and
-    folded away when saved; stored: numbers in the file, head included; percent: 100 · method / denominator_size."""
+    """How many scalars a method has on a model. A scalar that several modules share counts once.
+
+    Attributes:
+        method: Scalars of the method that are saved.
+        head: Scalars of the task head that are trained.
+        training_only: Scalars that are trained too but not saved, such as those of a reparameterisation.
+        stored: Numbers in the saved file, the task head's and the positions of masked scalars included.
+        denominator: The name of what the method's size is compared with.
+        denominator_size: The scalars of the denominator.
+    """
 
     method: int
     head: int
@@ -43,14 +51,20 @@ class Count:
 
     @property
     def trained(self) -> int:
-        """Everything the optimiser sees."""
+        """All scalars that the optimizer sees."""
         return self.method + self.head + self.training_only
 
     @property
     def percent(self) -> float:
+        """The method's share of the denominator in percent, 100 · method / denominator_size."""
         return 100 * self.method / self.denominator_size
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all values, as `deltune count --json` prints them.
+
+        Returns:
+            A dictionary with a key for each attribute, "trained" and "percent".
+        """
         return {**asdict(self), "trained": self.trained, "percent": self.percent}
 
     def __str__(self) -> str:
@@ -62,17 +76,17 @@ class Count:
 
 
 def kept_shapes(modification: Modification, place: EditLocation) -> Shapes:
-    """Shapes of an edit's tensors in the file, the composition's included."""
+    """Return the shapes of an edit's tensors in the saved file, those of its composition included."""
     return modification.form.shapes(place.widths) | modification.compose.shapes(place.widths)
 
 
 def trained_shapes(modification: Modification, place: EditLocation) -> Shapes:
-    """Shapes of an edit's own trained tensors, the composition's included."""
+    """Return the shapes of an edit's own trained tensors, those of its composition included."""
     return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
 
 
 def total_numel(shapes: Shapes) -> int:
-    """Scalars of several tensors."""
+    """Return the number of scalars of several tensors."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -82,10 +96,22 @@ def count(
     denominator: str | int = "model",
     head: str = "train",
 ) -> Count:
-    """The exact count of a method on a live model or on the base model that a configuration describes.
+    """Count the scalars that a method trains on a model, without attaching it.
 
-    denominator: one of DENOMINATORS, or a number. head: "train" or "freeze" (then it counts 0 but is stored).
-    Errors: what cannot be attached cannot be counted (DeltuneError); an unknown denominator.
+    Args:
+        model: A live model, or a configuration; of the latter, the base model (AutoModel) is counted without creating
+            weights.
+        method: An expression such as "lora(rank=8)", or a method.
+        denominator: What the size is compared with: "model" (AutoModel of the configuration), "no_pooler",
+            "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and output embeddings counted
+            apart), or a number of scalars.
+        head: "train" or "freeze", in which case the task head counts as saved but not as trained.
+
+    Returns:
+        The count.
+
+    Raises:
+        DeltuneError: The method cannot be attached to the model, or an argument does not exist.
     """
     anatomy = inspect(model)
     if head not in ("train", "freeze"):
@@ -103,8 +129,20 @@ def count_resolved(
     folded: bool = False,
     head_size: int | None = None,
 ) -> Count:
-    """The count of a resolved method. folded: it was loaded, so that nothing is trained besides what is kept; heads:
-    scalars of a head that is not the anatomy's (a loaded one may have other labels)."""
+    """Count a resolved method.
+
+    Args:
+        anatomy: The model's anatomy.
+        resolved: The method resolved on the model.
+        denominator: The name of the denominator.
+        size: The scalars of the denominator.
+        head: "train" or "freeze".
+        folded: Whether the method was loaded, so that nothing is trained beyond what is saved.
+        head_size: Scalars of a head that differs from the anatomy's, as that of a loaded delta with other labels may.
+
+    Returns:
+        The count.
+    """
     stored = trained = masked = 0
     shared: dict[tuple[str, str], int] = {}
     tied: dict[str, int] = {}
@@ -134,7 +172,11 @@ def count_resolved(
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
-    """The name and the number of scalars of a denominator, always of AutoModel of the configuration."""
+    """Return the name and the number of scalars of a denominator, always of AutoModel of the configuration.
+
+    Raises:
+        DeltuneError: The denominator does not exist, or is out of range.
+    """
     size = denominator if isinstance(denominator, int) and not isinstance(denominator, bool) else None
     if isinstance(denominator, str) and re.fullmatch(r"[0-9][0-9,]{0,30}", denominator):
         size = int(denominator.replace(",", ""))
@@ -157,7 +199,7 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
 
 
 def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
-    """Scalars of the vocabulary projection that would exist beside the input embeddings."""
+    """Return the scalars of the output embeddings that an untied model has beside its input embeddings."""
     word_embedding = anatomy.stacks[-1].words
     matches = [t for t in anatomy.tensors if word_embedding and f"{word_embedding}.weight" in (t.name, *t.aliases)]
     if not matches:

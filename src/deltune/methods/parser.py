@@ -1,10 +1,10 @@
-"""The safe parser of method expressions: Python's grammar through `ast`, nothing evaluated.
+"""Parses method expressions with Python's grammar, by `ast`; nothing is evaluated.
 
     prefix(length=16) + layernorm
     Modification(site='ffn', form=Bottleneck(512), insertion='parallel', compose=Scale(4)) + lora(at=('query', 'key'))
 
-Allowed: calls of known names, sums of them, and literals (numbers, strings, True, False, None, tuples, lists). Every
-mistake is collected and reported at once, each with a caret under its place.
+Allowed are calls of known names, sums of them, and literals (numbers, strings, True, False, None, tuples, lists). All
+mistakes are collected and reported at once, each with a caret under its place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TERMS = 1_000
 
 
 def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
-    """Message for an argument that does not exist: the nearest, or what others' word is here, and all there are."""
+    """Return the message for an argument that does not exist: the nearest name, and all that exist."""
     our_name, parameters = OTHER_LIBRARIES_NAMES.get(key), signature(make).parameters
     suggestion = our_name if our_name in parameters else closest_match(key, parameters)
     hint = f" Did you mean {suggestion!r}?" if suggestion else ""
@@ -54,13 +54,19 @@ class _Problem:
 
 
 class _TermFailed(Exception):
-    """Raised inside one term once its problem is noted, so that the other terms are still read."""
+    """Ends the reading of one term whose problem is recorded, so that the other terms are still read."""
 
 
 def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
-    """The value of an expression over `vocabulary`; bare names in `words` (sites) stand for themselves.
+    """Return the value of an expression.
 
-    Errors: DeltuneError with every problem of the text, its place marked by a caret.
+    Args:
+        text: The expression.
+        vocabulary: What may be called, by name.
+        words: Names that stand for themselves, such as sites.
+
+    Raises:
+        DeltuneError: The expression has mistakes; the message has all of them, each with a caret under its place.
     """
     if not isinstance(text, str):
         raise DeltuneError(f"a method is an expression (text) or a method object, not {type(text).__name__}")
@@ -92,7 +98,7 @@ def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection
 
 
 def _check_limits(source: str) -> None:
-    """Error for a text that is longer or nested deeper than any method, before it is parsed."""
+    """Raise a DeltuneError for a text that is longer or nested deeper than any method, before it is parsed."""
     if len(source) > MAX_CHARACTERS:
         raise DeltuneError(f"the method expression has {len(source):,} characters; at most {MAX_CHARACTERS:,} are read")
     depth, quote = 0, ""
@@ -111,7 +117,7 @@ def _check_limits(source: str) -> None:
 
 
 def _column(source: str, node: ast.AST) -> int:
-    """ast counts bytes; a caret needs characters."""
+    """Return the column of a node in characters, which ast counts in bytes."""
     offset: int = getattr(node, "col_offset", 0)
     return len(source.encode()[:offset].decode(errors="ignore"))
 
@@ -122,6 +128,8 @@ def _caret(source: str, column: int) -> str:
 
 
 class _ExpressionReader:
+    """Computes the value of an expression from its syntax tree, and collects the problems."""
+
     def __init__(self, vocabulary: Vocabulary, words: typing.Collection[str]) -> None:
         self.vocabulary, self.words = vocabulary, words
         self.problems: list[_Problem] = []
@@ -212,7 +220,7 @@ class _ExpressionReader:
         positional: list[tuple[ast.AST, Any]],
         named: dict[str, tuple[ast.AST, Any]],
     ) -> Any:
-        """Bind the arguments against the signature, check their types, and make the value."""
+        """Bind arguments to the signature, check their types, and call."""
         make = self.vocabulary[name.id]
         parameters = signature(make).parameters
         hints = typing.get_type_hints(make)
@@ -247,14 +255,14 @@ class _ExpressionReader:
 
 
 def signature_text(make: Callable[..., Any]) -> str:
-    """The signature as it is written in an expression."""
+    """Return a signature as it is written in an expression, without types."""
     excerpt: Signature = signature(make)
     parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
     return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
 def to_expression(value: Any) -> str:
-    """The text that the parser reads back as `value`; arguments at their defaults are left out."""
+    """Return the expression that makes a dataclass value; arguments at their defaults are left out."""
     arguments = [
         f"{f.name}={getattr(value, f.name)!r}"
         for f in dataclasses.fields(value)

@@ -1,4 +1,4 @@
-"""The table of named methods, the vocabulary of expressions, and parsing."""
+"""The registry of named methods, the names that expressions may use, and `deltune.parse`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ DEFAULT_RATE = 1e-3
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A row of the table: the function, its paper, what it trains a layer, an expression with it, and the learning rate
-    where none is given.
+    """What is known of a named method.
 
-    scalars: of a layer with one self-attention and a plain FFN, biases apart. d: width, m: the FFN's inner width, r:
-    rank, l: length, b: bottleneck, L: layers, N_h: heads.
+    Attributes:
+        make: The function that makes the method.
+        paper: Where it was published.
+        scalars: What it trains in a layer with one self-attention and a plain FFN, biases apart, as a formula: d is the
+            width, m the inner width of the FFN, r the rank, l the length, b the bottleneck, L the number of layers, and
+            N_h the number of heads.
+        example: An expression with it.
+        rate: The learning rate where the user gives none.
     """
 
     make: Callable[..., Method]
@@ -57,13 +62,13 @@ class RegistryEntry:
 
     @property
     def plain(self) -> Method:
-        """The method with every argument at its default; the example where it has none."""
+        """The method with every argument at its default; the example where an argument has none."""
         needed = any(p.default is p.empty for p in signature(self.make).parameters.values())
         return parse(self.example) if needed else self.make()
 
     @property
     def formula(self) -> str:
-        """The first sentence of its text."""
+        """The first sentence of the function's docstring, with the formula."""
         return " ".join((self.make.__doc__ or "").split("\n\n")[0].split())
 
 
@@ -116,9 +121,17 @@ VOCABULARY: Mapping[str, Callable[..., Any]] = {
 
 
 def parse(text: str | Method) -> Method:
-    """The method of an expression such as "prefix(length=16) + layernorm"; a method is returned as is.
+    """Parse an expression such as "prefix(length=16) + layernorm" to a method.
 
-    Errors: DeltuneError with every unknown name, argument, site and value, its place and the nearest that exists.
+    Args:
+        text: The expression; a method is returned as it is.
+
+    Returns:
+        The method.
+
+    Raises:
+        DeltuneError: The expression has mistakes. The message lists all of them, each with a caret under its place and
+            the nearest name that exists.
     """
     if isinstance(text, Method):
         return text
@@ -129,7 +142,7 @@ def parse(text: str | Method) -> Method:
 
 @lru_cache(maxsize=4096)
 def _parse_cached(text: str) -> Method:
-    """Kept, because a study reads the same few expressions for each of its runs; a method cannot change."""
+    """Parse an expression; cached, because a study reads the same few expressions for each of its runs."""
     value = parser.parse_expression(text, VOCABULARY, spec.SITES)
     if not isinstance(value, Method):
         raise DeltuneError(f"{text!r} is a {type(value).__name__}, a part of a method; wrap it in Modification(...)")
@@ -137,9 +150,10 @@ def _parse_cached(text: str) -> Method:
 
 
 def default_learning_rate(method: str | Method) -> float:
-    """The learning rate where none is given: the smallest rate of the terms, so that none of them diverges.
+    """Return the learning rate of a method where the user gives none.
 
-    full and diff_pruning 5e-5; layernorm, prefix and so their sum 1e-2; prompt 3e-2; everything else 1e-3.
+    It is the smallest rate of the method's terms, so that none of them diverges: 5e-5 for full and diff_pruning, 1e-2
+    for layernorm and prefix and so for their sum, 3e-2 for prompt, and 1e-3 for everything else.
     """
     return min(_term_rate(term) for term in parse(method).terms)
 
@@ -151,5 +165,9 @@ def _term_rate(term: Method) -> float:
 
 
 def methods() -> tuple[str, ...]:
-    """Names of all methods of the table."""
+    """List the named methods.
+
+    Returns:
+        Their names, each of which can be called in an expression.
+    """
     return tuple(REGISTRY)

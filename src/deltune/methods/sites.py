@@ -126,16 +126,16 @@ def _edit_location(site: SiteLocation, modification: Modification) -> EditLocati
         raise DeltuneError(f"{site.name} has no input of its own to read")
     attention = site.attention
     widths = Widths(
-        site.x_width if parallel else site.h_width, site.h_width, site.x_width,
-        (attention.heads or 0) if attention else 0, (attention.kv_heads or 0) if attention else 0, (attention.head_width or 0) if attention else 0,
+        site.x_width if parallel else site.h_width, site.h_width, site.x_width, (attention.heads or 0) if attention else
+        0, (attention.kv_heads or 0) if attention else 0, (attention.head_width or 0) if attention else 0,
         (attention.value_width or 0) if attention else 0,
     )  # fmt: skip
     if problem := modification.form.incompatibility(widths):
         raise DeltuneError(problem)
     inside_attention = modification.form.needs == "attention" and not modification.compose.reads_x
     return EditLocation(
-        site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group, site.apply_norm_first,
-        site.linear, site.has_bias,
+        site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group,
+        site.apply_norm_first, site.linear, site.has_bias,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Methods as values: a method is a sum of modifications of hidden states and selections of existing tensors.
+"""Methods as values: a method is a sum of modifications of hidden states and selections of existing parameters.
 
-Modification: a point of the design space (UV table 1): site, form, insertion, composition, and where it applies.
-Selection: existing tensors, by role. Named: a method of the table with its arguments. Sum: several of them.
-All are frozen, comparable and hashable; their repr is the expression that makes them.
+A Modification is a point of the design space (UV table 1): site, form, insertion and composition, and where it applies.
+A Selection trains existing parameters, chosen by role. All methods are frozen, comparable and hashable, and their repr
+is the expression that makes them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LayersArg = str | tuple[int, ...]
 
 
 class Method:
-    """Anything that can be attached. `a + b` is their sum."""
+    """Anything that can be attached to a model. `a + b` is the sum of two methods."""
 
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
@@ -63,12 +63,12 @@ class Method:
 
     @property
     def terms(self) -> tuple[Method, ...]:
-        """What is joined by +."""
+        """The methods that are joined by +, in order; one for a method that is no sum."""
         return (self,)
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
-        """The modifications and selections it comes down to, in order."""
+        """The modifications and selections that the method consists of, in order."""
         raise NotImplementedError
 
 
@@ -80,13 +80,24 @@ SITES_FOR_NEED = {"attention": ("heads",), "tokens": ("embedding",), "states": (
 
 @dataclass(frozen=True, repr=False)
 class Modification(Method):
-    """h <- compose(h, form(u)) at every place of `site`; u = x (parallel) or h (sequential).
+    """Change the hidden states at every place of a site, h <- compose(h, form(u)).
 
-    site: one of SITES; layers: "all", "lower half", "upper half" or 0-based indices; stack: all, encoder, decoder;
-    attention: all, self, cross (attention sites only); x: "input" (what the frozen sub-module reads), "residual" (the
-    stream before its norm), "normed" (sequential after the FFN's add & norm, with that norm applied again);
-    optional: a model without such a place is no error.
-    Errors: every value that does not exist, and combinations without a meaning, with the reason.
+    u, what the form reads, is the input x of the frozen sub-module (parallel) or the hidden states h (sequential).
+
+    Args:
+        site: The place in a layer, one of `SITES`, such as "query" or "ffn".
+        form: What Δh is computed by, such as `LowRank(8)`.
+        insertion: "parallel" or "sequential".
+        compose: How Δh joins h.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: "all", "self" or "cross", at the sites inside attentions.
+        x: "input" (what the frozen sub-module reads), "residual" (the residual stream before its norm) or "normed"
+            (sequential after the FFN's add & norm, with that norm applied again).
+        optional: Whether a model without such a place is accepted.
+
+    Raises:
+        DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
     """
 
     site: str
@@ -156,12 +167,20 @@ class Modification(Method):
 
 @dataclass(frozen=True, repr=False)
 class Selection(Method):
-    """Existing tensors trained in place, by role and area, never by name.
+    """Train existing parameters in place, chosen by role and area and never by name.
 
-    roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all"; areas: "layers",
-    "embedding", "final", "pooler", "vocabulary", "other"; of: "both", "attention", "ffn" (norms only); layers, stack as
-    in Modification. sparsity: only that share of their scalars changes in the end, and training finds which (W + z ⊙ δ
-    with gates z under an L0 penalty; Guo et al. 2021); None: all of them.
+    Args:
+        roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all".
+        areas: "layers", "embedding", "final", "pooler", "vocabulary" or "other".
+        of: Norms of the "attention", of the "ffn", or "both".
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        sparsity: The share of the scalars that differ in the end, which training finds: W + z ⊙ δ with gates z under an
+            L0 penalty (Guo et al. 2021). None: all of them are trained.
+        optional: Whether a model without such parameters is accepted.
+
+    Raises:
+        DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
     """
 
     roles: tuple[str, ...]
@@ -202,7 +221,14 @@ AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 @dataclass(frozen=True)
 class NamedMethod(Method):
-    """A method of the table with all its arguments; `given` holds those that differ from their defaults."""
+    """A method of the registry, such as `lora(rank=8)`.
+
+    Attributes:
+        name: Its name.
+        non_defaults: The arguments that differ from their defaults.
+        arguments: All arguments.
+        built_parts: The modifications and selections that it consists of.
+    """
 
     name: str
     non_defaults: tuple[tuple[str, Any], ...]
@@ -224,7 +250,10 @@ class NamedMethod(Method):
 
 
 def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., NamedMethod]:
-    """A function that returns parts becomes one that returns the named method, with its arguments on record."""
+    """Turn a function that returns modifications and selections into one that returns a named method.
+
+    The new function checks its arguments against the type hints, as expressions are checked.
+    """
     parameters_of = signature(make)
     hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
 
@@ -251,10 +280,14 @@ def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> C
 
 @dataclass(frozen=True, repr=False)
 class MaskedMethod(Method):
-    """Exactly `parameters` scalars of a method are trained, W ⊙ m; the rest stay zero, or pretrained (AP §5.1).
+    """Train exactly N scalars of a method, W ⊙ m; the others stay zero, or pretrained (AP §5.1).
 
-    parameters: a number, or a share of the base model such as "0.05%"; pattern: "discrete" or "adjacent"; along: "rows"
-    or "columns"; seed.
+    Args:
+        method: The method.
+        parameters: N, or a share of the base model such as "0.05%".
+        pattern: "discrete" or "adjacent".
+        along: "rows" or "columns".
+        seed: The seed of the draw.
     """
 
     method: Method
@@ -279,7 +312,11 @@ class MaskedMethod(Method):
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
 
     def target_count(self, base: Callable[[], int]) -> int:
-        """N for a base model of base() scalars; a share is rounded down."""
+        """Return N.
+
+        Args:
+            base: Returns the scalars of the base model; called only where N is a share. The result is rounded down.
+        """
         share = parse_percentage(self.parameters) if isinstance(self.parameters, str) else None
         return int(self.parameters) if share is None else int(base() * share)
 
@@ -288,7 +325,7 @@ class MaskedMethod(Method):
         return self.method.parts
 
     def expression_around(self, method: str) -> str:
-        """The expression around an inner one."""
+        """Return the expression that masks the method of another expression."""
         arguments = [("parameters", self.parameters), ("pattern", self.pattern), ("along", self.along)]
         return f"apet({method}, {', '.join(f'{k}={v!r}' for k, v in [*arguments, ('seed', self.seed)])})"
 
@@ -298,7 +335,7 @@ class MaskedMethod(Method):
 
 @dataclass(frozen=True, repr=False)
 class MethodSum(Method):
-    """Several methods at once; + is associative, and the order of the terms is kept."""
+    """Several methods at once. + is associative, and the terms stay in their order."""
 
     members: tuple[Method, ...]
 
@@ -320,7 +357,7 @@ def _call_text(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
 
 
 def explicit_expression(method: Method) -> str:
-    """The expression with every argument of its named methods written out, for files that must outlive a default."""
+    """Return the expression with all arguments of its named methods, for files that must outlive changed defaults."""
     return " + ".join(_explicit_term(term) for term in method.terms)
 
 
@@ -331,7 +368,11 @@ def _explicit_term(term: Method) -> str:
 
 
 def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
-    """Errors for a layers, stack or attention argument that means nothing."""
+    """Check the arguments that choose layers, a stack and attentions.
+
+    Raises:
+        DeltuneError: One of them does not exist.
+    """
     if isinstance(layers, str):
         if layers not in LAYERS:
             raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "a list of 0-based indices"]))
