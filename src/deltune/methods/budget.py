@@ -18,7 +18,7 @@ from .resolve import resolve
 from .spec import Method
 
 MAX_STEPS = 1_000
-"""Steps by which sizes are lowered to a budget; a count in proportion to its sizes takes a few."""
+"""Steps in which sizes are lowered to a budget; where the count grows evenly with the sizes, a few are enough."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def solve(
     """
     anatomy = inspect(model)
 
-    def cost(budget_count: Method) -> int:
-        return count_resolved(anatomy, resolve(anatomy, budget_count, lambda: base_size(model)[1]), "number", 1).method
+    def cost(candidate: Method) -> int:
+        return count_resolved(anatomy, resolve(anatomy, candidate, lambda: base_size(model)[1]), "number", 1).method
 
     budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)
     pieces = _split_at_question_marks(method)
@@ -120,36 +120,34 @@ def solve(
         """Return the largest size up to `size` that the method accepts there; a mask keeps no more than there is."""
         if takes(slot, size):
             return size
-        fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # what parse takes; sizes may be longer than any range
+        fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # larger ones are not parsed
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
             fits, too_large = (middle, too_large) if takes(slot, middle) else (fits, middle)
         return fits
 
-    smallest, smallest_count = _smallest_sizes(cost_at, slots)
-    if smallest_count > budget_count:
+    smallest, least = _smallest_sizes(cost_at, slots)
+    if least > budget_count:
         raise DeltuneError(
-            f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {smallest_count:,} scalars"
+            f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {least:,} scalars"
         )
-    costs_per_step = [cost_at(*(smallest + (i == j) for j in range(slots))) - smallest_count for i in range(slots)]
-    if without_effect := [str(i) for i, unit in enumerate(costs_per_step, 1) if not unit]:
+    unit_costs = [cost_at(*(smallest + (i == j) for j in range(slots))) - least for i in range(slots)]
+    if without_effect := [str(i) for i, unit in enumerate(unit_costs, 1) if not unit]:
         raise DeltuneError(f"? number {' and '.join(without_effect)} of {method} changes no count, so give it a value")
     shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
-    free = budget_count - (smallest_count - smallest * sum(costs_per_step))
-    sizes = [
-        max(smallest, free * share / sum(shares) // step) for share, step in zip(shares, costs_per_step, strict=True)
-    ]
+    free = budget_count - (least - smallest * sum(unit_costs))
+    sizes = [max(smallest, free * share / sum(shares) // step) for share, step in zip(shares, unit_costs, strict=True)]
     sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
-    for _ in range(MAX_STEPS):  # the smallest size where a share was less
+    for _ in range(MAX_STEPS):  # a size at the smallest can cost more than its share
         if cost_at(*sizes) <= budget_count or max(sizes) == smallest:
             break
-        largest_slot = max((i for i in range(slots) if sizes[i] > smallest), key=lambda i: costs_per_step[i] * sizes[i])
+        largest_slot = max((i for i in range(slots) if sizes[i] > smallest), key=lambda i: unit_costs[i] * sizes[i])
         sizes[largest_slot] -= 1
     remaining = budget_count - cost_at(*sizes)
-    for i in sorted(range(slots), key=lambda i: costs_per_step[i]):
-        if remaining >= costs_per_step[i]:
-            increase = largest(i, sizes[i] + remaining // costs_per_step[i]) - sizes[i]
-            sizes[i], remaining = sizes[i] + increase, remaining - increase * costs_per_step[i]
+    for i in sorted(range(slots), key=lambda i: unit_costs[i]):
+        if remaining >= unit_costs[i]:
+            increase = largest(i, sizes[i] + remaining // unit_costs[i]) - sizes[i]
+            sizes[i], remaining = sizes[i] + increase, remaining - increase * unit_costs[i]
     solved = method_with(sizes)
     if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
@@ -192,7 +190,9 @@ def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str
 def _split_at_question_marks(method: str) -> list[str]:
     """Split an expression at its question marks; those inside quotes are left alone."""
     if not isinstance(method, str):
-        raise DeltuneError("fit wants an expression with ? for the sizes to solve, as a text")
+        raise DeltuneError(
+            f"fit takes an expression (text) with ? for the sizes to solve, not a {type(method).__name__}"
+        )
     pieces, quote = [""], ""
     for character in method:
         if character in "'\"":

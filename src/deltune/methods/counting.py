@@ -13,6 +13,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, excerpt, unknown_name
+from ..notebook import html_table
 from .arguments import MAX_INTEGER
 from .forms import Shapes
 from .registry import parse
@@ -68,11 +69,23 @@ class Count:
         return {**asdict(self), "trained": self.trained, "percent": self.percent}
 
     def __str__(self) -> str:
+        """Return the count in one line."""
         base = DENOMINATORS.get(self.denominator, "the number given")
         text = f"{self.method:,} scalars, {self.percent:.4f} % of {self.denominator_size:,}"
         text += f" ({self.denominator}: {base})"
         text += f"; head {self.head:,}" if self.head else ""
         return text + (f"; while training {self.training_only:,} more" if self.training_only else "")
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("method", f"{self.method:,}"),
+            (f"share of {self.denominator_size:,} ({self.denominator})", f"{self.percent:.4f} %"),
+            ("task head", f"{self.head:,}"),
+            ("while training only", f"{self.training_only:,}"),
+            ("trained in all", f"{self.trained:,}"),
+            ("numbers in the saved file", f"{self.stored:,}"),
+        ]
+        return html_table("Trained scalars", ("of", "scalars"), rows)
 
 
 def kept_shapes(modification: Modification, place: EditLocation) -> Shapes:

@@ -1,10 +1,11 @@
-"""APET: which N scalars of a method are trained (AP §5.1; METHODS §4). Drawn on the CPU, in time and memory O(N).
+"""Chooses which N scalars of a method are trained (APET, AP §5.1; METHODS §4), on the CPU in time and memory O(N).
 
 N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
-product with their shared rank: of those, ranks are drawn first and then entries of both factors within these ranks, so
-that every kept scalar can move the output. Draws depend on (seed, name) alone: the same on every device.
-For one seed what N keeps is kept by N + 1 too, except where a product opens one more rank: that takes two scalars, so
-one of the others is given up (below twice the rank at every other N; along rows at each new rank).
+product with the rank that they share: there, ranks are drawn first and then entries of both factors within these ranks,
+so that every chosen scalar can change the output. Draws depend on (seed, name) alone and are the same on every device.
+For one seed, what N chooses N + 1 chooses too, except where a product opens one more rank: that takes two scalars, so
+that one of the others is given up (below twice the rank at every other N; along rows at each new rank). No library
+draws nested masks, so this is our own code.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ Indices = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of one factor: how many entries each rank has in it, and where they lie.
+    """A tensor on one side of a product: how many entries each rank has in it, and where they lie.
 
     Entry j of rank k lies at k * step + j * stride. With `block`, ranks come in blocks of that many whose first ranks
-    are `outer` apart: entry j of rank k lies at k % block * step + k // block * outer + j * stride. A formula and no
-    table, so that a mask on a huge rank costs what it keeps. `constant`: its entries are added to what the rank
-    computes (a bias), so that alone they would leave the rank dead.
+    are `outer` apart: entry j of rank k lies at k % block * step + k // block * outer + j * stride. As this is a
+    formula and no table, a mask on a huge rank costs what it keeps.
+
+    Attributes:
+        leaf: The name of the tensor.
+        width: The entries of each rank.
+        step: The distance between ranks.
+        stride: The distance between entries of a rank.
+        block: The ranks in a block; 0 without blocks.
+        outer: The distance between blocks.
+        constant: Whether its entries are added to what the rank computes (a bias), so that a rank with
+            nothing else would have no effect.
     """
 
     leaf: str
@@ -40,7 +50,7 @@ class Factor:
     constant: bool = False
 
     def positions(self, ranks: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Flat indices of pairs of a rank and an entry."""
+        """Return the flat indices of pairs of a rank and an entry."""
         if self.block:
             return ranks % self.block * self.step + ranks // self.block * self.outer + entries * self.stride
         return ranks * self.step + entries * self.stride
@@ -48,7 +58,16 @@ class Factor:
 
 @dataclass(frozen=True)
 class MaskUnit:
-    """What is drawn at once: a plain weight (`shape`), or a product of two sides that share `rank` ranks."""
+    """What a mask is drawn on at once: a plain weight, or a product of two sides that share ranks.
+
+    Attributes:
+        name: The name that seeds the draw.
+        shape: The shape of a plain weight.
+        leaf: The name of a plain weight.
+        rank: The shared rank of a product; 0 for a plain weight.
+        down: The factors below the rank.
+        up: The factors above the rank.
+    """
 
     name: str
     shape: tuple[int, ...] = ()
@@ -59,13 +78,14 @@ class MaskUnit:
 
     @property
     def size(self) -> int:
+        """All scalars of the unit."""
         if not self.rank:
             return math.prod(self.shape)
         return self.rank * (_total_width(self.down) + _total_width(self.up))
 
     @property
     def least(self) -> int:
-        """The fewest scalars that are live: one, or one on each side of a product."""
+        """The fewest scalars that can be trained: one, or one on each side of a product."""
         return 2 if self.rank else 1
 
 
@@ -75,7 +95,14 @@ def _total_width(sides: Sequence[Factor]) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """How many scalars of each unit are kept, and how they lie; drawn when asked for."""
+    """A mask as the number of scalars of each unit; the indices are drawn when they are needed.
+
+    Attributes:
+        quotas: The units with their numbers of scalars.
+        pattern: "discrete" or "adjacent".
+        along: "rows" or "columns".
+        seed: The seed of the draw.
+    """
 
     quotas: tuple[tuple[MaskUnit, int], ...]
     pattern: str
@@ -84,10 +111,11 @@ class Mask:
 
     @property
     def count(self) -> int:
+        """The scalars that the mask keeps."""
         return sum(count for _, count in self.quotas)
 
     def indices(self) -> Indices:
-        """Sorted flat indices by tensor; tensors without any are absent."""
+        """Return sorted flat indices by tensor; tensors without any are left out."""
         indices: Indices = {}
         for unit, count in self.quotas:
             indices |= draw_indices(unit, count, self.pattern, self.along, self.seed)
@@ -97,11 +125,19 @@ class Mask:
 def split_budget(
     units: Sequence[MaskUnit], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
 ) -> list[int]:
-    """`total` over the units in proportion to size by largest remainder; a product gets none or at least two.
+    """Split a number of scalars over units in proportion to their sizes, by largest remainder.
 
-    needs: units that act only through others (a gate, a learned scale) -> those others, of which one must get some;
-    what such a unit would have got without any of them goes to the units that can be trained.
-    Error: more than there is, or fewer than one live set, with the bounds.
+    Args:
+        units: The units.
+        total: The number of scalars.
+        depends_on: For units that act only through others (a gate, a learned scale), the indices of those others, of
+            which one must get scalars. What such a unit cannot use goes to units that can be trained.
+
+    Returns:
+        The scalars of each unit; a product gets none or at least two.
+
+    Raises:
+        DeltuneError: `total` is more than there is, or too few to train anything; the message has the bounds.
     """
     depends_on = depends_on or {}
     available = sum(unit.size for unit in units)
@@ -136,7 +172,7 @@ def _place_remainder(
     depends_on: Mapping[int, Sequence[int]],
     too_small: Sequence[int],
 ) -> None:
-    """Give what is left to units that can be trained, in their order; `closed` ones come last."""
+    """Give the remaining scalars to units that can be trained, in the order of `order`; `too_small` ones come last."""
     for open_too_small in (False, True, True):
         for i in order:
             room = units[i].size - quotas[i]
@@ -155,9 +191,10 @@ def _place_remainder(
 
 
 def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int) -> Indices:
-    """The flat indices that a unit keeps, by tensor, `count` in all.
+    """Return the flat indices that a unit keeps, by tensor, `count` in all.
 
-    discrete: uniform without replacement. adjacent: consecutive whole rows (along="rows") or columns, the last ragged.
+    Pattern "discrete" draws uniformly without replacement; "adjacent" takes consecutive whole rows (along="rows") or
+    columns, the last of them in part.
     """
     stream = _RandomStream(seed, unit.name)
     if not unit.rank:
@@ -180,7 +217,7 @@ def _draw_plain(shape: tuple[int, ...], count: int, pattern: str, along: str, st
 
 
 def _consecutive(size: int, block: int, count: int, stream: _RandomStream) -> np.ndarray:
-    """`count` consecutive positions from the start of a random block on; past the end it grows backwards."""
+    """Return `count` consecutive positions from the start of a random block; past the end it grows backwards."""
     start = int(stream.number(0) % (size // block)) * block
     start = min(start, size - count)
     return np.arange(start, start + count, dtype=np.int64)
@@ -215,7 +252,7 @@ def _draw_product(unit: MaskUnit, count: int, pattern: str, along: str, stream: 
 def _draw_columns(
     sides: Sequence[Factor], ranks: int, part: int, stream: _RandomStream
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
+    """Return ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
     width = _total_width(sides)
     first = min(int(stream.number(width) % width), _varying_width(sides) - 1) * ranks  # no rank has a constant alone
     flat = min(first, width * ranks - part) + np.arange(part)
@@ -225,7 +262,7 @@ def _draw_columns(
 def _draw_scattered(
     sides: Sequence[Factor], ranks: int, part: int, stream: _RandomStream
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One entry for every chosen rank, none of them a constant, and the rest anywhere within these ranks."""
+    """Return one entry for every chosen rank, none of them a constant, and the others anywhere in these ranks."""
     width, varying = _total_width(sides), _varying_width(sides)
     rank = np.arange(ranks)
     entry = stream.numbers(width, ranks) % width
@@ -238,12 +275,12 @@ def _draw_scattered(
 
 
 def _varying_width(sides: Sequence[Factor]) -> int:
-    """Entries a rank whose effect depends on the input; constants come after them."""
+    """Return the entries of a rank whose effect depends on the input; constants come after them."""
     return sum(side.width for side in sides if not side.constant)
 
 
 def _draw_whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, down_width: int, up_width: int) -> Indices:
-    """Consecutive whole ranks, the last one ragged but with both sides live."""
+    """Return consecutive whole ranks; the last is taken in part, with entries on both sides."""
     positions: dict[str, list[np.ndarray]] = {}
     last, in_last = len(chosen) - 1, count - (len(chosen) - 1) * (down_width + up_width)
     borrowed = 1 if in_last == 1 else 0  # a lone scalar is dead: one of the rank before joins it
@@ -263,7 +300,7 @@ def _draw_whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, down_width
 def _add_positions(
     positions: dict[str, list[np.ndarray]], sides: Sequence[Factor], ranks: np.ndarray, entries: np.ndarray
 ) -> None:
-    """Flat indices of (rank, entry) pairs, the sides' tensors laid end to end."""
+    """Add the flat indices of (rank, entry) pairs; entries are counted through the side's tensors one after another."""
     start = 0
     for side in sides:
         in_side = (entries >= start) & (entries < start + side.width)
@@ -273,19 +310,19 @@ def _add_positions(
 
 
 def _all_positions(side: Factor, rank: int) -> np.ndarray:
-    """All positions of a side."""
+    """Return the flat indices of all entries of a side."""
     return side.positions(np.arange(rank)[:, None], np.arange(side.width)[None]).reshape(-1)
 
 
 class _RandomStream:
-    """Numbers that depend on (seed, name) and a position alone."""
+    """Random numbers that depend on (seed, name) and a position alone."""
 
     def __init__(self, seed: int, name: str) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         self.keys = np.frombuffer(digest, dtype=np.uint64)
 
     def numbers(self, start: int, count: int) -> np.ndarray:
-        """Non-negative numbers for the positions start ... start + count - 1."""
+        """Return non-negative numbers for the positions start to start + count - 1."""
         with np.errstate(over="ignore"):
             return (_splitmix(np.arange(start, start + count, dtype=np.uint64), self.keys[0]) >> np.uint64(1)).astype(
                 np.int64
@@ -295,9 +332,10 @@ class _RandomStream:
         return int(self.numbers(position, 1)[0])
 
     def distinct(self, size: int, count: int) -> np.ndarray:
-        """The first `count` values of a fixed permutation of 0 ... size - 1: nested in `count`, memory O(count).
+        """Return the first `count` values of a fixed permutation of 0 to size - 1, in memory O(count).
 
-        A four-round Feistel network on the smallest even number of bits that holds `size`; values beyond it walk on.
+        It is a four-round Feistel network on the smallest even number of bits that holds `size`; values out of range
+        are mapped again.
         """
         half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
         mask = np.uint64((1 << half) - 1)
@@ -314,7 +352,7 @@ class _RandomStream:
 
 
 def _splitmix(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """splitmix64's finaliser, keyed."""
+    """Apply splitmix64's finaliser with a key."""
     z = (values + key) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Whether a method fits: the bytes that attaching it takes, from shapes alone, against the memory that there is."""
+"""Refuses a method whose tensors would not fit in the free memory, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .resolve import ResolvedMethod, resolve
 from .spec import Method
 
 LIMIT_VARIABLE = "DELTUNE_MEMORY_LIMIT"
-"""The environment variable that states a limit in place of the memory that is free: bytes, or as in 8GiB."""
+"""The environment variable that sets a limit in place of the free memory: a number of bytes, or as in 8GiB."""
 
 UNITS = {
     "": 1,
@@ -27,10 +27,15 @@ UNITS = {
 
 
 def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int) -> int:
-    """Bytes of everything that attaching a plan allocates: parameters, positions of masked ones, and the dense tensors
-    that masked entries are drawn from and computed in.
+    """Return the bytes that attaching a resolved method allocates.
 
-    width: bytes of a trained scalar, 4, or 8 in a float64 model.
+    These are the parameters, the positions of masked ones, and the dense tensors that masked entries are drawn from and
+    computed in.
+
+    Args:
+        anatomy: The model's anatomy.
+        resolved: The resolved method.
+        scalar_bytes: The bytes of a trained scalar: 4, or 8 in a float64 model.
     """
     shared: dict[tuple[str, str], int] = {}
     tied: dict[str, int] = {}
@@ -41,7 +46,7 @@ def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int) 
         if edit.mask is None:
             dense += total_numel(trained_shapes(modification, place))
             shared[edit.term, place.group] = total_numel(modification.form.shared(place.widths))
-        else:  # kept or not: a pass computes in dense tensors
+        else:  # a forward pass computes in dense tensors, whatever the mask keeps
             dense += total_numel(kept_shapes(modification, place))
             masked += edit.mask.count
     trained_whole = sum(t.numel for t in resolved.selected) + sum(2 * gates.size for gates in resolved.gated)
@@ -52,20 +57,24 @@ def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int) 
 
 
 def resolve_within_memory(model: PreTrainedModel, anatomy: Anatomy, method: Method) -> ResolvedMethod:
-    """Resolve a method on a live model that has the memory for it. Errors: those of `plan` and of `check_memory`."""
+    """Resolve a method on a live model, and check that there is memory for it.
+
+    Raises:
+        DeltuneError: As `resolve` and `check_memory`.
+    """
     resolved = resolve(anatomy, method, lambda: base_size(model)[1])
     check_memory(model, anatomy, resolved, method)
     return resolved
 
 
 def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMethod, method: Method) -> None:
-    """Refuse a plan that would take more memory than there is, before anything of it is allocated.
+    """Check that a resolved method fits in memory.
 
-    What there is: DELTUNE_MEMORY_LIMIT where it is set, else what is free on the model's devices, and on the CPU for
-    a model without numbers.
+    The limit is DELTUNE_MEMORY_LIMIT where it is set. Otherwise it is what is free on the model's devices, and on the
+    CPU for a model on the meta device.
 
     Raises:
-        DeltuneError: a plan that does not fit, with its exact count.
+        DeltuneError: The method does not fit; the message has its exact count.
     """
     wide = any(p.dtype == torch.float64 for p in model.parameters())
     needed = needed_bytes(anatomy, resolved, 8 if wide else 4)
@@ -75,13 +84,13 @@ def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMet
     count = count_resolved(anatomy, resolved, "number", 1)
     raise DeltuneError(
         f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and attaching it takes "
-        f"{_format_bytes(needed)} of memory: {_format_bytes(limit)} {source}. Give smaller sizes (deltune.fit finds them for a "
-        f"budget), or state another limit in the environment variable {LIMIT_VARIABLE}"
+        f"{_format_bytes(needed)} of memory: {_format_bytes(limit)} {source}. Give smaller sizes (deltune.fit finds "
+        f"them for a budget), or set another limit in the environment variable {LIMIT_VARIABLE}"
     )
 
 
 def _limit(model: PreTrainedModel) -> tuple[int | None, str]:
-    """How many bytes there are, and what says so; None where nothing does."""
+    """Return the bytes that may be used, None where they are not known, and where the number comes from."""
     if stated := os.environ.get(LIMIT_VARIABLE, "").strip():
         return _parse_limit(stated), f"is the limit of {LIMIT_VARIABLE}"
     devices = {p.device for p in model.parameters()} - {torch.device("meta")} or {torch.device("cpu")}
@@ -98,7 +107,7 @@ def _parse_limit(text: str) -> int:
 
 
 def _free_on_device(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None where nobody says."""
+    """Return the bytes that can still be allocated on a device, or None where they are not known."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -109,7 +118,7 @@ def _free_on_device(device: torch.device) -> int | None:
 
 
 def _free_physical() -> int | None:
-    """Memory that Linux says is available; elsewhere all that the machine has."""
+    """Return the memory that Linux says is available; on other systems all memory of the machine."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -123,7 +132,7 @@ def _free_physical() -> int | None:
 
 
 def _free_in_process() -> int | None:
-    """What the process's limit on its address space (ulimit -v) leaves."""
+    """Return what the process's limit on its address space (ulimit -v) leaves, or None without a limit."""
     try:
         import resource
 
@@ -137,7 +146,7 @@ def _free_in_process() -> int | None:
 
 
 def _free_in_cgroup() -> int | None:
-    """What the limit of a container (cgroup v2 or v1) leaves; its file cache gives way."""
+    """Return what the memory limit of a container (cgroup v2 or v1) leaves, or None; its file cache can be freed."""
     for folder, limit, usage, cache in CGROUP_FILES:
         try:
             maximum, used = (int((folder / name).read_text()) for name in (limit, usage))
@@ -152,11 +161,11 @@ CGROUP_FILES = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "active_file "),  # inactive_file too
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
 )
-"""Where a group's limit, its use and its reclaimable cache are."""
+"""For cgroup v2 and v1: the folder, the files of limit and usage, and the line of the cache that can be freed."""
 
 
 def _format_bytes(size: float) -> str:
-    """Bytes with a unit."""
+    """Return a number of bytes with a unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:,.1f} {unit}" if unit != "bytes" else f"{size:,} bytes"

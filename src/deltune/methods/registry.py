@@ -37,7 +37,7 @@ from .library import (
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE = 1e-3
-"""The learning rate of what has none of its own."""
+"""The learning rate of methods that have none of their own."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def parse(text: str | Method) -> Method:
         return text
     return (
         _parse_cached(text) if isinstance(text, str) else _parse_cached.__wrapped__(text)
-    )  # what cannot be hashed is refused there
+    )  # an unhashable value is refused there
 
 
 @lru_cache(maxsize=4096)

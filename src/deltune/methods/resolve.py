@@ -1,4 +1,4 @@
-"""What a method comes down to on one model: its edits with their places, and the tensors it selects."""
+"""Resolves a method on one model: the edits with their places, and the parameters that are trained in place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from .spec import MaskedMethod, Method, Modification, Selection
 
 @dataclass(frozen=True)
 class ResolvedEdit:
-    """A modification at one place. `key`: its name in modules and files; `origin`: the number of the first part of its
-    term in the sum; `mask`: which of its scalars are trained."""
+    """A modification at one place of a model.
+
+    Attributes:
+        key: Its name in modules and files.
+        modification: The modification.
+        place: Where it acts.
+        origin: The number of its term's first part among all parts of the method.
+        mask: Which of its scalars are trained; None for all of them.
+    """
 
     key: str
     modification: Modification
@@ -26,18 +33,24 @@ class ResolvedEdit:
 
     @property
     def term(self) -> str:
-        """The part of the method it comes from."""
+        """The number of its part among all parts of the method."""
         return self.key.partition("_")[0]
 
     @property
     def tied(self) -> str:
-        """The name of what the places of its sub-module share, a gate."""
+        """The name of the tensors that the places of its sub-module share, those of a gate."""
         return f"{self.origin}_{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
 
 
 @dataclass(frozen=True)
 class ResolvedGates:
-    """Tensors of which exactly `keep` scalars change, which ones is learned. `key`: the number of its part."""
+    """Parameters of which exactly `keep` scalars change in the end; training finds which.
+
+    Attributes:
+        key: The number of its part among all parts of the method.
+        tensors: The parameters.
+        keep: The number of scalars that change.
+    """
 
     key: str
     tensors: tuple[Tensor, ...]
@@ -45,14 +58,20 @@ class ResolvedGates:
 
     @property
     def size(self) -> int:
+        """All scalars of the parameters."""
         return sum(t.numel for t in self.tensors)
 
 
 @dataclass(frozen=True)
 class ResolvedMethod:
-    """What a method comes down to on one model: its edits, the tensors it selects whole, and those it selects in part.
+    """A method on one model.
 
-    `tied`: masks on what places share, by name; `gated`: tensors whose mask is learned.
+    Attributes:
+        edits: The modifications, each at one place.
+        selected: The parameters that are trained whole.
+        masked: The parameters that are trained under a fixed mask.
+        tied: Masks on tensors that places share, by the names of `ResolvedEdit.tied`.
+        gated: The parameters whose mask is learned.
     """
 
     edits: tuple[ResolvedEdit, ...]
@@ -61,14 +80,29 @@ class ResolvedMethod:
     tied: tuple[tuple[str, Mask], ...] = ()
     gated: tuple[ResolvedGates, ...] = ()
 
+    @property
+    def trained_in_part(self) -> list[Tensor]:
+        """The parameters of which some scalars are trained."""
+        return [tensor for tensor, _ in self.masked] + [tensor for gates in self.gated for tensor in gates.tensors]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ResolvedMethod:
-        return self  # a value; copies of a tuned model share it
+        """Return itself: it is a value, which copies of a tuned model share."""
+        return self
 
 
 def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> ResolvedMethod:
-    """Resolve a method on a model; base() is the size of AutoModel, for a mask that is a share of it.
+    """Resolve a method on a model.
 
-    Errors: DeltuneError with every term that cannot be had and why.
+    Args:
+        anatomy: The model's anatomy.
+        method: The method.
+        base_size: Returns the scalars of AutoModel; called only for a mask that is a share of it.
+
+    Returns:
+        The resolved method.
+
+    Raises:
+        DeltuneError: The model does not have what the method needs; the message lists every such term and why.
     """
     problems: list[str] = []
     plans: list[ResolvedMethod] = []
@@ -82,29 +116,25 @@ def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> R
             except DeltuneError as error:
                 problems.append(f"{term!r}: {error}")
             inner_terms = term.method.terms
-            problems += _terms_without_effect(
-                [_resolve_term(anatomy, inner_term, index, problems) for inner_term in inner_terms]
-                if len(inner_terms) > 1
-                else [],
-                inner_terms,
-            )
+            if len(inner_terms) > 1:
+                inner_plans = [_resolve_term(anatomy, inner_term, index, problems) for inner_term in inner_terms]
+                problems += _terms_without_effect(inner_plans, inner_terms)
         plans.append(term_plan)
     problems = problems or list(_conflicts(plans, method.terms))
     if problems:
         raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
     selected = {t.name: t for plan in plans for t in plan.selected}
-    partly = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
+    masked = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
     return ResolvedMethod(
-        tuple(e for plan in plans for e in plan.edits), tuple(selected.values()), tuple(partly.values()),
+        tuple(e for plan in plans for e in plan.edits), tuple(selected.values()), tuple(masked.values()),
         tuple(t for plan in plans for t in plan.tied), tuple(g for plan in plans for g in plan.gated),
     )  # fmt: skip
 
 
 def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
-    """What terms would take from one another: every scalar that is counted must be used and trained."""
-    names = [
-        t.name for plan in plans for t in (*(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors))
-    ]
+    """Yield why terms cannot be combined: every scalar that is counted must be used and trained."""
+    in_part = [tensor for plan in plans for tensor in plan.trained_in_part]
+    names = [tensor.name for tensor in in_part]
     trained_whole = {t.name for plan in plans for t in plan.selected}
     if twice := sorted({name for name in names if names.count(name) > 1 or name in trained_whole}):
         yield (
@@ -120,7 +150,6 @@ def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iter
             )
         replaced[edit.place.target] = edit
     yield from _terms_without_effect(plans, terms)
-    in_part = [t for plan in plans for t in (*(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors))]
     if unreached := sorted({t.name for t in in_part if t.direct}):
         yield (
             f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
@@ -132,7 +161,7 @@ def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iter
 
 
 def _terms_without_effect(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
-    """Terms that only select tensors, all of which other terms select too."""
+    """Yield that a term only selects parameters all of which other terms select too."""
     selected = [{t.name for t in other_plan.selected} for other_plan in plans]
     for number, (plan, term) in enumerate(zip(plans, terms, strict=False)):
         other_names = {name for other, names in enumerate(selected) if other != number for name in names}
@@ -146,7 +175,7 @@ def _terms_without_effect(plans: Sequence[ResolvedMethod], terms: Sequence[Metho
 
 
 def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> ResolvedMethod:
-    """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
+    """Resolve one term, whose parts are numbered from `index` on; what is not possible is added to `problems`."""
     edits: list[ResolvedEdit] = []
     selected: list[Tensor] = []
     gated: list[ResolvedGates] = []
@@ -177,10 +206,10 @@ def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> Resol
 
 
 def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Callable[[], int]) -> ResolvedMethod:
-    """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out.
+    """Return the resolved method with masks on exactly N scalars (METHODS §4), and without edits that get none.
 
-    A learned scale acts through the form of its edit, and a gate through the edits that it is tied to: they get none
-    where those have none.
+    A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
+    scalars, the scale or gate gets none either.
     """
     owners: list[tuple[str, str, MaskUnit]] = []
     depends_on: dict[int, list[int]] = {}
@@ -213,7 +242,7 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
 
 
 def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
-    """What is drawn of an edit: its product, if it has one, and every other tensor alone."""
+    """Return the units that a mask is drawn on: the product of an edit, if it has one, and every other tensor."""
     widths, form = edit.place.widths, edit.modification.form
     shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
     product = form.product(widths)
@@ -226,7 +255,11 @@ def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
 
 
 def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
-    """Every tensor of a selection, each once; an error where none exists, saying what there is."""
+    """Return the parameters of a selection, each once.
+
+    Raises:
+        DeltuneError: There is none; the message says which roles exist.
+    """
     layers = {anatomy.layers.index(layer) for layer in select_layers(anatomy, selection.layers, selection.stack)}
     norms = {norm.path: norm for _, norm in anatomy.all_norms()}
     tensors = []
@@ -252,7 +285,7 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
 
 
 def _stacks_containing(anatomy: Anatomy, tensor: Tensor) -> list[str]:
-    """The stacks that a tensor outside the layers stands in; shared embeddings stand in both."""
+    """Return the stacks that a parameter outside of the layers belongs to; shared embeddings belong to both."""
     names = (tensor.name, *tensor.aliases)
     return [s.name for s in anatomy.stacks if any(n.startswith(f"{s.entry}." if s.entry else "") for n in names)]
 

@@ -1,7 +1,8 @@
-"""Where: the places of one model that a modification means.
+"""Finds the places of a model at which a modification acts.
 
-Reads the anatomy only (no weights), so that counting, attaching and refusing agree by construction. Each site's rule
-says what it is on one layer, a Spot; insertion and composition then decide what is read there, the same for all sites.
+Only the anatomy is read, no weights, so that counting, attaching and refusing agree by construction. For each site a
+function says where it is in one layer (a SiteLocation). What is read there follows from insertion and composition, in
+the same way for all sites.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from .spec import LayersArg, Modification
 
 @dataclass(frozen=True)
 class ModuleSide:
-    """One side of one module. side: "input" (its first argument), "output", "attention" (inside the attention's call),
-    "tokens" (around a stack), "states" (all hidden states of a stack). columns: the part of a fused projection."""
+    """One side of one module, where hidden states can be read or changed.
+
+    Attributes:
+        path: The path of the module.
+        side: "input" (its first argument), "output", "attention" (inside the call of the attention), "tokens" (the
+            input embeddings of a stack) or "states" (all hidden states of a stack).
+        columns: The part of a fused projection; None for all of it.
+    """
 
     path: str
     side: str
@@ -27,11 +34,19 @@ class ModuleSide:
 
 @dataclass(frozen=True)
 class EditLocation:
-    """One concrete place of a modification: h is written at `target`, x read at `source` (None: nothing but h is read).
+    """One place of a model at which a modification acts.
 
-    `name` is unique and stable, "encoder.3.self.query"; `sublayer` the sub-module it is in; `group` what shares a
-    reparameterisation; `again`: the target is a norm, applied to h before the form reads it (x="normed"); `linear`: the
-    projection, where it is one; `biased`: whether a bias is there already; `moves`: the stack whose positions move on.
+    Attributes:
+        name: A unique and stable name, such as "encoder.3.self.query".
+        target: Where h is changed.
+        source: Where x is read; None where only h is read.
+        widths: The sizes there.
+        sublayer: The name of the sub-module that it is in.
+        group: The name of what shares a reparameterisation.
+        apply_norm_first: Whether the target is a norm that is applied to h before the form reads it (x="normed").
+        linear: The projection, at a site that is one.
+        has_bias: Whether the projection or norm has a bias.
+        shifted_stack: The stack whose positions are shifted, or "".
     """
 
     name: str
@@ -48,7 +63,21 @@ class EditLocation:
 
 @dataclass(frozen=True)
 class SiteLocation:
-    """A site on one layer before insertion and composition: h at `target` (h_width), x at `x` (x_width)."""
+    """A site in one layer, before insertion and composition.
+
+    Attributes:
+        name: A unique and stable name, such as "encoder.3.self.query".
+        target: Where h is.
+        h_width: The width of h.
+        sublayer: The name of the sub-module that it is in.
+        group: The name of what shares a reparameterisation.
+        x: Where x is read; None at a site without an input of its own.
+        x_width: The width of x.
+        apply_norm_first: Whether the target is a norm that is applied to h before the form reads it (x="normed").
+        linear: The projection, at a site that is one.
+        has_bias: Whether the projection or norm has a bias.
+        attention: The attention, at sites of its heads.
+    """
 
     name: str
     target: ModuleSide
@@ -64,7 +93,11 @@ class SiteLocation:
 
 
 def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
-    """The layers that `layers` and `stack` name; indices count within each stack."""
+    """Return the layers that `layers` and `stack` choose; indices count within each stack.
+
+    Raises:
+        DeltuneError: The model has no such layer or stack, or shares its modules between the layers.
+    """
     names = [s.name for s in anatomy.stacks]
     if stack != "all" and stack not in names:
         raise DeltuneError(f"stack={stack!r}: this model has {' and '.join(names)} only")
@@ -94,7 +127,11 @@ def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
 
 
 def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
-    """Every place of a modification, in the order of execution; an error where there is none or it cannot be seen."""
+    """Return every place of a modification, in the order of execution.
+
+    Raises:
+        DeltuneError: The model has no such place, or it cannot be observed.
+    """
     if modification.site in ("embedding", "hidden_states"):
         locate = _embedding_location if modification.site == "embedding" else _hidden_states_location
         return [locate(anatomy, modification)]
@@ -119,7 +156,7 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
 
 
 def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
-    """u is x (parallel) or h (sequential); a gate reads x in either case."""
+    """Return the place of an edit: the form reads x (parallel) or h (sequential), and a gate reads x in either case."""
     parallel = modification.insertion == "parallel"
     reads_x = parallel or modification.compose.reads_x
     if reads_x and site.x is None:
@@ -142,7 +179,7 @@ def _edit_location(site: SiteLocation, modification: Modification) -> EditLocati
 def _with_position_shift(
     anatomy: Anatomy, location: EditLocation, site: SiteLocation, modification: Modification
 ) -> EditLocation:
-    """The place of a form that moves the positions of its stack's tokens on, if it is in their own attention."""
+    """Return the place of a form that shifts positions with its stack, if it is in the stack's self-attention."""
     if not modification.form.shift or site.attention is None or site.attention.kind != "self":
         return location
     stack = anatomy.stack(location.name.partition(".")[0])
@@ -226,7 +263,7 @@ def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) ->
 
 
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
-    """Where x is read: the sub-layer's own input, or the residual stream before its pre-norm (post-norm: the same)."""
+    """Return where x is read: the sub-layer's input, or for x="residual" the input of the norm before it."""
     return sublayer.pre if modification.x == "residual" and sublayer.pre is not None else sublayer.reads
 
 

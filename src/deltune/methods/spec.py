@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any, Literal, get_type_hints
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..notebook import html_table
 from .arguments import check_fields, fits_type, parse_percentage, type_mismatch
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
@@ -36,7 +37,7 @@ SITES = {
     "block": "a layer's output",
     "hidden_states": "all layers' outputs, read together by the head",
 }
-"""Sites of UV's third dimension, with what each one is."""
+"""The sites that a modification can act at (UV's third dimension), with what each is."""
 
 ATTENTION_SITES = ("heads", "attention", "query", "key", "value", "output")
 """The sites that each attention has, where attention= chooses."""
@@ -70,6 +71,10 @@ class Method:
     def parts(self) -> tuple[Modification | Selection, ...]:
         """The modifications and selections that the method consists of, in order."""
         raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        rows = [part.table_row() for part in self.parts]
+        return html_table(repr(self), ("what", "where", "layers", "how"), rows)
 
 
 ADD = Add()
@@ -126,19 +131,19 @@ class Modification(Method):
         if needs in SITES_FOR_NEED and self.site not in SITES_FOR_NEED[needs]:
             raise DeltuneError(f"{form} acts at site {SITES_FOR_NEED[needs][0]!r}, not at {self.site!r}")
         if self.site in ("embedding", "hidden_states") and self.site not in SITES_FOR_NEED.get(needs, ()):
-            raise DeltuneError(f"{form} cannot act at site {self.site!r}: it needs one representation to change")
+            raise DeltuneError(f"{form} cannot act at site {self.site!r}: it changes hidden states at one point")
         if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
-            raise DeltuneError(f"site {self.site!r} has no x of its own: insertion is 'sequential'")
+            raise DeltuneError(f"site {self.site!r} has no input x of its own: give insertion='sequential'")
         if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
             raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
         if needs in SITES_FOR_NEED and self.insertion == "sequential":
-            raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
+            raise DeltuneError(f"{type(self.form).__name__} reads the input x: give insertion='parallel'")
         if self.x == "residual" and (self.site not in ("attention", "ffn", "heads") or self.insertion != "parallel"):
             raise DeltuneError("x='residual' is for a parallel insertion at 'attention', 'ffn' or 'heads'")
         if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
         if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
-            raise DeltuneError(f"a Vector that minds biases acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
+            raise DeltuneError(f"Vector(where={self.form.where!r}) acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
         if self.site in ("embedding", "hidden_states") and (self.layers, self.stack) != ("all", "all"):
             raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
         if self.site == "embedding" and self.compose != ADD:
@@ -153,13 +158,18 @@ class Modification(Method):
                 f"a learned scale that starts at 0 on {self.form!r}, which starts at 0 too: neither would ever have a "
                 "gradient; start the scale at another number"
             )
-        inputless = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
-        if isinstance(self.compose, SigmoidGate) and inputless:
+        without_x = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
+        if isinstance(self.compose, SigmoidGate) and without_x:
             raise DeltuneError(f"SigmoidGate reads a sub-module's input, which site {self.site!r} does not have")
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
         return (self,)
+
+    def table_row(self) -> tuple[str, ...]:
+        """Return the row that a notebook shows: what, where, layers and how."""
+        where = self.site if self.attention == "all" else f"{self.site} of {self.attention} attention"
+        return repr(self.form), where, _scope_text(self.layers, self.stack), f"{self.insertion}, {self.compose!r}"
 
     def __repr__(self) -> str:
         return to_expression(self)
@@ -211,8 +221,19 @@ class Selection(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return (self,)
 
+    def table_row(self) -> tuple[str, ...]:
+        """Return the row that a notebook shows: what, where, layers and how."""
+        where = ", ".join(self.areas) if self.of == "both" else f"{', '.join(self.areas)} ({self.of})"
+        how = "in place" if self.sparsity is None else f"a share of {self.sparsity:g} in place"
+        return ", ".join(self.roles), where, _scope_text(self.layers, self.stack), how
+
     def __repr__(self) -> str:
         return to_expression(self)
+
+
+def _scope_text(layers: LayersArg, stack: str) -> str:
+    text = layers if isinstance(layers, str) else ", ".join(map(str, layers))
+    return text if stack == "all" else f"{text} of the {stack}"
 
 
 ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "all")
@@ -254,17 +275,15 @@ def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> C
 
     The new function checks its arguments against the type hints, as expressions are checked.
     """
-    parameters_of = signature(make)
-    hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
+    accepted = signature(make)
+    hints = cache(lambda: get_type_hints(make))  # resolved at the first call, when all modules are imported
 
     @wraps(make)
     def method(*args: Any, **kwargs: Any) -> NamedMethod:
-        if unknown := [
-            unknown_argument(make.__name__, key, make) for key in kwargs if key not in parameters_of.parameters
-        ]:
-            raise DeltuneError("; ".join(unknown))
+        if unknown := [key for key in kwargs if key not in accepted.parameters]:
+            raise DeltuneError("; ".join(unknown_argument(make.__name__, key, make) for key in unknown))
         try:
-            bound = parameters_of.bind(*args, **kwargs)
+            bound = accepted.bind(*args, **kwargs)
         except TypeError as error:
             raise DeltuneError(f"{make.__name__}: {error}; it takes {signature_text(make)}") from None
         bound.apply_defaults()
@@ -272,7 +291,7 @@ def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> C
         problems = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
         if problems:
             raise error_from_problems(make.__name__, problems)
-        non_defaults = tuple((key, v) for key, v in arguments.items() if v != parameters_of.parameters[key].default)
+        non_defaults = tuple((key, v) for key, v in arguments.items() if v != accepted.parameters[key].default)
         return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), make(**arguments))
 
     return method
@@ -305,7 +324,7 @@ class MaskedMethod(Method):
             if value not in allowed:
                 raise DeltuneError(unknown_name(name, value, allowed))
         if any(isinstance(term, MaskedMethod) for term in self.method.terms):
-            raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
+            raise DeltuneError("a mask on a mask: give one apet(...) a method with all terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
             raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
         if isinstance(self.parameters, str) and parse_percentage(self.parameters) is None:
