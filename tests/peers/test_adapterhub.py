@@ -156,8 +156,8 @@ REFUSED: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
     ("bert", "prefix_mlp", _set(use_gating=True), "use_gating"),
     ("bert", "seq_bn", _set(architecture="reft"), "architecture 'reft' has no translation; known: bottleneck"),
     ("bert", "seq_bn", lambda o: o.update(model_type="roberta"), "trained on a roberta model; this is a bert model"),
-    ("bert", "seq_bn", lambda o: o.pop("version"), "save it anew"),
-    ("bert", "seq_bn", lambda o: o.update(config="pfeiffer"), "lie on AdapterHub's site"),
+    ("bert", "seq_bn", lambda o: o.pop("version"), "save it again"),
+    ("bert", "seq_bn", lambda o: o.update(config="pfeiffer"), "are on AdapterHub's site"),
     ("gpt2", "double_seq_bn", _set(original_ln_before=True), "residual sum is no site"),
     ("bart", "prefix_flat", _set(cross_prefix=False), r"extra tensor model.prefix_tuning(?s:.*)cross_prefix"),
 )

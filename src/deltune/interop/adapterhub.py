@@ -1,6 +1,6 @@
-"""AdapterHub's saved adapters read: bottlenecks, prefixes, LoRA and unions of them.
+"""Reads adapters that AdapterHub saved: bottlenecks, prefixes, LoRA and unions of them.
 
-A prefix stands before the keys and values after the cache was read, so positions do not move.
+AdapterHub puts a prefix before the keys and values after it has read the cache, so positions do not shift.
 """
 
 from __future__ import annotations
@@ -35,28 +35,38 @@ ACTIVATION_NAMES = {
     "relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu", "tanh": "tanh", "sigmoid": "sigmoid",
     "linear": "identity",
 }  # fmt: skip
-TRAINING_OPTIONS = {"architecture", "dropout", "init_weights", "init_weights_seed", "stochastic_depth", "leave_out",
-               "dtype"}  # fmt: skip
-"""Options that change nothing once an adapter is trained, and those that its tensors show."""
+TRAINING_OPTIONS = {
+    "architecture", "dropout", "init_weights", "init_weights_seed", "stochastic_depth", "leave_out", "dtype",
+}  # fmt: skip
+"""Options that change nothing once an adapter is trained, or that show in its tensors."""
 
-_PHM_OPTIONS = {"phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule", "factorized_phm_rule", "phm_c_init",
-           "phm_init_range", "learn_phm", "hypercomplex_nonlinearity", "phm_rank", "phm_bias"}  # fmt: skip
-BOTTLENECK_OPTIONS = {*TRAINING_OPTIONS, *_PHM_OPTIONS, "mh_adapter", "output_adapter", "cross_adapter", "reduction_factor", "non_linearity",
-           "original_ln_before", "original_ln_after", "ln_before", "is_parallel", "scaling", "residual_before_ln",
-           "adapter_residual_before_ln", "inv_adapter_reduction_factor"}  # fmt: skip
-"""The options that are read."""
+_PHM_OPTIONS = {
+    "phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule", "factorized_phm_rule", "phm_c_init",
+    "phm_init_range", "learn_phm", "hypercomplex_nonlinearity", "phm_rank", "phm_bias",
+}  # fmt: skip
+BOTTLENECK_OPTIONS = {
+    *TRAINING_OPTIONS, *_PHM_OPTIONS, "mh_adapter", "output_adapter", "cross_adapter", "reduction_factor",
+    "non_linearity", "original_ln_before", "original_ln_after", "ln_before", "is_parallel", "scaling",
+    "residual_before_ln", "adapter_residual_before_ln", "inv_adapter_reduction_factor",
+}  # fmt: skip
+"""The options of a bottleneck that are read."""
 
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """What one configuration comes down to: its pieces, and named methods that may be it."""
+    """One configuration as read: its pieces, and named methods that may be the same.
+
+    Attributes:
+        pieces: The modifications with their tensors.
+        known: Functions that make the named methods.
+    """
 
     pieces: list[PlacedTensors]
     known: list[Callable[[], Method]]
 
 
 def residual_problems(config: Mapping[str, Any]) -> list[str]:
-    """Combinations of the options on norms and residuals that are no point of our design space."""
+    """Return which options on norms and residuals are combined in a way that is no point of the design space."""
     if config.get("scaling", 1.0) == "channel":
         return ["option scaling='channel' has no translation"]
     before, after = config.get("original_ln_before"), config.get("original_ln_after", True)
@@ -71,6 +81,7 @@ def residual_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors) -> ReadConfig:
+    """Read a bottleneck configuration."""
     parallel, before = bool(config.get("is_parallel")), bool(config.get("original_ln_before"))
     after = bool(config.get("original_ln_after", True))
     pieces: list[PlacedTensors] = []
@@ -95,7 +106,7 @@ def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unu
         if not tensors:
             continue
         if parallel and postnorm:
-            x = "input"  # the same there
+            x = "input"  # without a norm before the sub-layer both are the same
         form = Bottleneck(
             tensors["down"].shape[0],
             ACTIVATION_NAMES[str(config["non_linearity"]).lower()],
@@ -104,10 +115,12 @@ def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unu
         )
         if config.get("init_weights") == "mam_adapter":
             form = replace(form, init="lora")
-        modification = Modification(site, form, insertion, _compose(config.get("scaling", 1.0)), x=x)  # type: ignore[arg-type]
+        compose = _compose(config.get("scaling", 1.0))
+        modification = Modification(site, form, insertion, compose, x=x)  # type: ignore[arg-type]
         stem = f"{layer.stack}.{layer.index}"
         location_name = {"block": f"{stem}.block", "ffn": f"{stem}.ffn"}.get(site, f"{stem}.{kind}.attention")
-        location = next((p for p in locations_or_none(anatomy, modification) if p.name == location_name), None)
+        places = locations_or_none(anatomy, modification)
+        location = next((place for place in places if place.name == location_name), None)
         if location is None:
             raise DeltuneError(f"this model has no place {location_name}")
         pieces.append(PlacedTensors(modification, location, tensors))
@@ -119,8 +132,10 @@ def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unu
 def _adapter_owners(
     anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors
 ) -> Iterator[tuple[Layer, str, str, bool]]:
-    """For every sub-layer that the options name: its layer, its kind (self, cross, ffn), the module with its adapter,
-    and whether a norm follows its residual sum.
+    """Yield the sub-layers that the options name.
+
+    Each is its layer, its kind (self, cross, ffn), the path of the module with its adapter, and whether a norm follows
+    its residual sum.
 
     AdapterHub keeps the adapter in the module around the sub-layer's last linear, or under a name of its own in a
     module around the whole sub-layer.
@@ -145,6 +160,7 @@ def _adapter_owners(
 
 
 def _owner(output: str, layer: Layer, kind: str, name: str, unused: UnusedTensors) -> str:
+    """Return the path of the module that holds the adapter of one sub-layer."""
     adapter_names = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
     parent = output.rpartition(".")[0]
     candidates = []
@@ -158,9 +174,10 @@ def _owner(output: str, layer: Layer, kind: str, name: str, unused: UnusedTensor
 def _take_bottleneck(
     owner: str, config: Mapping[str, Any], unused: UnusedTensors, missing: list[str]
 ) -> dict[str, torch.Tensor]:
+    """Return the tensors of one adapter by our names, or nothing if one is missing."""
     names = {"down": "adapter_down.0.weight", "down_bias": "adapter_down.0.bias", "up": "adapter_up.weight",
              "up_bias": "adapter_up.bias"}  # fmt: skip
-    if config.get("ln_before"):  # a norm stands first, under two names
+    if config.get("ln_before"):  # the norm is the first module, and is saved under two names
         names |= {"down": "adapter_down.1.weight", "down_bias": "adapter_down.1.bias",
                   "norm_gain": "adapter_down.0.weight", "norm_bias": "adapter_down.0.bias"}  # fmt: skip
         unused.take_all(f"{owner}.adapter_norm_before.{leaf}" for leaf in ("weight", "bias"))
@@ -184,6 +201,7 @@ def _compose(scaling: Any) -> Composition:
 
 
 def _candidate_bottlenecks(modification: Modification) -> list[Callable[[], Method]]:
+    """Return functions that make the named methods which may consist of such modifications."""
     form = modification.form
     assert isinstance(form, Bottleneck)
     arguments = {"rank": form.rank, "bias": True, "activation": form.activation, "layer_norm": form.layer_norm,
@@ -220,14 +238,26 @@ READ_OPTIONS = {
 """The options that are read, by architecture; any other must be unset."""
 
 MAX_EXPANSION = 16
-"""Numbers of a prefix for each number of the MLP that makes it. A sound MLP makes fewer than it has."""
+"""How many times larger than its MLP a prefix may be; that of a real file is smaller than its MLP."""
 
 _NEUTRAL_VALUES = {"composition_mode": ("add",)}
 
 
 def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = False) -> Translation:
-    """What an AdapterHub folder says on this model. Errors: an architecture or options without a translation, all of
-    them; tensors that are missing or extra; a flexible head. relative: the model adds a bias by relative position."""
+    """Translate an AdapterHub folder for a model.
+
+    Args:
+        anatomy: The model's anatomy.
+        folder: The folder's options and tensors.
+        relative: Whether the model adds a bias by relative position to its attention.
+
+    Returns:
+        The method with its tensors, the head and the labels.
+
+    Raises:
+        DeltuneError: The architecture or options have no translation (all of them are listed), tensors are missing or
+            are not used, or the head is a flexible head.
+    """
     options = folder.options
     if options.get("model_type") != anatomy.family:
         family = options.get("model_type")
@@ -235,16 +265,18 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
     config_option = options.get("config")
     if not isinstance(config_option, dict):
         raise DeltuneError(
-            f"{folder.where}: its options lie on AdapterHub's site ({config_option!r}); save the adapter anew"
+            f"{folder.where}: its options are on AdapterHub's site ({config_option!r}); save the adapter again"
         )
     configs = config_option["configs"] if config_option.get("architecture") == "union" else [config_option]
     problems = [problem for config in configs for problem in _untranslatable_options(config)]
     if relative and any(_architecture(config) == "prefix_tuning" for config in configs):
-        problems.append("its prefix takes part in the relative positions of this model, ours has bias 0")
+        problems.append("its prefix has relative positions in this model, that of deltune has none")
     if "version" not in options:
-        problems.append("it was written before names of activations had their present meaning; save it anew")
+        problems.append("it was saved before names of activations had their present meaning; save it again")
     if (folder.where / PLUGIN_FILE).is_file():
-        problems.append("it was trained through AdapterHub's plug-in interface, whose places are not known here")
+        problems.append(
+            "it was trained through AdapterHub's plug-in interface, which does not say where its adapters are"
+        )
     if folder.head and folder.head_options.get("config"):
         problems.append(f"its flexible head has no translation; without {HEAD_CONFIG} the adapter alone is read")
     if problems:
@@ -258,12 +290,12 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
         unused.check(folder.where, error)
         raise
     unused.check(folder.where)
-    numbers = tensors_by_file_name(anatomy, method, [piece for part in parts for piece in part.pieces])
-    return Translation(method, numbers, _read_head(anatomy, folder), _read_labels(folder))
+    tensors = tensors_by_file_name(anatomy, method, [piece for part in parts for piece in part.pieces])
+    return Translation(method, tensors, _read_head(anatomy, folder), _read_labels(folder))
 
 
 def _union(anatomy: Anatomy, parts: list[ReadConfig]) -> Method:
-    """The union of all; the table's name for it, where it has one."""
+    """Return the sum of all configurations, each by the name of its method where it has one."""
     methods = [method_from_pieces(anatomy, part.pieces, part.known) for part in parts]
     if len(methods) == 1:
         return methods[0]
@@ -275,7 +307,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _untranslatable_options(config: Mapping[str, Any]) -> list[str]:
-    """Every option of one configuration that has no translation."""
+    """Return the options of one configuration that have no translation."""
     kind = _architecture(config)
     if kind not in READ_OPTIONS:
         return [f"architecture {kind!r} has no translation; known: {', '.join(READ_OPTIONS)} and unions of them"]
@@ -322,12 +354,12 @@ def _read_prefix(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused:
             keys, values = pairs[:, 2 * index].contiguous(), pairs[:, 2 * index + 1].contiguous()
             pieces.append(PlacedTensors(modification, location, {"keys": keys, "values": values}))
     if not pieces:
-        raise DeltuneError("a prefix in no layer")
+        raise DeltuneError("its options leave every layer without a prefix")
     return ReadConfig(pieces, [lambda: prefix(int(config["prefix_length"]))])
 
 
 def _take_prefix(unused: UnusedTensors, name: str, pool: str) -> torch.Tensor | None:
-    """All keys and values of one kind of attention: as they are, or what the MLP makes of its embedding."""
+    """Return all keys and values of one kind of attention: as they are, or computed by the MLP that makes them."""
     stem = re.compile(rf"(?:.*\.)?prefix_tuning\.prefix_tunings\.{re.escape(name)}\.(?:\w*_)?{pool}(?:_prefix)?\.(.*)")
     names = {match[1]: n for n in list(unused.tensors) if (match := stem.fullmatch(n))}
     tensors = {leaf: unused.take(n) for leaf, n in names.items()}
@@ -345,7 +377,9 @@ def _take_prefix(unused: UnusedTensors, name: str, pool: str) -> torch.Tensor | 
     ]:  # fmt: skip
         raise DeltuneError(f"the MLP of {pool}_prefix has tensors that do not fit each other: {shapes}")
     if len(rows) * len(up) > MAX_EXPANSION * sum(tensor.numel() for tensor in (rows, down, up)):
-        raise DeltuneError(f"the MLP of {pool}_prefix would make {len(rows):,} × {len(up):,} numbers of a few")
+        raise DeltuneError(
+            f"the MLP of {pool}_prefix would make {len(rows):,} × {len(up):,} numbers, far more than it has"
+        )
     double = {leaf: tensor.double() for leaf, tensor in tensors.items() if tensor is not None}
     inner = torch.tanh(F.linear(double[leaves[0]], double[leaves[1]], double.get(leaves[2])))
     return F.linear(inner, double[leaves[3]], double.get(leaves[4]))
@@ -370,7 +404,7 @@ def _read_lora(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: U
         down, up = (unused.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
         if down is None or up is None:
             continue
-        if parts[0].place.target.columns is not None:  # one pair of factors a chosen part, one after the other
+        if parts[0].place.target.columns is not None:  # the factors of the chosen parts, joined
             parts = [piece for piece in parts if piece.modification.site in fused_sites]
         if not parts or len(down) != rank * len(parts) or len(up) % len(parts):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
@@ -387,7 +421,7 @@ def _read_lora(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: U
 
 
 def _check_every_layer(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[PlacedTensors]) -> None:
-    """Every layer that is not left out must have what the others of its stack have."""
+    """Check that every layer that is not left out has what the others of its stack have."""
     left_out = set(config.get("leave_out") or ())
     layers = [layer for number, layer in enumerate(anatomy.layers) if number not in left_out]
     present = {piece.place.name for piece in pieces}
@@ -410,7 +444,7 @@ _READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, UnusedTensors]
 
 
 def _read_head(anatomy: Anatomy, folder: ForeignFolder) -> dict[str, torch.Tensor]:
-    """A head that was saved with a class of transformers, by its names; a vocabulary projection is no head."""
+    """Return the head that was saved with a class of transformers, by its names; a vocabulary projection is no head."""
     if not folder.head:
         return {}
     unused = UnusedTensors(anatomy, folder.head)

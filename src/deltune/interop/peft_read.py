@@ -1,8 +1,8 @@
-"""PEFT's files read: adapter_config.json and the tensors beside it.
+"""Reads PEFT folders: adapter_config.json and the tensors beside it.
 
-PEFT names a tensor base_model.model.MODULE.lora_A.weight; a module is a whole linear, fused or not. What it computes:
-LoRA y + (α/r) B A x; IA3 l ⊙ y, or W (l ⊙ x) in `feedforward_modules`; a norm's copy in place of the norm; rows before
-the embeddings; a prefix as a cache's content, so that positions move on.
+PEFT names a tensor base_model.model.MODULE.lora_A.weight, where a module is a whole linear, fused or not. PEFT computes
+y + (α/r) B A x for LoRA; l ⊙ y for IA3, or W (l ⊙ x) in `feedforward_modules`; a tuned copy in place of a norm; prompt
+vectors before the embeddings; and a prefix as the content of the cache, so that positions shift.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ READ_OPTIONS: dict[str, set[str]] = {
                       "tokenizer_kwargs"},
     "PREFIX_TUNING": {*_TOKEN_OPTIONS, "encoder_hidden_size", "prefix_projection", "init_weights"},
 }  # fmt: skip
-"""The kinds that translate, each with the options that are read or change nothing once it is trained."""
+"""The types of adapters that have a translation, each with the options that are read or have no effect once trained."""
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -64,11 +64,23 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def read_peft(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -> Translation:
-    """What a PEFT folder says on this model. Errors: a kind or options without a translation, all of them; tensors
-    that are missing or extra."""
+    """Translate a PEFT folder for a model.
+
+    Args:
+        anatomy: The model's anatomy.
+        folder: The folder's options and tensors.
+        windowed: Whether some attention of the model has a sliding window.
+
+    Returns:
+        The method with its tensors and the head.
+
+    Raises:
+        DeltuneError: The type of adapter or its options have no translation (all of them are listed), or tensors are
+            missing or are not used.
+    """
     options, kind = folder.options, str(folder.options.get("peft_type"))
     if kind not in READ_OPTIONS:
-        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS)} These translate.")
+        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS)}")
     problems = [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()
@@ -95,9 +107,9 @@ MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
     problems = []
     if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
-        problems.append(f"{kind} translates for language models of one decoder stack; this is {anatomy.model}")
+        problems.append(f"{kind} has a translation for language models of one decoder stack; this is {anatomy.model}")
     if kind == "PREFIX_TUNING" and windowed:
-        problems.append("PEFT's prefix slides out of a sliding window, ours is always visible")
+        problems.append("with PEFT a prefix slides out of a sliding window, with deltune it stays visible")
     return problems
 
 
@@ -117,7 +129,7 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
         scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
         form = LowRank(rank, float(options.get("lora_dropout") or 0))
         if sum(place.widths.out_width for _, place in linears) != up.shape[0]:
-            problems.append(f"{path} gives {up.shape[0]} values, of which this model's sites take another number")
+            problems.append(f"{path} should have as many outputs as this model's, not {up.shape[0]} values")
             continue
         for site, place in linears:
             modification = Modification(site, form, compose=Add() if scale == 1 else Scale(scale))
@@ -126,8 +138,8 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
     if problems or not pieces:
         raise error_from_problems("LoRA", problems or ["no tensor lora_A of a module that this model has"])
     sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
-    modification_ = pieces[0].modification
-    first_form, factor = modification_.form, modification_.compose.factor({})
+    first = pieces[0].modification
+    first_form, factor = first.form, first.compose.factor({})
     assert isinstance(first_form, LowRank) and isinstance(factor, float | int)
     at = ("query", "value") if set(sites) == {"query", "value"} else sites
     method = method_from_pieces(
@@ -137,7 +149,7 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
 
 
 def _projections_by_path(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Modules that are projections, each with the sites and places that it is; a fused one is several."""
+    """Yield the modules that are projections, each with its sites and places; a fused one has several."""
     by_path: dict[str, list[tuple[str, Any]]] = {}
     for site in PROJECTIONS:
         for place in locations_or_none(anatomy, Modification(site, form, insertion)):
@@ -157,7 +169,7 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
         gain = unused.take(f"{path}.ia3_l", axes=2)
         if gain is not None and gain.shape[0] != 1:
             if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
-                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which is no rescaling of {path}")
+                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which does not fit {path}")
             rescale = [(Modification(site, Rescale(), "sequential"), place) for site, place in linears]
             pieces += [
                 PlacedTensors(modification, p, {"gain": rows_of_columns(gain, p.target.columns)[:, 0].contiguous()})
@@ -168,7 +180,7 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
     for path, gain in input_gains.items():
         if path not in inputs:
             raise DeltuneError(
-                f"IA3 on the input of {path}: rescaled inputs translate for W_o and the FFN's last linear"
+                f"IA3 on the input of {path}: rescaled inputs have a translation for W_o and the FFN's last linear only"
             )
         site, place = inputs[path]
         pieces.append(PlacedTensors(Modification(site, Rescale(), "sequential"), place, {"gain": gain}))
@@ -218,7 +230,7 @@ def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTen
     row_width = 2 * len(edits) * widths.kv_heads * widths.head_width
     if rows.shape[1] != row_width or widths.head_width != widths.value_width:
         raise DeltuneError(
-            f"{PROMPT_TENSOR} has rows of {rows.shape[1]}; keys and values of this model's {len(edits)} layers take {row_width}"
+            f"{PROMPT_TENSOR} has rows of {rows.shape[1]}; the {len(edits)} layers of this model take {row_width}"
         )
     pairs = rows.reshape(rows.shape[0], 2 * len(edits), widths.kv_heads, widths.head_width)
     tensors: dict[str, torch.Tensor] = {}
@@ -229,5 +241,6 @@ def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTen
 
 
 _READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], MethodAndTensors]] = {
-    "LORA": _read_lora, "IA3": _read_ia3, "LN_TUNING": _read_norms, "PROMPT_TUNING": _read_prompt, "PREFIX_TUNING": _read_prefix,
+    "LORA": _read_lora, "IA3": _read_ia3, "LN_TUNING": _read_norms, "PROMPT_TUNING": _read_prompt,
+    "PREFIX_TUNING": _read_prefix,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A delta as PEFT's files: the options and the tensors of one kind that PEFT has, or every reason why not."""
+"""Writes a delta as a PEFT folder where PEFT can express it, and lists every reason where it cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ OptionsAndTensors = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def write_peft(content: ExportedDelta) -> OptionsAndTensors:
-    """Options and tensors for PEFT. Error: everything that PEFT cannot express, with the reasons."""
+    """Return the options and tensors of a PEFT folder.
+
+    Raises:
+        DeltuneError: PEFT cannot express the delta; the message lists every reason.
+    """
     kinds: dict[str, None] = {}
     problems: dict[str, None] = {}
     for edit in content.edits:
@@ -37,13 +41,12 @@ def write_peft(content: ExportedDelta) -> OptionsAndTensors:
         kinds["LN_TUNING"] = None
         if others := [name for name in content.in_place if name not in norms]:
             remainder = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            problems[f"PEFT trains norms in place and nothing else; here also {', '.join(others[:3])}{remainder}"] = (
-                None
-            )
+            names = f"{', '.join(others[:3])}{remainder}"
+            problems[f"PEFT trains norms in place and nothing else; this delta also trains {names}"] = None
     if not problems and not kinds:
         problems["the head alone is no method of PEFT; save the model instead"] = None
     if not problems and len(kinds) > 1:
-        problems[f"PEFT keeps one kind of change in a folder, this is a sum of {' and '.join(kinds)}"] = None
+        problems[f"PEFT keeps one type of adapter in a folder, and this delta is a sum of {' and '.join(kinds)}"] = None
     if not problems:
         try:
             return _add_head(content, *_WRITERS[next(iter(kinds))](content))
@@ -53,7 +56,7 @@ def write_peft(content: ExportedDelta) -> OptionsAndTensors:
 
 
 def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
-    """PEFT's name for an edit, and why it has none."""
+    """Return PEFT's name for the method of an edit, and why PEFT cannot express it, or an empty text."""
     modification, place = edit.modification, edit.place
     form = modification.form
     if isinstance(form, LowRank) and modification.insertion == "parallel" and place.linear is not None:
@@ -70,7 +73,7 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
             "IA3",
             ""
             if modification.insertion == "sequential"
-            else "PEFT's IA3 rescales what a module gives; this adds to it",
+            else "PEFT's IA3 rescales a module's output, and this adds to it",
         )
     if isinstance(form, Prompt | Prefix):
         return ("PROMPT_TUNING" if isinstance(form, Prompt) else "PREFIX_TUNING"), _token_problem(content, modification)
@@ -78,7 +81,7 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
 
 
 def _token_problem(content: ExportedDelta, modification: Modification) -> str:
-    """Why PEFT cannot have this prompt or prefix."""
+    """Return why PEFT cannot express this prompt or prefix, or an empty text."""
     anatomy, form = content.anatomy, modification.form
     if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
         return f"it is written for language models of one decoder stack; this is {anatomy.model}"
@@ -88,24 +91,24 @@ def _token_problem(content: ExportedDelta, modification: Modification) -> str:
         return "PEFT's prefix joins the keys and values; this one is added to the attention's output"
     if not form.shift:
         return "PEFT's prefix moves positions on, this one does not: train with shift_positions=True"
-    return "PEFT's prefix slides out of a sliding window, ours is always visible" if content.sliding_window else ""
+    return (
+        "with PEFT a prefix slides out of a sliding window, with deltune it stays visible"
+        if content.sliding_window
+        else ""
+    )
 
 
 def _projection_paths(anatomy: Anatomy) -> set[str]:
-    """Modules that are projections."""
+    """Return the paths of the modules that are projections."""
     paths = {linear.path for layer in anatomy.layers for ffn in layer.ffns for linear in (*ffn.inputs, ffn.output)}
-    for layer in anatomy.layers:
-        for attention in layer.attentions:
-            paths |= {
-                linear.path
-                for linear in (attention.query, attention.key, attention.value, attention.output)
-                if linear is not None
-            }
+    for attention in (attention for layer in anatomy.layers for attention in layer.attentions):
+        linears = (attention.query, attention.key, attention.value, attention.output)
+        paths |= {linear.path for linear in linears if linear is not None}
     return paths
 
 
 def _edits_by_path(content: ExportedDelta) -> Iterator[tuple[str, list[ResolvedEdit]]]:
-    """The edits of each module."""
+    """Yield the edits of each module, with the module's path."""
     edits: dict[str, list[ResolvedEdit]] = {}
     for edit in content.edits:
         edits.setdefault(edit.place.target.path, []).append(edit)
@@ -113,7 +116,7 @@ def _edits_by_path(content: ExportedDelta) -> Iterator[tuple[str, list[ResolvedE
 
 
 def _output_width(content: ExportedDelta, path: str) -> int:
-    """Outputs of a module."""
+    """Return the number of output features of a module."""
     weight = next(t for t in content.anatomy.tensors if f"{path}.weight" in (t.name, *t.aliases))
     transposed = any(e.place.linear.transposed for e in content.edits if e.place.linear and e.place.target.path == path)
     return weight.shape[1 if transposed else 0]
@@ -167,7 +170,7 @@ def _integer_if_whole(value: float) -> float | int:
 def _join_columns(
     parts: list[torch.Tensor], columns: list[Columns | None], rows: int, fill: float = 0.0
 ) -> torch.Tensor:
-    """The parts of a fused projection's (out, …) in their places; `rest` elsewhere."""
+    """Return the tensor (out, …) of a fused projection from those of its parts, with `fill` elsewhere."""
     if columns[0] is None:
         return parts[0]
     joined = parts[0].new_full((rows, *parts[0].shape[1:]), fill)
@@ -248,12 +251,16 @@ def _write_prefix(content: ExportedDelta) -> OptionsAndTensors:
 
 
 _WRITERS: Mapping[str, Callable[[ExportedDelta], OptionsAndTensors]] = {
-    "LORA": _write_lora, "IA3": _write_ia3, "LN_TUNING": _write_norms, "PROMPT_TUNING": _write_prompt, "PREFIX_TUNING": _write_prefix,
+    "LORA": _write_lora, "IA3": _write_ia3, "LN_TUNING": _write_norms, "PROMPT_TUNING": _write_prompt,
+    "PREFIX_TUNING": _write_prefix,
 }  # fmt: skip
 
 
 def _target_options(content: ExportedDelta, paths: list[str]) -> dict[str, Any]:
-    """Exactly these modules: PEFT takes a name for every module that ends in it, so where one does, a pattern."""
+    """Return target_modules for exactly these modules.
+
+    PEFT takes a name for every module whose path ends in it; where that would match others too, a pattern is returned.
+    """
     modules = {name.rpartition(".")[0] for t in content.anatomy.tensors for name in (t.name, *t.aliases)}
     suffixes = tuple(f".{path}" for path in paths)
     ambiguous = any(name.endswith(suffixes) for name in modules - set(paths)) if paths else False
@@ -265,7 +272,7 @@ def _pattern(paths: list[str]) -> str:
 
 
 def _add_head(content: ExportedDelta, options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> OptionsAndTensors:
-    """The head as PEFT keeps it: whole modules."""
+    """Add the head as PEFT keeps it, as whole modules."""
     if not content.head:
         return options, tensors
     heads = {f"{NAME_PREFIX}{name}": value for name, value in content.head.items()}

@@ -1,4 +1,4 @@
-"""The options in other libraries' folders that are read here, validated; and their patterns, matched within bounds."""
+"""Validates the options in PEFT and AdapterHub folders, and matches the patterns in them within a time limit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ShortText = Annotated[str, Field(strict=True, max_length=4096)]
 PatternText = Annotated[str, Field(strict=True, max_length=1000)]
 
 PATTERN_SECONDS = 0.5
-"""Seconds that all patterns of a folder may take together. Those of a sound file take milliseconds."""
+"""Seconds that all patterns of a folder may take in all; those of a real file take milliseconds."""
 
 
 class _Options(BaseModel):
-    """Options by their names in the file. Those that are not here are refused elsewhere, by name, where they matter."""
+    """Options by their names in the file. Others are ignored here; where they matter, they are refused by name."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -49,7 +49,7 @@ class _AdapterHubConfig(_Options):
 
 
 class AdapterHubBottleneck(_AdapterHubConfig):
-    """A bottleneck of AdapterHub."""
+    """AdapterHub's configuration of a bottleneck."""
 
     architecture: Literal["bottleneck"] | None = None
     mh_adapter: OptionalBool = None
@@ -64,7 +64,7 @@ class AdapterHubBottleneck(_AdapterHubConfig):
 
 
 class AdapterHubPrefix(_AdapterHubConfig):
-    """A prefix of AdapterHub."""
+    """AdapterHub's configuration of a prefix."""
 
     architecture: Literal["prefix_tuning"]
     prefix_length: PositiveInt
@@ -74,7 +74,7 @@ class AdapterHubPrefix(_AdapterHubConfig):
 
 
 class AdapterHubLoRA(_AdapterHubConfig):
-    """LoRA of AdapterHub."""
+    """AdapterHub's configuration of LoRA."""
 
     architecture: Literal["lora"]
     r: PositiveInt
@@ -83,14 +83,14 @@ class AdapterHubLoRA(_AdapterHubConfig):
 
 
 class AdapterHubUnion(_Options):
-    """Several configurations at once."""
+    """AdapterHub's configuration of several adapters at once."""
 
     architecture: Literal["union"]
     configs: Annotated[list[dict[StrictStr, Any]], Field(min_length=1, max_length=64)]
 
 
 class AdapterHubOptions(_Options):
-    """What AdapterHub says of an adapter. The kinds of its configuration are validated one by one."""
+    """AdapterHub's options of an adapter. The configuration inside them is validated by its architecture."""
 
     model_type: ShortText
     model_class: ShortText | None = None
@@ -100,13 +100,14 @@ class AdapterHubOptions(_Options):
 
 
 class AdapterHubHead(_Options):
-    """What AdapterHub says of a head that it saved beside an adapter."""
+    """AdapterHub's options of a head that was saved beside an adapter."""
 
     label2id: dict[ShortText, Annotated[int, Field(strict=True, ge=0, lt=1 << 30)]] | None = None
 
 
 ADAPTERHUB_KINDS: dict[str, type[_Options]] = {
-    "bottleneck": AdapterHubBottleneck, "prefix_tuning": AdapterHubPrefix, "lora": AdapterHubLoRA, "union": AdapterHubUnion,
+    "bottleneck": AdapterHubBottleneck, "prefix_tuning": AdapterHubPrefix, "lora": AdapterHubLoRA,
+    "union": AdapterHubUnion,
 }  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path
     """Validate the options of a folder, and the configurations of adapters inside them.
 
     Raises:
-        DeltuneError: Some are missing, of another kind, or out of range; all of them are listed.
+        DeltuneError: Options are missing, of a wrong type, or out of range; all of them are listed.
     """
     problems = _problems(schema, options)
     config = options.get("config")
@@ -131,7 +132,7 @@ def _config_problems(config: Mapping[str, Any], nested: bool = False) -> list[st
     if nested and architecture == "union":
         return ["a union in a union has no translation"]
     if architecture is not None and not isinstance(architecture, str):
-        return [f"architecture: {architecture!r:.100} is no name"]
+        return [f"architecture: {architecture!r:.100} is not a name"]
     kind = ADAPTERHUB_KINDS.get(architecture or "bottleneck")
     return [] if kind is None else _problems(kind, config)
 
@@ -145,10 +146,10 @@ def _problems(schema: type[_Options], options: Mapping[str, Any]) -> list[str]:
 
 
 class Patterns:
-    """A value for each module by PEFT's rule: that of the first pattern that matches the end of the module's path.
+    """Finds the value for a module by PEFT's rule: that of the first pattern that matches the end of the module's path.
 
-    The patterns are a stranger's, and a regular expression can take longer than anybody lives: matching is given up
-    after `PATIENCE` seconds in all. Patterns without repetitions and groups take no time, and do not count.
+    The patterns come from a stranger, and a regular expression can take arbitrarily long. So matching stops after
+    `PATTERN_SECONDS` in all. Patterns without repetitions and groups take no time, and do not count.
     """
 
     def __init__(self, patterns: Mapping[str, Any] | None) -> None:
@@ -157,7 +158,9 @@ class Patterns:
         try:
             self.matchers = [self._matcher(key) for key in patterns or {}]
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-            raise DeltuneError(f"option alpha_pattern has a pattern that is none: {str(error)[:200]}") from error
+            raise DeltuneError(
+                f"option alpha_pattern has a pattern that is no regular expression: {str(error)[:200]}"
+            ) from error
 
     def _matcher(self, key: str) -> Callable[[str], object]:
         pattern = regex.compile(rf"(?:.*\.)?(?:{key})$")
@@ -174,7 +177,11 @@ class Patterns:
         return None
 
     def value(self, path: str, default: Any) -> Any:
-        """The value for a module. Raises DeltuneError where the patterns take too long."""
+        """Return the value for a module.
+
+        Raises:
+            DeltuneError: The patterns take too long.
+        """
         pairs = zip(self.matchers, self.values, strict=True)
         value = next((value for matches, value in pairs if matches(path)), default)
         if self.left <= 0:
