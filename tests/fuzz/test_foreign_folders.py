@@ -242,7 +242,7 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
     "lora_dropout is an object": (PEFT_LORA, options(lora_dropout={}), f"{WORDS}: option lora_dropout"),
     "alpha_pattern is a list": (PEFT_LORA, options(alpha_pattern=[1]), f"{WORDS}: option alpha_pattern"),
     "alpha_pattern of no number": (PEFT_LORA, options(alpha_pattern={".*": "x"}), f"{WORDS}: option alpha_pattern"),
-    "a pattern that is none": (PEFT_LORA, options(alpha_pattern={"(": 3}), "has a pattern that is no regular expression"),
+    "a pattern that is none": (PEFT_LORA, options(alpha_pattern={"(": 3}), "a pattern that is no regular expression"),
     "peft_type is a list": (PEFT_LORA, options(peft_type=["LORA"]), f"{WORDS}: option peft_type"),
     "a factor without axes": (
         PEFT_LORA, tensors("lora_A.weight", lambda t: t.sum()), r"shape \(\), it should have 2 axes",

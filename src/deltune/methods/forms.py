@@ -162,6 +162,9 @@ class Form:
 
         Returns:
             The rank and the factors on both of its sides; None where each tensor acts alone.
+
+        Raises:
+            DeltuneError: The form cannot be masked with its options; the message says which to change.
         """
         return None
 

@@ -73,7 +73,7 @@ class Method:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        rows = [part.table_row() for part in self.parts]
+        rows = [part._table_row() for part in self.parts]
         return html_table(repr(self), ("what", "where", "layers", "how"), rows)
 
 
@@ -166,7 +166,7 @@ class Modification(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return (self,)
 
-    def table_row(self) -> tuple[str, ...]:
+    def _table_row(self) -> tuple[str, ...]:
         """Return the row that a notebook shows: what, where, layers and how."""
         where = self.site if self.attention == "all" else f"{self.site} of {self.attention} attention"
         return repr(self.form), where, _scope_text(self.layers, self.stack), f"{self.insertion}, {self.compose!r}"
@@ -221,7 +221,7 @@ class Selection(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return (self,)
 
-    def table_row(self) -> tuple[str, ...]:
+    def _table_row(self) -> tuple[str, ...]:
         """Return the row that a notebook shows: what, where, layers and how."""
         where = ", ".join(self.areas) if self.of == "both" else f"{', '.join(self.areas)} ({self.of})"
         how = "in place" if self.sparsity is None else f"a share of {self.sparsity:g} in place"
