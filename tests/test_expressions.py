@@ -150,8 +150,8 @@ METHODS = st.one_of(SUMS, SUMS, MASKED, st.builds(lambda one, two: one + two, MA
 def test_every_argument_of_every_method_is_generated() -> None:
     assert set(ARGUMENTS) == set(REGISTRY)
     for name, arguments in ARGUMENTS.items():
-        left = set(signature(REGISTRY[name].make).parameters) - set(arguments)
-        assert left <= {"lora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), name
+        missing = set(signature(REGISTRY[name].make).parameters) - set(arguments)
+        assert missing <= {"lora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), name
 
 
 @given(METHODS)
@@ -357,11 +357,11 @@ def test_signatures_have_no_catch_alls() -> None:
 def test_others_words_for_arguments(theirs: str) -> None:
     """Nobody takes them here; whoever takes ours suggests it, and for somebody the nearest would be another."""
     ours = OTHER_LIBRARIES_NAMES[theirs]
-    known = {name: signature(make).parameters for name, make in VOCABULARY.items()}
-    assert not any(theirs in parameters for parameters in known.values())
-    own = [name for name, parameters in known.items() if ours in parameters]
-    assert any(closest_match(theirs, known[name]) != ours for name in own)
-    for name in own:
+    parameters_by_name = {name: signature(make).parameters for name, make in VOCABULARY.items()}
+    assert not any(theirs in parameters for parameters in parameters_by_name.values())
+    with_our_name = [name for name, parameters in parameters_by_name.items() if ours in parameters]
+    assert any(closest_match(theirs, parameters_by_name[name]) != ours for name in with_our_name)
+    for name in with_our_name:
         with pytest.raises(deltune.DeltuneError) as caught:
             deltune.parse(f"{name}({theirs}=1)")
         assert f"{name} has no argument {theirs!r}. Did you mean {ours!r}?" in str(caught.value)

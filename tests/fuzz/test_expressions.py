@@ -153,9 +153,9 @@ def check(name: str, text: str) -> None:
     model = specimen(name)
     before = facts(model)
     began = time.monotonic()
-    counted = refused = tuned = None
+    count = refused = tuned = None
     try:
-        counted = deltune.count(model, text)
+        count = deltune.count(model, text)
     except deltune.DeltuneError as error:
         refused = error
     try:
@@ -165,9 +165,9 @@ def check(name: str, text: str) -> None:
         assert differences(before, facts(model)) == []
         assert refused is not None or "of memory" in str(error), f"counted and refused: {error}"
     if tuned is not None:
-        assert counted is not None, f"attached and not counted: {refused}"
-        assert counted.trained == tuned.count().trained == sum(p.numel() for p in tuned.parameters())
-        _step(tuned, counted.trained)
+        assert count is not None, f"attached and not counted: {refused}"
+        assert count.trained == tuned.count().trained == sum(p.numel() for p in tuned.parameters())
+        _step(tuned, count.trained)
         assert tuned.detach() is model
         assert differences(before, facts(model)) == []
     assert time.monotonic() - began < MOMENT
@@ -279,10 +279,10 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("text", "told"), FOUND.items(), ids=[text[:60] for text in FOUND])
-def test_refused_with_a_reason(text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), FOUND.items(), ids=[text[:60] for text in FOUND])
+def test_refused_with_a_reason(text: str, message: str) -> None:
     check("bert", text)
-    with pytest.raises(deltune.DeltuneError, match=told):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.attach(specimen("bert"), text)
 
 
