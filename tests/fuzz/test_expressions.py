@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import deltune
+from deltune.methods import spec
 from deltune.methods.registry import REGISTRY
 from laws.specimens import batch, differences, facts, forward, loss, specimen
 
@@ -92,7 +93,7 @@ def calls(name: str, arguments: Mapping[str, st.SearchStrategy[str]]) -> st.Sear
     return some.map(lambda chosen: f"{name}({', '.join(f'{key}={value}' for key, value in chosen.items())})")
 
 
-SITES = words(*deltune.methods.spec.SITES)
+SITES = words(*spec.SITES)
 FORMS = st.one_of(
     *(st.builds(f"{name}({{}})".format, SIZE) for name in ("LowRank", "Prefix", "MultiHead", "OwnMultiHead", "Prompt")),
     st.builds("Bottleneck({}, activation={}, bias={})".format, SIZE, ACTIVATION, TRUTH),

@@ -235,7 +235,7 @@ READ_OPTIONS = {
                       "non_linearity", "shared_gating"},
     "lora": {*TRAINING_OPTIONS, "selfattn_lora", "intermediate_lora", "output_lora", "r", "alpha", "attn_matrices"},
 }  # fmt: skip
-"""The options that are read, by architecture; any other must be unset."""
+"""The options that are read, by architecture; others are refused unless they are unset."""
 
 MAX_EXPANSION = 16
 """How many times larger than its MLP a prefix may be; that of a real file is smaller than its MLP."""

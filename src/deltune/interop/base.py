@@ -22,7 +22,7 @@ from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selectio
 from ..tensor_files import load_float_tensors
 
 CONFIG_FILE = "adapter_config.json"
-"""The file that both PEFT and AdapterHub keep their options in."""
+"""The file in which both PEFT and AdapterHub keep the options of an adapter."""
 
 NamedTensors = Mapping[str, torch.Tensor]
 

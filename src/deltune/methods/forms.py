@@ -272,7 +272,7 @@ class Form:
 Affine = tuple[torch.Tensor | None, torch.Tensor | None]
 
 Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
-"""A shared rank, and the sides below and above it."""
+"""A shared rank, the factors below it, and the factors above it."""
 
 
 def _down_up_product(rank: int, widths: Widths) -> Product:

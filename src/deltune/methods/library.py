@@ -600,4 +600,4 @@ OPERATIONS: Mapping[str, Callable[[], Method]] = {
     "concatenate": lambda: prompt() + lora(),
     "plugin": lambda: adapter(),
 }
-"""The three operations that insert a masked weight (AP §C)."""
+"""The three operations of the APET paper that insert a masked weight, by name (AP §C)."""

@@ -29,14 +29,14 @@ OTHER_LIBRARIES_NAMES = {
     "layers_to_transform": "layers",
     "non_linearity": "activation",
 }
-"""What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
+"""For arguments that PEFT and AdapterHub call otherwise, our name by theirs."""
 
 MAX_CHARACTERS = 100_000
-"""Characters of an expression."""
+"""The most characters of an expression."""
 MAX_DEPTH = 30
-"""Brackets within brackets."""
+"""The most brackets inside each other."""
 MAX_TERMS = 1_000
-"""Terms of one sum."""
+"""The most terms of a sum."""
 
 
 def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:

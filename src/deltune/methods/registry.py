@@ -108,7 +108,7 @@ REGISTRY: Mapping[str, RegistryEntry] = {
     ),
     "apet": RegistryEntry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
 }
-"""Every named method."""
+"""Every named method, by name."""
 
 FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
 
@@ -117,7 +117,7 @@ VOCABULARY: Mapping[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate)},
     **{kind.__name__: kind for kind in FORMS},
 }
-"""What an expression may name."""
+"""Everything that an expression may call, by name."""
 
 
 def parse(text: str | Method) -> Method:

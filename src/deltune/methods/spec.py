@@ -80,7 +80,7 @@ class Method:
 ADD = Add()
 
 SITES_FOR_NEED = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
-"""Which sites offer what a form needs beyond one representation."""
+"""The sites that offer what `Form.needs` names, where it is more than hidden states at one point."""
 
 
 @dataclass(frozen=True, repr=False)
