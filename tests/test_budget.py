@@ -27,10 +27,10 @@ BASE = 109_482_240
     ),
 )
 def test_never_over_and_nothing_more_fits(method: str, budget: int | str) -> None:
-    found = solve(CONFIG, method, budget)
-    assert found.count == deltune.count(CONFIG, found.method).method <= found.budget
+    result = solve(CONFIG, method, budget)
+    assert result.count == deltune.count(CONFIG, result.method).method <= result.budget
     cheapest = 2 * 768 * 12  # one more of any of these sizes costs at least this
-    assert found.left < 2 * cheapest + 2 * 768 * 12
+    assert result.left < 2 * cheapest + 2 * 768 * 12
 
 
 def test_equal_shares_and_weights() -> None:
@@ -42,28 +42,28 @@ def test_equal_shares_and_weights() -> None:
 
 def test_a_mask_fills_a_budget_exactly() -> None:
     assert solve(CONFIG, "apet(lora, parameters=?)", "0.05%").left == 0
-    found = deltune.fit(CONFIG, "apet(lora, parameters=?)", "0.05%")
-    assert found == deltune.parse(f"apet(lora, parameters={BASE // 2000})")
+    method = deltune.fit(CONFIG, "apet(lora, parameters=?)", "0.05%")
+    assert method == deltune.parse(f"apet(lora, parameters={BASE // 2000})")
 
 
 def test_a_mask_is_never_asked_for_more_than_there_is() -> None:
     """lora(rank=1) has 36,864 scalars; the rest of the budget goes to the other ?, or stays."""
     assert solve(CONFIG, "apet(lora(rank=1), parameters=?)", 50_000).left == 50_000 - 36_864
-    found = solve(CONFIG, "apet(lora(rank=1), parameters=?) + prefix(length=?)", 500_000)
+    result = solve(CONFIG, "apet(lora(rank=1), parameters=?) + prefix(length=?)", 500_000)
     assert (
-        repr(found.method)
+        repr(result.method)
         == "apet(lora(rank=1), parameters=36864, pattern='discrete', along='rows', seed=0) + prefix(length=25)"
     )
 
 
 def test_aligned_to_another_method() -> None:
     """UV table 2: on a base model MAM 16 + 16 counts as LoRA of rank 16."""
-    found = solve(CONFIG, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
-    assert (repr(found.method), found.left) == ("mam", 0)
+    result = solve(CONFIG, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
+    assert (repr(result.method), result.left) == ("mam", 0)
 
 
 @pytest.mark.parametrize(
-    ("method", "budget", "told"),
+    ("method", "budget", "message"),
     [
         ("lora", 5000, "leaves no size open"),
         ("lora(rank=?)", 10, "too small: .* has 36,864"),
@@ -74,8 +74,8 @@ def test_aligned_to_another_method() -> None:
         ("three_vectors + lora(rank=?, stack='decoder')", 5000, "encoder only"),
     ],
 )
-def test_mistakes(method: str, budget: int | str, told: str) -> None:
-    with pytest.raises(deltune.DeltuneError, match=told):
+def test_mistakes(method: str, budget: int | str, message: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.fit(CONFIG, method, budget)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import deltune
 from deltune.errors import closest_match
 from deltune.methods.forms import ACTIVATIONS
-from deltune.methods.parser import ELSEWHERE
-from deltune.methods.registry import TABLE, VOCABULARY
+from deltune.methods.parser import OTHER_LIBRARIES_NAMES
+from deltune.methods.registry import REGISTRY, VOCABULARY
 from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, Method, explicit_expression
 
 RANKS = st.integers(1, 4096)
@@ -103,7 +103,7 @@ def _made(name: str, given: dict[str, Any]) -> Method:
         given.get("style") == "pfeiffer"
     ):
         given = {key: value for key, value in given.items() if key != "attention"}  # it has no attention to choose
-    return TABLE[name].make(**given)
+    return REGISTRY[name].make(**given)
 
 
 NAMES = {
@@ -141,17 +141,17 @@ TERMS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size
 SUMS = TERMS.map(lambda terms: sum(terms[1:], terms[0]))
 MASKABLE = SUMS.filter(lambda method: all(getattr(part, "sparsity", None) is None for part in method.parts))
 MASKED = st.builds(
-    lambda method, parameters, given: TABLE["apet"].make(method, parameters, **given),
+    lambda method, parameters, given: REGISTRY["apet"].make(method, parameters, **given),
     MASKABLE, RANKS | st.sampled_from(["0.05%", "1%"]), _some(ARGUMENTS["apet"]),
 )  # fmt: skip
 METHODS = st.one_of(SUMS, SUMS, MASKED, st.builds(lambda one, two: one + two, MASKED, SUMS))
 
 
 def test_every_argument_of_every_method_is_generated() -> None:
-    assert set(ARGUMENTS) == set(TABLE)
+    assert set(ARGUMENTS) == set(REGISTRY)
     for name, arguments in ARGUMENTS.items():
-        left = set(signature(TABLE[name].make).parameters) - set(arguments)
-        assert left <= {"lora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), name
+        missing = set(signature(REGISTRY[name].make).parameters) - set(arguments)
+        assert missing <= {"lora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), name
 
 
 @given(METHODS)
@@ -332,9 +332,9 @@ def test_any_text_is_a_method_or_a_deltune_error(text: str) -> None:
 
 
 CALLS: tuple[tuple[Callable[[], object], str], ...] = (
-    (lambda: TABLE["lora"].make(rnk=8), "rnk.*Did you mean 'rank'.*It takes.*rank=8"),
+    (lambda: REGISTRY["lora"].make(rnk=8), "rnk.*Did you mean 'rank'.*It takes.*rank=8"),
     (lambda: deltune.lora(r=8), "no argument 'r'.*Did you mean 'rank'"),
-    (lambda: TABLE["lora"].make(at=("query", "values")), "unknown site 'values'"),
+    (lambda: REGISTRY["lora"].make(at=("query", "values")), "unknown site 'values'"),
     (lambda: deltune.Modification("ffn", deltune.Prefix(2)), "site 'heads'"),
     (lambda: deltune.Scale(math.nan), "a number is finite"),
     (lambda: deltune.Selection(("gain",)), "unknown role 'gain'.*Did you mean 'norm.gain'"),
@@ -348,20 +348,20 @@ def test_the_same_mistakes_in_python(make: Callable[[], object], says: str) -> N
 
 
 def test_signatures_have_no_catch_alls() -> None:
-    for entry in TABLE.values():
+    for entry in REGISTRY.values():
         kinds = {p.kind for p in signature(entry.make).parameters.values()}
         assert not kinds & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
 
 
-@pytest.mark.parametrize("theirs", ELSEWHERE)
+@pytest.mark.parametrize("theirs", OTHER_LIBRARIES_NAMES)
 def test_others_words_for_arguments(theirs: str) -> None:
     """Nobody takes them here; whoever takes ours suggests it, and for somebody the nearest would be another."""
-    ours = ELSEWHERE[theirs]
-    known = {name: signature(make).parameters for name, make in VOCABULARY.items()}
-    assert not any(theirs in parameters for parameters in known.values())
-    own = [name for name, parameters in known.items() if ours in parameters]
-    assert any(closest_match(theirs, known[name]) != ours for name in own)
-    for name in own:
+    ours = OTHER_LIBRARIES_NAMES[theirs]
+    parameters_by_name = {name: signature(make).parameters for name, make in VOCABULARY.items()}
+    assert not any(theirs in parameters for parameters in parameters_by_name.values())
+    with_our_name = [name for name, parameters in parameters_by_name.items() if ours in parameters]
+    assert any(closest_match(theirs, parameters_by_name[name]) != ours for name in with_our_name)
+    for name in with_our_name:
         with pytest.raises(deltune.DeltuneError) as caught:
             deltune.parse(f"{name}({theirs}=1)")
         assert f"{name} has no argument {theirs!r}. Did you mean {ours!r}?" in str(caught.value)

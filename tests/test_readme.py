@@ -142,12 +142,12 @@ def rows() -> dict[str, tuple[str, str]]:
     return {name: (scalars, count) for name, scalars, count in found}
 
 
-@pytest.mark.parametrize("name", sorted({*registry.TABLE, *rows()}))
+@pytest.mark.parametrize("name", sorted({*registry.REGISTRY, *rows()}))
 def test_the_table_of_methods(name: str) -> None:
     assert name in rows(), f"give {name} a row in README.md"
-    assert name in registry.TABLE, f"README.md tells of {name}, which is not there"
+    assert name in registry.REGISTRY, f"README.md tells of {name}, which is not there"
     scalars, count = rows()[name]
-    assert scalars.replace("`", "") == registry.TABLE[name].scalars
+    assert scalars.replace("`", "") == registry.REGISTRY[name].scalars
     if count != "N":
         assert f"{deltune.count(models.load_config('minilm'), name).method:,}" == count
 

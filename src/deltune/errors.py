@@ -12,29 +12,29 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 LONGEST = 400
-"""Characters of a name that is shown in full and compared with others."""
+"""The longest name that a message shows in full and looks up, in characters."""
 LISTED = 200
-"""Names that a message lists."""
+"""The most names that a message lists."""
 
 
 class DeltuneError(Exception):
-    """A mistake of the user, or a thing that cannot be had here; the command line prints it and exits with 2."""
+    """A user's mistake, or something that cannot be done here. The command line prints it and exits with code 2."""
 
 
 class BusyError(DeltuneError):
-    """Another process is at work on it."""
+    """Another process is using the same folder."""
 
 
 class DiskFullError(DeltuneError):
-    """No space is left for what was to be written."""
+    """There is no space left for a file."""
 
 
 class DivergedError(DeltuneError):
-    """A loss that is no number."""
+    """The loss of a training became NaN or infinite."""
 
 
 MOST_PROBLEMS = 20
-"""Of so many problems each is told; of more, how many there are."""
+"""The most problems that an error lists; of more it says how many there are."""
 
 
 class _Excerpts(reprlib.Repr):
@@ -54,7 +54,7 @@ _EXCERPTS = _Excerpts()
 
 
 def excerpt(value: object, length: int = 80) -> str:
-    """Return a value as messages show it: its repr, of which the middle goes where it is long."""
+    """Return the repr of a value as messages show it, without its middle where it is long."""
     text = _EXCERPTS.repr(value)
     return text if len(text) <= length else f"{text[: length - 11]}...{text[-8:]}"
 
@@ -64,26 +64,26 @@ def error_summary(error: BaseException | str) -> str:
     return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
 
 
-def closest_match(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None when nothing is close."""
+def closest_match(name: str, choices: Iterable[str]) -> str | None:
+    """Return the choice closest to `name`, or None when nothing is close."""
     if len(str(name)) > LONGEST:
         return None
-    found = difflib.get_close_matches(str(name), [str(k) for k in known][:LISTED], n=1, cutoff=0.5)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(str(name), [str(k) for k in choices][:LISTED], n=1, cutoff=0.5)
+    return matches[0] if matches else None
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
-    """Message for an unknown name: what was asked, the nearest name, everything that exists."""
-    names = sorted(str(k) for k in known)
-    listed = ", ".join(name if len(name) <= LONGEST else excerpt(name) for name in names[:LISTED]) or "nothing"
+def unknown_name(kind: str, name: object, choices: Iterable[str], where: str = "") -> str:
+    """Return the message for a name that does not exist: what was asked, the nearest name, and all names that exist."""
+    names = sorted(str(k) for k in choices)
+    shown = ", ".join(name if len(name) <= LONGEST else excerpt(name) for name in names[:LISTED]) or "nothing"
     more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    guess = closest_match(name, names) if isinstance(name, str) else None
-    hint = f" Did you mean {guess!r}?" if guess else ""
-    return f"unknown {kind} {excerpt(name, LONGEST)}{f' in {where}' if where else ''}.{hint} Known: {listed}{more}."
+    suggestion = closest_match(name, names) if isinstance(name, str) else None
+    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
+    return f"unknown {kind} {excerpt(name, LONGEST)}{f' in {where}' if where else ''}.{hint} Known: {shown}{more}."
 
 
 def error_from_problems(title: str, problems: list[str]) -> DeltuneError:
-    """One error that lists every problem found, so that a spec is mended in one go."""
+    """Return one error that lists every problem, so that all of them can be mended at once."""
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}")
     lines = [f"  - {problem}" for problem in problems[:MOST_PROBLEMS]]
@@ -93,7 +93,7 @@ def error_from_problems(title: str, problems: list[str]) -> DeltuneError:
 
 
 def validation_problems(error: ValidationError, most: int = 10) -> list[str]:
-    """What is wrong with data that pydantic refused: a line for each field, by its path."""
+    """Return what is wrong with data that pydantic refused, one line for each field."""
     lines = [
         ": ".join(part for part in (".".join(str(key)[:60] for key in e["loc"]), _plain(e["type"], e["msg"])) if part)
         for e in error.errors(include_url=False, include_input=False, include_context=False)

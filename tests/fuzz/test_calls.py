@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import deltune
-from deltune.methods.registry import FORMS, TABLE
+from deltune.methods.registry import FORMS, REGISTRY
 from laws.specimens import differences, facts, specimen
 
 MODELS = ("bert", "llama", "gpt2", "t5")
@@ -84,7 +84,7 @@ CALLS: dict[str, Call] = {
     "sum": lambda model, x: deltune.Modification("ffn", deltune.LowRank(2), layers=x),
     "apet method": lambda model, x: deltune.apet(x, 5),
     **{
-        f"{name} {argument}": lambda model, x, make=TABLE[name].make, argument=argument: make(
+        f"{name} {argument}": lambda model, x, make=REGISTRY[name].make, argument=argument: make(
             **({"method": "plugin", "parameters": 5} if make is deltune.apet else {}) | {argument: x}
         )
         for name, arguments in {

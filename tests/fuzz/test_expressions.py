@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import deltune
-from deltune.methods.registry import TABLE
+from deltune.methods import spec
+from deltune.methods.registry import REGISTRY
 from laws.specimens import batch, differences, facts, forward, loss, specimen
 
 MODELS = ("bert", "llama", "gpt2", "t5")
@@ -92,7 +93,7 @@ def calls(name: str, arguments: Mapping[str, st.SearchStrategy[str]]) -> st.Sear
     return some.map(lambda chosen: f"{name}({', '.join(f'{key}={value}' for key, value in chosen.items())})")
 
 
-SITES = words(*deltune.methods.spec.SITES)
+SITES = words(*spec.SITES)
 FORMS = st.one_of(
     *(st.builds(f"{name}({{}})".format, SIZE) for name in ("LowRank", "Prefix", "MultiHead", "OwnMultiHead", "Prompt")),
     st.builds("Bottleneck({}, activation={}, bias={})".format, SIZE, ACTIVATION, TRUTH),
@@ -153,9 +154,9 @@ def check(name: str, text: str) -> None:
     model = specimen(name)
     before = facts(model)
     began = time.monotonic()
-    counted = refused = tuned = None
+    count = refused = tuned = None
     try:
-        counted = deltune.count(model, text)
+        count = deltune.count(model, text)
     except deltune.DeltuneError as error:
         refused = error
     try:
@@ -165,9 +166,9 @@ def check(name: str, text: str) -> None:
         assert differences(before, facts(model)) == []
         assert refused is not None or "of memory" in str(error), f"counted and refused: {error}"
     if tuned is not None:
-        assert counted is not None, f"attached and not counted: {refused}"
-        assert counted.trained == tuned.count().trained == sum(p.numel() for p in tuned.parameters())
-        _step(tuned, counted.trained)
+        assert count is not None, f"attached and not counted: {refused}"
+        assert count.trained == tuned.count().trained == sum(p.numel() for p in tuned.parameters())
+        _step(tuned, count.trained)
         assert tuned.detach() is model
         assert differences(before, facts(model)) == []
     assert time.monotonic() - began < MOMENT
@@ -222,7 +223,7 @@ def test_any_text(text: str) -> None:
 
 
 def test_the_fuzz_knows_every_method() -> None:
-    assert {*ARGUMENTS, "apet"} == set(TABLE)
+    assert {*ARGUMENTS, "apet"} == set(REGISTRY)
 
 
 DEEP = "(" * 31 + "lora" + ")" * 31
@@ -279,10 +280,10 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("text", "told"), FOUND.items(), ids=[text[:60] for text in FOUND])
-def test_refused_with_a_reason(text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), FOUND.items(), ids=[text[:60] for text in FOUND])
+def test_refused_with_a_reason(text: str, message: str) -> None:
     check("bert", text)
-    with pytest.raises(deltune.DeltuneError, match=told):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.attach(specimen("bert"), text)
 
 

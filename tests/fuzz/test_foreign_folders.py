@@ -242,7 +242,7 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
     "lora_dropout is an object": (PEFT_LORA, options(lora_dropout={}), f"{WORDS}: option lora_dropout"),
     "alpha_pattern is a list": (PEFT_LORA, options(alpha_pattern=[1]), f"{WORDS}: option alpha_pattern"),
     "alpha_pattern of no number": (PEFT_LORA, options(alpha_pattern={".*": "x"}), f"{WORDS}: option alpha_pattern"),
-    "a pattern that is none": (PEFT_LORA, options(alpha_pattern={"(": 3}), "has a pattern that is none"),
+    "a pattern that is none": (PEFT_LORA, options(alpha_pattern={"(": 3}), "a pattern that is no regular expression"),
     "peft_type is a list": (PEFT_LORA, options(peft_type=["LORA"]), f"{WORDS}: option peft_type"),
     "a factor without axes": (
         PEFT_LORA, tensors("lora_A.weight", lambda t: t.sum()), r"shape \(\), it should have 2 axes",
@@ -252,7 +252,7 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
     "a vector without axes": (PEFT_IA3, tensors("ia3_l", lambda t: t.sum()), "it should have 2 axes"),
     "a vector of one axis": (PEFT_IA3, tensors("ia3_l", lambda t: t.flatten()), "it should have 2 axes"),
     "a vector of another length": (
-        PEFT_IA3, tensors("ia3_l", lambda t: t.repeat(3, 1)), "rescaling of|IA3 on the input",
+        PEFT_IA3, tensors("ia3_l", lambda t: t.repeat(3, 1)), "does not fit|IA3 on the input",
     ),
     "rows without axes": (ROWS, tensors("prompt_embeddings", lambda t: t.sum()), "missing tensor prompt_embeddings"),
     "a prefix of another width": (PREFIX, tensors("prompt_embeddings", lambda t: t[:, :-1].contiguous()), "rows of"),
@@ -268,7 +268,7 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
     "alpha is null": (("bert", "lora"), options(alpha=None), f"{WORDS}.*option alpha"),
     "attn_matrices is a number": (("bert", "lora"), options(attn_matrices=3), f"{WORDS}.*option attn_matrices"),
     "a prefix of no length": (("bert", "prefix_flat"), options(prefix_length="x"), f"{WORDS}.*option prefix_length"),
-    "an architecture that is a list": (("bert", "seq_bn"), options(architecture=[]), "is no name"),
+    "an architecture that is a list": (("bert", "seq_bn"), options(architecture=[]), "is not a name"),
     "a union of a number": (
         ("bert", "mam"), options(config={"architecture": "union", "configs": 3}), f"{WORDS}.*option configs",
     ),
@@ -315,7 +315,7 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
         ("bert", "prefix_mlp"),
         lambda f: (tensors("wte.weight", lambda t: t[:1, :1].repeat(200_000, 1))(f), options(prefix_length=200_000)(f),
                    tensors("control_trans.0.weight", lambda t: t[:, :1].contiguous())(f)),
-        "numbers of a few",
+        "numbers, far more than it has",
     ),
     # pickles
     "a pickle that runs": (PEFT_LORA, pickled({"x": Running()}), f"{PICKLE}: it refers to"),

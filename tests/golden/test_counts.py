@@ -205,8 +205,8 @@ def shown(percent: float, printed: str, how: str) -> str:
     """A percentage with the digits of the printed one."""
     digits = len(printed.partition(".")[2])
     scaled = percent * 10**digits
-    whole = math.floor(scaled) if how == "truncate" else math.floor(scaled + 0.5)
-    text = f"{whole / 10**digits:.{digits}f}"
+    rounded = math.floor(scaled) if how == "truncate" else math.floor(scaled + 0.5)
+    text = f"{rounded / 10**digits:.{digits}f}"
     return text if printed.startswith("0") else text.removeprefix("0")
 
 

@@ -23,9 +23,9 @@ WIDTH, FFN_WIDTH, HEADS_OF_ATTENTION = 32, {"gpt2": 128, "gptj": 128, "bloom": 1
 def layers_of(anatomy: Anatomy, family: Family) -> list[tuple[Stack, int, Layer]]:
     """Every layer with the stack and the number that it should have."""
     count = 1 if family.shared else 2
-    wanted = [(stack, i) for stack in family.stacks for i in range(count)]
-    assert len(anatomy.layers) == len(wanted)
-    return [(stack, i, layer) for (stack, i), layer in zip(wanted, anatomy.layers, strict=True)]
+    expected = [(stack, i) for stack in family.stacks for i in range(count)]
+    assert len(anatomy.layers) == len(expected)
+    return [(stack, i, layer) for (stack, i), layer in zip(expected, anatomy.layers, strict=True)]
 
 
 def stack_name(family: Family, stack: Stack) -> str:
@@ -50,23 +50,23 @@ def test_stacks_and_layers(family: Family) -> None:
 @EACH
 def test_attentions(family: Family) -> None:
     for stack, _, layer in layers_of(deltune.inspect(config(family)), family):
-        wanted = {"self": stack.attention} | ({"cross": stack.cross} if stack.cross else {})
-        assert [a.kind for a in layer.attentions] == list(wanted)
+        expected = {"self": stack.attention} | ({"cross": stack.cross} if stack.cross else {})
+        assert [a.kind for a in layer.attentions] == list(expected)
         for attention in layer.attentions:
-            names = [f"{layer.path}.{name}" for name in wanted[attention.kind]]
+            names = [f"{layer.path}.{name}" for name in expected[attention.kind]]
             assert attention.output.path == names[3]
             assert (attention.output.out_width, attention.output.bias) == (WIDTH, "output" in family.biases)
             if not family.interface:
                 hidden = (attention.query, attention.key, attention.value, attention.heads, attention.kv_heads)
                 assert set(hidden) == {None}
                 continue
-            found = (attention.heads, attention.kv_heads, attention.head_width, attention.value_width)
-            assert found == (HEADS_OF_ATTENTION, family.kv_heads, family.head_width, family.head_width)
+            sizes = (attention.heads, attention.kv_heads, attention.head_width, attention.value_width)
+            assert sizes == (HEADS_OF_ATTENTION, family.kv_heads, family.head_width, family.head_width)
             assert attention.causal == (stack.causal and attention.kind == "self")
-            own, shared = 4 * family.head_width, family.kv_heads * family.head_width
-            assert attention.output.in_width == own
+            query_width, key_width = 4 * family.head_width, family.kv_heads * family.head_width
+            assert attention.output.in_width == query_width
             for role, name, width, part in zip(
-                ("query", "key", "value"), names, (own, shared, shared), range(3), strict=False
+                ("query", "key", "value"), names, (query_width, key_width, key_width), range(3), strict=False
             ):
                 linear: Linear = getattr(attention, role)
                 assert (linear.path, linear.in_width, linear.out_width) == (name, WIDTH, width)
@@ -95,18 +95,18 @@ def test_ffns(family: Family) -> None:
 def test_norms(family: Family) -> None:
     anatomy = deltune.inspect(config(family))
     for stack, i, layer in layers_of(anatomy, family):
-        wanted = {f"{layer.path}.{path}": place for path, place in stack.norms.items()}
+        expected = {f"{layer.path}.{path}": place for path, place in stack.norms.items()}
         if (family.name, i) == ("modernbert", 0):
-            del wanted[f"{layer.path}.attn_norm"]  # an Identity there
-        assert {n.path: f"{n.place} {'+'.join(n.of)}" for n in layer.norms} == wanted
+            del expected[f"{layer.path}.attn_norm"]  # an Identity there
+        assert {n.path: f"{n.place} {'+'.join(n.of)}" for n in layer.norms} == expected
         assert all(n.gain and n.bias == ("norm" in family.biases) for n in layer.norms)
         assert all(n.width == (WIDTH if n.place not in ("query", "key") else n.width) for n in layer.norms)
         parts: list[tuple[Attention | FFN, str]] = [(part, "attention") for part in layer.attentions]
         for part, of in [*parts, *((ffn, "ffn") for ffn in layer.ffns)]:
             for place in ("pre", "post"):
                 path = getattr(part, place)
-                assert (path is not None) == any(w.startswith(place) and of in w for w in wanted.values())
-                assert path is None or (wanted[path].startswith(place) and of in wanted[path])
+                assert (path is not None) == any(w.startswith(place) and of in w for w in expected.values())
+                assert path is None or (expected[path].startswith(place) and of in expected[path])
         if stack.cross and "pre" in {n.place for n in layer.norms}:  # each attention has its own
             assert len({a.pre for a in layer.attentions}) == 2
     assert {n.path: n.place for n in anatomy.norms} == dict(family.outer)
@@ -139,13 +139,13 @@ CLASSES = [(f, role) for f in FAMILIES.values() for role in roles(f)]
 def test_the_live_model_has_the_anatomy_of_its_configuration(family: Family, role: str) -> None:
     """Paths inside the base model, layers and norms are the same; observing changes nothing."""
     model = specimen(family.name, role)
-    known = facts(model)
-    deltune.inspect.__globals__["_known"].pop(model, None)
+    before = facts(model)
+    deltune.inspect.__globals__["_CACHE"].pop(model, None)
     live = deltune.inspect(model)
-    assert differences(known, facts(model)) == []
+    assert differences(before, facts(model)) == []
     described = deltune.inspect(config(family))
-    own = {name for name, _ in specimen(family.name, "base").named_children()} | {live.base.split(".")[0]}
-    head = {name for name, module in model.named_children() if name not in own and list(module.parameters())}
+    base_children = {name for name, _ in specimen(family.name, "base").named_children()} | {live.base.split(".")[0]}
+    head = {name for name, module in model.named_children() if name not in base_children and list(module.parameters())}
     assert set(live.head) == (head if role in HEADS else set())
     if role == "causal" and family.kind == "both":
         return  # the decoder alone, without what it reads of an encoder
@@ -170,10 +170,10 @@ def bare(anatomy: Anatomy, stacks: set[str], prefix: str) -> str:
 def test_observing_leaves_training_mode_and_implementation_alone() -> None:
     model = specimen("bart")
     model.train()
-    known = facts(model)
-    deltune.inspect.__globals__["_known"].pop(model, None)
+    before = facts(model)
+    deltune.inspect.__globals__["_CACHE"].pop(model, None)
     deltune.inspect(model)
-    assert differences(known, facts(model)) == []
+    assert differences(before, facts(model)) == []
     model.eval()
 
 
@@ -195,7 +195,7 @@ class _Vision(PreTrainedConfig):
 def test_what_is_no_language_model() -> None:
     from transformers import ViTConfig, ViTModel
 
-    with pytest.raises(deltune.DeltuneError, match="does not read input_ids"):
+    with pytest.raises(deltune.DeltuneError, match="does not take input_ids"):
         deltune.inspect(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
     with pytest.raises(deltune.DeltuneError, match="no model can be built from this _Vision"):
         deltune.inspect(_Vision())

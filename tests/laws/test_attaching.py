@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.anatomy.tracing import meta_model
-from deltune.methods.registry import TABLE
+from deltune.methods.registry import REGISTRY
 
 from .families import FAMILIES, Family
 from .methods import ROWS, Row, refused
@@ -41,7 +41,7 @@ EACH_CLASS = pytest.mark.parametrize(("family", "role"), CLASSES, ids=[f"{f.name
 
 def test_every_named_method_has_a_row() -> None:
     used = {name for row in ROWS for name in re.findall(r"[a-z_0-9]+", row.text)}
-    assert set(TABLE) <= used
+    assert set(REGISTRY) <= used
 
 
 @refused()

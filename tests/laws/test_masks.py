@@ -30,8 +30,8 @@ def test_a_product_keeps_exactly_n_live_scalars(rank: int, wide: int, high: int,
     """Every kept entry of one factor has a kept partner of its rank in the other, for every N."""
     unit = pair("w", rank, wide, high)
     for count in range(2, unit.size + 1):
-        kept = draw_indices(unit, count, pattern, along, seed=3)
-        down, up = kept["down"], kept["up"]
+        indices = draw_indices(unit, count, pattern, along, seed=3)
+        down, up = indices["down"], indices["up"]
         assert len(set(down)) + len(set(up)) == len(down) + len(up) == count
         assert set(down // wide) == set(up % rank)
         assert down.max() < rank * wide and up.max() < rank * high
@@ -45,16 +45,16 @@ def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern:
     unit = pair("w", rank, wide, high)
     before: set[tuple[str, int]] = set()
     for count in range(2, unit.size + 1):
-        kept = {
+        indices = {
             (leaf, i) for leaf, index in draw_indices(unit, count, pattern, along, seed).items() for i in index.tolist()
         }
         by_rank = pattern == "adjacent" and along == "rows"
         opens = count % (wide + high) in (1, 2) if by_rank else count <= 2 * rank
         if opens:
-            assert len(before - kept) <= (1 if pattern == "discrete" or by_rank else len(before))
+            assert len(before - indices) <= (1 if pattern == "discrete" or by_rank else len(before))
         else:
-            assert before <= kept, count
-        before = kept
+            assert before <= indices, count
+        before = indices
 
 
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
@@ -64,17 +64,17 @@ def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> Non
     unit = MaskUnit("x", shape, "w")
     before: set[int] = set()
     for count in range(1, unit.size + 1):
-        kept = draw_indices(unit, count, pattern, along, seed=1)["w"]
-        assert len(set(kept)) == count and kept.max() < unit.size
+        indices = draw_indices(unit, count, pattern, along, seed=1)["w"]
+        assert len(set(indices)) == count and indices.max() < unit.size
         if pattern == "discrete":
-            assert before <= set(kept)
+            assert before <= set(indices)
         elif along == "rows" or len(shape) == 1:
-            assert kept.max() - kept.min() == count - 1
+            assert indices.max() - indices.min() == count - 1
         else:
             rows, columns = shape[0], unit.size // shape[0]
-            flat = np.sort(kept % columns * rows + kept // columns)
+            flat = np.sort(indices % columns * rows + indices // columns)
             assert flat.max() - flat.min() == count - 1
-        before = set(kept)
+        before = set(indices)
 
 
 def test_discrete_is_uniform_and_known() -> None:
@@ -92,13 +92,13 @@ GOLDEN = [2, 17, 44, 58, 65]
 
 def test_the_split_is_exact() -> None:
     units = [pair(f"w{i}", 4, 6, 5) for i in range(5)] + [MaskUnit("s", (3,), "v")]
-    whole = sum(unit.size for unit in units)
-    for total in range(1, whole + 1):
+    available = sum(unit.size for unit in units)
+    for total in range(1, available + 1):
         quotas = split_budget(units, total)
         assert sum(quotas) == total
         assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
-    for wrong in (0, whole + 1):
-        with pytest.raises(deltune.DeltuneError, match=f"give 1 to {whole}"):
+    for wrong in (0, available + 1):
+        with pytest.raises(deltune.DeltuneError, match=f"give 1 to {available}"):
             split_budget(units, wrong)
 
 
@@ -106,13 +106,13 @@ def test_what_acts_through_others_gets_none_without_them() -> None:
     """Gates and learned scales, for every total."""
     units = [pair("a", 2, 3, 3), pair("b", 1, 5, 4), MaskUnit("gate", (6,), "gate"), MaskUnit("scale", (), "scale")]
     needs = {2: [0, 1], 3: [1]}
-    whole = sum(unit.size for unit in units)
-    for total in range(2, whole + 1):
+    available = sum(unit.size for unit in units)
+    for total in range(2, available + 1):
         quotas = split_budget(units, total, needs)
         assert sum(quotas) == total
         assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
         assert all(not quotas[i] or any(quotas[j] for j in others) for i, others in needs.items())
-    with pytest.raises(deltune.DeltuneError, match=f"give 2 to {whole}"):
+    with pytest.raises(deltune.DeltuneError, match=f"give 2 to {available}"):
         split_budget(units, 1, needs)
 
 
@@ -125,17 +125,17 @@ def test_no_rank_is_kept_by_its_bias_alone(pattern: str, along: str) -> None:
     for seed in range(20):
         unit = MaskUnit(f"w{seed}", rank=rank, down=down, up=(Factor("up", high, 1, rank),))
         for count in range(2, unit.size + 1):
-            kept = draw_indices(unit, count, pattern, along, seed)
-            assert sum(map(len, kept.values())) == count
-            assert set(kept["down"] // wide) == set(kept["up"] % rank) >= set(kept.get("down_bias", ()))
+            indices = draw_indices(unit, count, pattern, along, seed)
+            assert sum(map(len, indices.values())) == count
+            assert set(indices["down"] // wide) == set(indices["up"] % rank) >= set(indices.get("down_bias", ()))
 
 
 @pytest.mark.parametrize("rank", [10**6, 10**12, 2**50])
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
 def test_a_huge_rank_costs_what_is_kept(rank: int, pattern: str, along: str) -> None:
     began = time.monotonic()
-    kept = draw_indices(pair("w", rank, 768, 768), 1000, pattern, along, seed=0)
-    assert sum(map(len, kept.values())) == 1000 and time.monotonic() - began < 5
+    indices = draw_indices(pair("w", rank, 768, 768), 1000, pattern, along, seed=0)
+    assert sum(map(len, indices.values())) == 1000 and time.monotonic() - began < 5
 
 
 SMOOTH = (
@@ -172,21 +172,21 @@ def test_a_head_keeps_keys_and_values(form: deltune.MultiHead | deltune.Prefix, 
     widths = Widths(8, 8, heads=4, kv_heads=2, head_width=5, value_width=3)
     rank, down, up = form.product(widths)
     for count in range(2, rank * 8 + 1):
-        kept = draw_indices(MaskUnit("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
-        assert set(kept["keys"] // 5) == set(kept["values"] // 3)
-        assert sum(map(len, kept.values())) == count
+        indices = draw_indices(MaskUnit("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
+        assert set(indices["keys"] // 5) == set(indices["values"] // 3)
+        assert sum(map(len, indices.values())) == count
 
 
 def test_a_tensor_read_past_its_module_is_not_trained_in_part() -> None:
     """DeBERTa reads its relative embeddings directly: no hook would put what is trained of them in their place."""
     model = specimen("deberta-v2")
-    known = facts(model)
+    before = facts(model)
     direct = [t.name for t in deltune.inspect(model).tensors if t.direct]
     assert direct == ["deberta.encoder.rel_embeddings.weight"]
     for text in ("apet(full, parameters=100)", "diff_pruning(over='all')"):
         with pytest.raises(deltune.DeltuneError, match=r"rel_embeddings.weight cannot be trained in part"):
             deltune.attach(model, text)
-    assert differences(known, facts(model)) == []
+    assert differences(before, facts(model)) == []
     deltune.attach(model, "full").detach()
 
 
@@ -203,8 +203,8 @@ def test_what_the_model_computes_is_not_trained(name: str) -> None:
 
 def test_ten_thousand_of_seven_billion() -> None:
     """Drawing costs what is drawn, not what it is drawn from."""
-    kept = draw_indices(MaskUnit("big", (4096 * 32, 11008 * 5), "w"), 10_000, "discrete", "rows", 0)["w"]
-    assert len(set(kept)) == 10_000 and kept.max() > 2**32
+    indices = draw_indices(MaskUnit("big", (4096 * 32, 11008 * 5), "w"), 10_000, "discrete", "rows", 0)["w"]
+    assert len(set(indices)) == 10_000 and indices.max() > 2**32
 
 
 def test_attached_on_the_meta_device() -> None:
@@ -223,7 +223,7 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     family = FAMILIES["bert"]
     model = build(family, "sequence")
     inputs = batch(model)
-    whole = deltune.count(model, method).method
+    unmasked = deltune.count(model, method).method
     tuned = deltune.attach(model, method)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -233,8 +233,8 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     expected = forward(model, inputs)
     values = {k: t.clone() for k, t in tuned.delta().kept().items()}
     tuned.detach()
-    masked = deltune.attach(model, MaskedMethod(deltune.parse(method), whole))
-    assert masked.count().method == whole == sum(p.numel() for p in masked.parameters()) - masked.count().head
+    masked = deltune.attach(model, MaskedMethod(deltune.parse(method), unmasked))
+    assert masked.count().method == unmasked == sum(p.numel() for p in masked.parameters()) - masked.count().head
     with torch.no_grad():
         for key, edit in masked.delta().named_edits():
             for leaf, sparse in edit._sparse():
@@ -247,14 +247,14 @@ def test_a_share_of_the_model_and_bad_numbers() -> None:
     model = build(family, "base")
     base = sum(p.numel() for p in model.parameters())
     assert deltune.count(model, "apet(full, parameters='1%')").method == base // 100
-    for text, told in (
+    for text, message in (
         ("apet(lora(rank=2), parameters=1)", "give 2 to 512"),
         ("apet(lora(rank=2), parameters=9999)", "give 2 to 512"),
         ("apet(lora, parameters='much')", "a number or a share"),
         ("apet(lora, parameters=5, pattern='scattered')", "one of 'adjacent', 'discrete'"),
         ("apet(apet(lora, parameters=5), parameters=5)", "mask on a mask"),
     ):
-        with pytest.raises(deltune.DeltuneError, match=told):
+        with pytest.raises(deltune.DeltuneError, match=message):
             deltune.count(model, text)
 
 

@@ -296,7 +296,7 @@ class Biased(LowRank):
     def shapes(self, widths: Any) -> Any:
         return super().shapes(widths) | {"up_bias": (widths.out_width,)}
 
-    def start(self, tensors: Any) -> None:
+    def initialize(self, tensors: Any) -> None:
         for tensor in tensors.values():
             torch.nn.init.normal_(tensor)
 
@@ -318,7 +318,9 @@ def test_forms_of_others_are_added_as_they_are(form: Form, monkeypatch: pytest.M
     found = forward(model, inputs)
     with torch.no_grad():
         overwriting = forward(model, inputs)
-    monkeypatch.setattr(Form, "onto", lambda self, h, tensors, u, training, scale, out: h + self(tensors, u, training))
+    monkeypatch.setattr(
+        Form, "add_to", lambda self, h, tensors, u, training, scale, out: h + self(tensors, u, training)
+    )
     expected = forward(model, inputs)
     assert distance(found, expected) < 1e-12 and distance(overwriting, expected) < 1e-12
 

@@ -37,10 +37,10 @@ def test_what_is_counted_is_what_is_attached(name: str, text: str) -> None:
     model = specimen(name)
     inputs = batch(model)
     before = forward(model, inputs)
-    counted = deltune.count(model, text)
+    count = deltune.count(model, text)
     tuned = deltune.attach(model, text)
     try:
-        assert counted.method + counted.head == sum(p.numel() for p in tuned.parameters()) == tuned.count().trained
+        assert count.method + count.head == sum(p.numel() for p in tuned.parameters()) == tuned.count().trained
         stir(tuned)
         assert not equal(forward(model, inputs), before)
     finally:
@@ -53,12 +53,12 @@ def test_what_is_counted_is_what_is_attached(name: str, text: str) -> None:
 @slow
 def test_a_mask_has_exactly_n_ones(name: str, text: str, share: float, pattern: str, seed: int) -> None:
     model = specimen(name)
-    wanted = int(deltune.count(model, text).method * share)
-    assume(wanted >= 2)
-    masked = f"apet({text}, parameters={wanted}, pattern='{pattern}', seed={seed})"
+    expected = int(deltune.count(model, text).method * share)
+    assume(expected >= 2)
+    masked = f"apet({text}, parameters={expected}, pattern='{pattern}', seed={seed})"
     tuned = deltune.attach(model, masked, head="freeze")
     try:
-        assert sum(p.numel() for p in tuned.parameters()) == wanted == deltune.count(model, masked).method
+        assert sum(p.numel() for p in tuned.parameters()) == expected == deltune.count(model, masked).method
     finally:
         tuned.detach()
 
@@ -74,11 +74,11 @@ def test_a_budget_is_never_passed(name: str, opened: list[str], fixed: str, budg
     text = " + ".join([*opened, fixed])
     weights = None if even else [i + 1.0 for i in range(len(opened))]
     try:
-        found = solve(model, text, budget, weights=weights)
+        result = solve(model, text, budget, weights=weights)
     except deltune.DeltuneError as error:
         assert "too small" in str(error)
-        least = deltune.count(model, text.replace("?", "1")).method
-        assert least > budget
+        smallest = deltune.count(model, text.replace("?", "1")).method
+        assert smallest > budget
         return
-    assert found.count == deltune.count(model, found.method).method <= budget
-    assert found.left == budget - found.count
+    assert result.count == deltune.count(model, result.method).method <= budget
+    assert result.left == budget - result.count

@@ -396,7 +396,7 @@ def test_a_norm_that_runs_again_has_the_values_in_use(first: bool, monkeypatch: 
     expected = answer(model, inputs)
     with tuned.rows(["a"] * len(expected)):
         assert (answer(model, inputs) - expected).abs().max() < 1e-10
-    adapters = [e for e in tuned.delta().all_edits() if e.place.again]
+    adapters = [e for e in tuned.delta().all_edits() if e.place.apply_norm_first]
     assert adapters
     norm = model.get_submodule(adapters[0].place.target.path)
     weights = []

@@ -49,9 +49,9 @@ class Joined(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.count += func is torch.ops.aten.cat.default and found.dim() > 2
-        return found
+        output = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.cat.default and output.dim() > 2
+        return output
 
 
 @pytest.mark.parametrize(("text", "joins"), [("ia3", 0), ("ia3 + lora(at=('key', 'value'))", 2), ("lora(rank=2)", 2)])
@@ -62,9 +62,9 @@ def test_a_fused_projection_is_multiplied_as_a_whole(family: str, text: str, joi
     inputs = batch(model)
 
     def counted() -> int:
-        with Joined() as found:
+        with Joined() as joined:
             forward(model, inputs)
-        return found.count
+        return joined.count
 
     before = counted()
     deltune.attach(model, text)
@@ -90,7 +90,7 @@ def test_what_is_no_weight_does_not_merge(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("Modification('ffn', OwnMultiHead(3))", "whose heads can be seen"),
         ("Modification('ffn_up', Rescale())", "as wide as h"),
@@ -100,9 +100,9 @@ def test_what_is_no_weight_does_not_merge(text: str) -> None:
         ("apet(prefix(reparameterise=8), parameters=20)", "reparameterise=None"),
     ],
 )
-def test_a_refusal_leaves_the_model_as_it_was(text: str, told: str) -> None:
+def test_a_refusal_leaves_the_model_as_it_was(text: str, message: str) -> None:
     model = build(FAMILIES["bert"], "base")
-    with pytest.raises(deltune.DeltuneError, match=told):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.attach(model, text)
     assert "deltune" not in model._modules
     assert all(p.requires_grad for p in model.parameters())

@@ -93,10 +93,10 @@ def inputs(family: str) -> dict[str, torch.Tensor]:
     ids = torch.randint(4, VOCABULARY, (2, 7))
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    made = {"input_ids": ids, "attention_mask": mask}
+    arguments = {"input_ids": ids, "attention_mask": mask}
     if family == "bart":
-        made["decoder_input_ids"] = torch.randint(4, VOCABULARY, (2, 4))
-    return made
+        arguments["decoder_input_ids"] = torch.randint(4, VOCABULARY, (2, 4))
+    return arguments
 
 
 def main() -> None:
@@ -109,14 +109,14 @@ def main() -> None:
         config._attn_implementation = "eager"  # under sdpa, GPT-2's boolean mask hides AdapterHub's prefix
         model = model_class(config).eval()
         stir(model)
-        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.save_pretrained(HERE / family / "base", safe_serialization=True)
         (HERE / family / "base" / "generation_config.json").unlink(missing_ok=True)
         adapters.init(model)
-        given = inputs(family)
-        found = dict(given)
+        arguments = inputs(family)
+        recorded = dict(arguments)
         with torch.no_grad():
-            found["none"] = model.double()(**given).logits
+            recorded["none"] = model.double()(**arguments).logits
         for name, method in ADAPTERS.items():
             if name in LEFT_OUT.get(family, ()):
                 continue
@@ -129,10 +129,10 @@ def main() -> None:
             )
             model.set_active_adapters(name)
             with torch.no_grad():
-                found[name] = model.double()(**given).logits
+                recorded[name] = model.double()(**arguments).logits
             model.delete_adapter(name)
-            model.load_state_dict(own, strict=False)  # the head may have been moved
-        save_file(found, HERE / family / "logits.safetensors")
+            model.load_state_dict(original, strict=False)  # the head may have been moved
+        save_file(recorded, HERE / family / "logits.safetensors")
     versions = {"adapters": adapters.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     (HERE / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
 

@@ -71,14 +71,14 @@ def recorded(family: str) -> dict[str, torch.Tensor]:
 
 
 def base(family: str, **options: Any) -> PreTrainedModel:
-    found = CLASSES[family].from_pretrained(HERE / family / "base", dtype=torch.float64, **options)
-    return found.eval()
+    model = CLASSES[family].from_pretrained(HERE / family / "base", dtype=torch.float64, **options)
+    return model.eval()
 
 
 def logits(model: PreTrainedModel, family: str) -> torch.Tensor:
-    given = {n: t for n, t in recorded(family).items() if n.endswith(("input_ids", "attention_mask"))}
+    inputs = {n: t for n, t in recorded(family).items() if n.endswith(("input_ids", "attention_mask"))}
     with torch.no_grad():
-        return model(**given).logits
+        return model(**inputs).logits
 
 
 def close(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -102,13 +102,13 @@ def test_the_same_logits(family: str, name: str, tmp_path: Path) -> None:
     model = base(family)
     plain = logits(model, family)
     tuned = deltune.load(model, HERE / family / name)
-    found = logits(model, family)
-    assert close(found, recorded(family)[name]) and not torch.allclose(found, plain, atol=1e-2)
+    actual = logits(model, family)
+    assert close(actual, recorded(family)[name]) and not torch.allclose(actual, plain, atol=1e-2)
     assert repr(tuned.method) == MEANT[family, name]
     tuned.save(tmp_path / "delta")
     other = base(family)
     deltune.load(other, tmp_path / "delta")
-    assert torch.equal(logits(other, family), found)
+    assert torch.equal(logits(other, family), actual)
     tuned.detach()
     assert torch.equal(logits(model, family), plain)
 
@@ -156,19 +156,19 @@ REFUSED: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
     ("bert", "prefix_mlp", _set(use_gating=True), "use_gating"),
     ("bert", "seq_bn", _set(architecture="reft"), "architecture 'reft' has no translation; known: bottleneck"),
     ("bert", "seq_bn", lambda o: o.update(model_type="roberta"), "trained on a roberta model; this is a bert model"),
-    ("bert", "seq_bn", lambda o: o.pop("version"), "save it anew"),
-    ("bert", "seq_bn", lambda o: o.update(config="pfeiffer"), "lie on AdapterHub's site"),
+    ("bert", "seq_bn", lambda o: o.pop("version"), "save it again"),
+    ("bert", "seq_bn", lambda o: o.update(config="pfeiffer"), "are on AdapterHub's site"),
     ("gpt2", "double_seq_bn", _set(original_ln_before=True), "residual sum is no site"),
     ("bart", "prefix_flat", _set(cross_prefix=False), r"extra tensor model.prefix_tuning(?s:.*)cross_prefix"),
 )
 
 
-@pytest.mark.parametrize(("family", "name", "change", "why"), REFUSED, ids=[f"{r[1]}: {r[3]}" for r in REFUSED])
+@pytest.mark.parametrize(("family", "name", "change", "message"), REFUSED, ids=[f"{r[1]}: {r[3]}" for r in REFUSED])
 def test_what_does_not_translate(
-    family: str, name: str, change: Callable[[dict[str, Any]], Any], why: str, tmp_path: Path
+    family: str, name: str, change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
 ) -> None:
     model = base(family)
-    with pytest.raises(deltune.DeltuneError, match=why):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.load(model, changed(tmp_path, name, change, family))
     assert "deltune" not in model._modules
 

@@ -105,9 +105,9 @@ def quiet() -> Any:
 def logits(model: Any, inputs: dict[str, Any], rows: int = 0) -> torch.Tensor:
     """Without PEFT's prompt, and of real tokens: OPT gives padding positions of its own, by its mask."""
     with torch.no_grad():
-        found = model(**inputs).logits[:, rows:]
+        output = model(**inputs).logits[:, rows:]
     mask = inputs["attention_mask"].bool()
-    return found[mask] if found.shape[:2] == mask.shape else found
+    return output[mask] if output.shape[:2] == mask.shape else output
 
 
 def close(row: Row, one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -119,11 +119,11 @@ def close(row: Row, one: torch.Tensor, two: torch.Tensor) -> bool:
 def trained(row: Row) -> Any:
     """PEFT's model, every trained tensor moved, in float32's values, which are what it keeps a prompt in."""
     model = peft.get_peft_model(build(FAMILIES[row.family], row.role), row.config()).eval()
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=made).to(parameter), alpha=0.2)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.2)
                 parameter.copy_(parameter.float())
     return model
 
@@ -141,14 +141,14 @@ def test_a_file_that_peft_wrote(row: Row, tmp_path: Path) -> None:
     inputs = batch(model)
     plain = logits(model, inputs)
     tuned = deltune.load(model, tmp_path / "peft")
-    found = logits(model, inputs)
-    assert close(row, found, logits(theirs, inputs, row.rows))
-    assert not torch.allclose(found, plain, atol=1e-3)
+    actual = logits(model, inputs)
+    assert close(row, actual, logits(theirs, inputs, row.rows))
+    assert not torch.allclose(actual, plain, atol=1e-3)
     assert same(row.method, tuned)
     tuned.save(tmp_path / "ours")
     other = build(FAMILIES[row.family], row.role)
     deltune.load(other, tmp_path / "ours")
-    assert torch.equal(logits(other, inputs), found)
+    assert torch.equal(logits(other, inputs), actual)
     deltune.export(model, tmp_path / "again")
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "again"))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n].to(before[n])) for n in before)
@@ -169,14 +169,14 @@ def test_a_file_for_peft(row: Row, tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in tuned.parameters():
             parameter.copy_(parameter.float())
-    wanted = logits(model, inputs)
+    expected = logits(model, inputs)
     deltune.export(model, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(build(FAMILIES[row.family], row.role), str(tmp_path / "peft")).eval()
-    assert close(row, logits(theirs, inputs, row.rows), wanted)
+    assert close(row, logits(theirs, inputs, row.rows), expected)
     hit = {n.partition(".lora_A.")[0] for n, _ in theirs.named_modules() if ".lora_A." in n}
     if hit:
-        own = {edit.place.target.path for edit in tuned.delta().all_edits()}
-        assert {n.removeprefix("base_model.model.") for n in hit} == own
+        edited_paths = {edit.place.target.path for edit in tuned.delta().all_edits()}
+        assert {n.removeprefix("base_model.model.") for n in hit} == edited_paths
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -232,17 +232,17 @@ def test_peft_s_defaults_on_every_family(family: Family, kind: str, tmp_path: Pa
         pytest.skip(f"PEFT: {error}")
     theirs.save_pretrained(tmp_path / "peft")
     model = build(family, role)
-    if why := NOT_HERE.get(f"{family.name} {kind}"):
-        with pytest.raises(deltune.DeltuneError, match=why):
+    if message := NOT_HERE.get(f"{family.name} {kind}"):
+        with pytest.raises(deltune.DeltuneError, match=message):
             deltune.load(model, tmp_path / "peft")
         return
     deltune.load(model, tmp_path / "peft")
     inputs = batch(model)
-    wanted = logits(theirs, inputs, row.rows)
-    assert close(row, logits(model, inputs), wanted)
+    expected = logits(theirs, inputs, row.rows)
+    assert close(row, logits(model, inputs), expected)
     deltune.export(model, tmp_path / "ours")
     again = peft.PeftModel.from_pretrained(build(family, role), str(tmp_path / "ours")).eval()
-    assert close(row, logits(again, inputs, row.rows), wanted)
+    assert close(row, logits(again, inputs, row.rows), expected)
 
 
 REFUSED = (
@@ -264,11 +264,11 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("family", "role", "method", "why"), REFUSED, ids=[f"{r[0]}: {r[2]}" for r in REFUSED])
-def test_what_peft_cannot_express(family: str, role: str, method: str, why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "role", "method", "message"), REFUSED, ids=[f"{r[0]}: {r[2]}" for r in REFUSED])
+def test_what_peft_cannot_express(family: str, role: str, method: str, message: str, tmp_path: Path) -> None:
     model = build(FAMILIES[family], role)
     deltune.attach(model, method)
-    with pytest.raises(deltune.DeltuneError, match=why):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.export(model, tmp_path / "peft")
     assert not any(tmp_path.iterdir())
 
@@ -276,10 +276,10 @@ def test_what_peft_cannot_express(family: str, role: str, method: str, why: str,
 def test_a_mask_is_written_dense(tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "sequence")
     stir(deltune.attach(model, "apet(lora(rank=4), parameters=40)"))
-    wanted = logits(model, batch(model))
+    expected = logits(model, batch(model))
     deltune.export(model, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(build(FAMILIES["bert"], "sequence"), str(tmp_path / "peft")).eval()
-    assert torch.allclose(logits(theirs, batch(model)), wanted, atol=1e-11)
+    assert torch.allclose(logits(theirs, batch(model)), expected, atol=1e-11)
 
 
 def saved(tmp_path: Path, row: Row = ROWS[0], **options: Any) -> Path:
@@ -300,10 +300,10 @@ UNREAD = (
 )
 
 
-@pytest.mark.parametrize(("options", "why"), UNREAD, ids=[str(o) for o, _ in UNREAD])
-def test_options_without_a_translation(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "message"), UNREAD, ids=[str(o) for o, _ in UNREAD])
+def test_options_without_a_translation(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "sequence")
-    with pytest.raises(deltune.DeltuneError, match=why):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.load(model, saved(tmp_path, **options))
     assert "deltune" not in model._modules
 

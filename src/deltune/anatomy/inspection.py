@@ -1,13 +1,14 @@
-"""Reads the anatomy of a model off one traced forward pass: `inspect(model or configuration) -> Anatomy`.
+"""`deltune.inspect`: finds the parts of a transformer in one traced forward pass.
 
-How each fact is found:
-  sub-layer    a residual addition one of whose operands comes from a single linear; that linear is its output
-  attention    such a linear reads an attention (the interface's call, or a softmax in families without it)
-  FFN          such a linear reads, through an activation, linears that read the hidden states
-  projections  linears above the attention's query, key and value; of a fused one, the columns that each view covers
-  layer        one self-attention and what follows it up to the next; its path is the innermost module around them
-  norm         by what it reads and who reads it (a residual sum, a sub-layer's output, a sub-layer's input)
-No family's name appears here.
+How each part is recognised:
+  sub-layer    A residual addition has an operand that comes from a single linear, the sub-layer's output.
+  attention    The output linear reads an attention: a call of transformers' attention interface, or a softmax in models
+               that do not use it.
+  FFN          The output linear reads, through an activation, linears that read the hidden states.
+  projections  The linears that query, key and value come from; of a fused one, the columns that each view covers.
+  layer        One self-attention and what follows it up to the next; its path is the innermost module around them.
+  norm         Its place follows from what it reads and what reads it: a residual sum, a sub-layer's output or input.
+No model family is named here.
 """
 
 from __future__ import annotations
@@ -26,78 +27,92 @@ from .quantization import check_not_quantized
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_parameters
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
-from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, Place, Stack, StackName, Tensor
+from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, NormPosition, Stack, StackName, Tensor
 
 
-def read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
-    """Names of the parameters of modules without children that some other step of the pass read."""
-    direct = set()
+def parameters_read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
+    """Return the names of parameters that the forward pass read without calling the module that holds them."""
+    names = set()
     for node in trace.nodes:
         for tensor in node.inputs:
             name = trace.parameters.get(id(tensor))
             if name is not None:
                 owner = model.get_submodule(name.rpartition(".")[0])
                 if not owner._modules and node.module is not owner:
-                    direct.add(name)
-    return direct
+                    names.add(name)
+    return names
 
 
-def computed(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names, in AutoModel, of the parameters that a fresh model of this configuration does not train (sinusoids).
+def computed_parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of the parameters that a new AutoModel of this configuration does not train (sinusoids).
 
-    A model read from a checkpoint does not say so, and one that a user froze says it of everything.
+    The flags of `model` itself cannot be used: loading a checkpoint does not set them, and a user may have frozen it.
     """
     fresh = model
     if not all(p.is_meta for p in model.parameters()):
         try:
             fresh = meta_model(model.config)
         except DeltuneError:
-            return ()  # no class of AutoModel's
+            return ()  # AutoModel has no class for this configuration
     return tuple(name for name, p in fresh.named_parameters() if not p.requires_grad)
 
 
-_known: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
+_CACHE: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
+"""By model, the names and shapes of its parameters when it was inspected, and its anatomy."""
 
 
 def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
-    """The anatomy of a live model, or of the base model that a configuration describes (no weights, meta device).
+    """Find out what a transformer is made of: its layers, attentions, projections, FFNs, norms and tensors.
 
-    A live model's values are not read; its hooks, modes and attention implementation are as before afterwards.
-    Errors: DeltuneError when the forward pass cannot run on shapes alone or no transformer layer shows in it.
+    A copy of the model's structure runs once on the meta device, so that no value is read, and the model itself is
+    neither run nor changed.
+
+    Args:
+        model: A model of transformers, or a configuration; of the latter, the base model (AutoModel) is inspected
+            without creating weights.
+
+    Returns:
+        The anatomy. Printing it shows a tree of all parts.
+
+    Raises:
+        DeltuneError: The weights are quantised, the forward pass cannot run on shapes alone, or it contains no
+            transformer layer.
     """
     if isinstance(model, PreTrainedConfig):
         return inspect(meta_model(model))
     if not isinstance(model, PreTrainedModel):
-        raise DeltuneError(f"a model of transformers or its configuration is inspected, not a {type(model).__name__}")
+        raise DeltuneError(f"inspect takes a model of transformers or its configuration, not a {type(model).__name__}")
     check_not_quantized(model)
     shape = tuple((name, tuple(p.shape)) for name, p in base_parameters(model))
-    if model in _known and _known[model][0] == shape:
-        return _known[model][1]
+    if model in _CACHE and _CACHE[model][0] == shape:
+        return _CACHE[model][1]
     try:
-        anatomy = _Reader(model).anatomy()
+        anatomy = _Inspector(model).anatomy()
     except DeltuneError:
         raise
-    except Exception as error:  # the reading meets what it has no word for
+    except Exception as error:  # an unforeseen architecture is the user's to know about, not a crash
         raise DeltuneError(
             f"{type(model).__name__} is built in a way that deltune cannot read ({type(error).__name__}: "
-            f"{error_summary(error)}); models of the families in the documentation can be tuned"
+            f"{error_summary(error)}); the documentation lists the model families that can be tuned"
         ) from error
-    _known[model] = (shape, anatomy)
+    _CACHE[model] = (shape, anatomy)
     return anatomy
 
 
-class _Reader:
+class _Inspector:
+    """Reads the parts of one model off its trace."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.base = base_model(model)
         self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
         self.trace: Trace = trace_forward(model)
-        self.direct = read_directly(model, self.trace)
+        self.direct = parameters_read_directly(model, self.trace)
         self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
         self.hidden: list[str] = []
 
-    # -- parts
+    # -- sub-layers
 
     def linear(self, node: Node, columns: Columns | None = None) -> Linear:
         bias = node.module._parameters.get("bias") is not None
@@ -132,18 +147,22 @@ class _Reader:
     # -- layers
 
     def stack_of(self, subs: Sequence[SubLayer]) -> dict[int, StackName]:
-        """Encoder: what some cross-attention's keys depend on; alone: decoder when causal."""
-        everything = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
-        crosses = [s for s in subs if s.kind == "cross"]
-        if crosses:
-            above: set[int] = set()
-            queue = [crosses[0].projections["key"][0]]
+        """Return the stack of each sub-layer, by the sub-layer's id.
+
+        The encoder is what the keys of a cross-attention depend on. A model without cross-attention has one stack,
+        which is a decoder if it is causal.
+        """
+        every_kind = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
+        cross_attentions = [s for s in subs if s.kind == "cross"]
+        if cross_attentions:
+            encoder_nodes: set[int] = set()
+            queue = [cross_attentions[0].projections["key"][0]]
             while queue:
                 node = queue.pop()
-                if id(node) not in above and node.kind in everything:
-                    above.add(id(node))
+                if id(node) not in encoder_nodes and node.kind in every_kind:
+                    encoder_nodes.add(id(node))
                     queue.extend(node.parents)
-            return {id(s): "encoder" if id(s.output) in above else "decoder" for s in subs}
+            return {id(s): "encoder" if id(s.output) in encoder_nodes else "decoder" for s in subs}
         causal = self._causal(subs)
         return {id(s): "decoder" if causal else "encoder" for s in subs}
 
@@ -151,7 +170,7 @@ class _Reader:
         nodes = [s.attention for s in subs if s.attention is not None]
         if any(n.kind == "attention" for n in nodes):
             return any(bool(getattr(n.module, "is_causal", False)) for n in nodes)
-        family = self.model.config.model_type  # no interface to ask: the library's own tables say what it is for
+        family = self.model.config.model_type  # no call to ask: transformers' tables say what the model is for
         return family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
             family not in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         )
@@ -196,169 +215,175 @@ class _Reader:
         placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
         for node in self.trace.of_kind("norm"):
             if node.path.startswith(path + ".") and node.path not in placed:
-                place, of = norm_position(node, group)
-                roles = tuple(sorted({"attention" if s.attention else "ffn" for s in of}))
-                placed[node.path] = (self._norm(node, place, roles), of)
+                place, sublayers = norm_position(node, group)
+                roles = tuple(sorted({"attention" if s.attention else "ffn" for s in sublayers}))
+                placed[node.path] = (self._norm(node, place, roles), sublayers)
         attentions, ffns = [], []
         for sub in group:
             norms: dict[str, str] = {}
-            for norm, of in placed.values():
-                if sub in of and norm.place in ("pre", "post"):
+            for norm, sublayers in placed.values():
+                if sub in sublayers and norm.place in ("pre", "post"):
                     norms[norm.place] = norm.path
             if sub.attention is not None:
                 attentions.append(self.attention_of(sub, norms))
             else:
                 ffns.append(self.ffn_of(sub, norms))
-        norms_here = tuple(norm for norm, _ in placed.values())
-        return Layer(stack, index, path, tuple(attentions), tuple(ffns), norms_here)
+        layer_norms = tuple(norm for norm, _ in placed.values())
+        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms)
 
-    def _norm(self, node: Node, place: Place, of: tuple[str, ...]) -> Norm:
+    def _norm(self, node: Node, place: NormPosition, of: tuple[str, ...]) -> Norm:
         has = node.module._parameters
         width = node.module.weight.shape[0]
         return Norm(node.path, width, has.get("weight") is not None, has.get("bias") is not None, place, of)
 
-    # -- the whole
+    # -- the whole model
 
     def anatomy(self) -> Anatomy:
         layers = self.layers()
-        first: dict[StackName, Layer] = {}
+        first_layers: dict[StackName, Layer] = {}
         for layer in layers:
-            first.setdefault(layer.stack, layer)
-        inside = tuple(layer.path + "." for layer in layers)
-        embedding = self._embedding(first, inside)
-        outside = [n for n in self.trace.nodes if n.path and not n.path.startswith(inside)]
+            first_layers.setdefault(layer.stack, layer)
+        layer_prefixes = tuple(layer.path + "." for layer in layers)
+        embedding_paths = self._embedding(first_layers, layer_prefixes)
+        outside_layers = [n for n in self.trace.nodes if n.path and not n.path.startswith(layer_prefixes)]
         norms: list[Norm] = []
-        for node in outside:
+        for node in outside_layers:
             if node.kind == "norm" and node.path not in {n.path for n in norms}:
-                norms.append(self._norm(node, "embedding" if node.path in embedding else "final", ()))
-        stacks = tuple(self._stack(name, [la for la in layers if la.stack == name], embedding) for name in first)
+                norms.append(self._norm(node, "embedding" if node.path in embedding_paths else "final", ()))
+        stacks = tuple(
+            self._stack(name, [layer for layer in layers if layer.stack == name], embedding_paths)
+            for name in first_layers
+        )
         if any(stack.positions for stack in stacks):
-            self.computed = tuple(f".{name}" for name in computed(self.model))
-        pooler = self._pooler(outside, embedding)
+            self.computed = tuple(f".{name}" for name in computed_parameters(self.model))
+        pooler = self._pooler(outside_layers, embedding_paths)
         head = self._head()
         return Anatomy(
             self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
-            tuple(norms), pooler, head, self._tensors(layers, embedding, pooler, head), tuple(self.hidden),
+            tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head), tuple(self.hidden),
             self._answers(head),
         )  # fmt: skip
 
-    def _embedding(self, first: dict[StackName, Layer], inside: tuple[str, ...]) -> set[str]:
-        """Paths of the modules outside the layers that the first layer of some stack depends on."""
-        entries = {a.reads for layer in first.values() for a in layer.attentions if a.kind == "self"}
+    def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
+        """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
+        entries = {a.reads for layer in first_layers.values() for a in layer.attentions if a.kind == "self"}
         queue = [n for n in self.trace.nodes if n.path in entries and n.kind == "linear"]
         start = {path: next(n for n in queue if n.path == path) for path in entries}
         seen: set[int] = set()
-        found: set[str] = set()
+        paths: set[str] = set()
         queue = list(start.values())
         while queue:
             node = queue.pop()
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            if node.path and not node.path.startswith(inside):
-                found.add(node.path)
+            if node.path and not node.path.startswith(layer_prefixes):
+                paths.add(node.path)
             queue.extend(node.parents)
-        return found
+        return paths
 
-    def _stack(self, name: StackName, layers: list[Layer], embedding: set[str]) -> Stack:
+    def _stack(self, name: StackName, layers: list[Layer], embedding_paths: set[str]) -> Stack:
         paths = [layer.path for layer in layers]
         container = self.trace.around(paths, proper=True)
         entry = container
-        while "inputs_embeds" not in _parameters(self.trace.entered[entry][0]) or not (
+        while "inputs_embeds" not in _argument_names(self.trace.entered[entry][0]) or not (
             self.trace.entered[entry][1] & {"input_ids", "inputs_embeds"}
         ):
             if entry == self.base_path:
                 break
             entry = self.trace.around([entry], proper=True)
         prefix = f"{entry}." if entry else ""
-        own = [
+        embeddings = [
             n for n in self.trace.of_kind("embedding")
-            if n.path in embedding and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
+            if n.path in embedding_paths and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
         ]  # fmt: skip
-        words = next((n.path for n in own if self._reads_ids(n)), None)
-        positions = next((n.path for n in own if n.path != words and self._is_positional(n)), None)
-        first = next(n for n in self.trace.nodes if n.path == layers[0].attentions[0].output.path)
+        word_embedding = next((n.path for n in embeddings if self._reads_ids(n)), None)
+        position_embedding = next(
+            (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
+        )
+        first_output = next(n for n in self.trace.nodes if n.path == layers[0].attentions[0].output.path)
         causal = any(a.causal for layer in layers for a in layer.attentions) or (
             name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
         )
         depth = sum(layer.passes for layer in layers)
-        width, numbered = first.outputs[0].shape[-1], "position_ids" in _parameters(self.trace.entered[entry][0])
-        return Stack(name, entry, container, depth, width, causal, words, positions, numbered)
+        width = first_output.outputs[0].shape[-1]
+        position_ids = "position_ids" in _argument_names(self.trace.entered[entry][0])
+        return Stack(name, entry, container, depth, width, causal, word_embedding, position_embedding, position_ids)
 
     def _reads_ids(self, node: Node) -> bool:
-        """An embedding fed by the dummy token ids themselves (through views)."""
+        """Whether an embedding's indices are the token ids themselves, through views."""
         sources = ancestors(node.parents, {"view"}, {"input", "op"})
         return any(s.argument.endswith("input_ids") for s in sources)
 
     def _is_positional(self, node: Node) -> bool:
-        """Indexed by something counted (an arange), with more rows than there are token types."""
+        """Whether an embedding that does not read the token ids has positions as its rows, not token types."""
         types = getattr(self.model.config, "type_vocab_size", None)
         return node.module.weight.shape[0] != types
 
-    def _pooler(self, outside: list[Node], embedding: set[str]) -> str | None:
-        """The child of the base model whose linear reads one position after the last layer."""
-        for node in outside:
-            if node.kind == "linear" and node.path not in embedding and node.outputs[0].dim() == 2:
+    def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
+        """Return the path of the base model's child whose linear reads one position of the last layer's output."""
+        for node in outside_layers:
+            if node.kind == "linear" and node.path not in embedding_paths and node.outputs[0].dim() == 2:
                 inner = node.path[len(self.base_path) + 1 :] if self.base_path else node.path
                 return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
         return None
 
     def _of_batch(self) -> set[str]:
-        """Paths of the modules that read something which depends on the inputs."""
+        """Return the paths of the modules that read something which depends on the inputs."""
         queue = self.trace.of_kind("input")
         seen = {id(node) for node in queue}
-        found: set[str] = set()
+        paths: set[str] = set()
         while queue:
             for child in queue.pop().children:
                 if id(child) not in seen:
                     seen.add(id(child))
-                    found.add(child.path)
+                    paths.add(child.path)
                     queue.append(child)
-        return found
+        return paths
 
     def _answers(self, head: tuple[str, ...]) -> str:
+        """Return what the model outputs, as `Anatomy.answers` has it."""
         if self.model.get_output_embeddings() is not None:
             return "words"
         choosers = modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
         return "choices" if type(self.model).__name__ in choosers else "labels" if head else "states"
 
     def _head(self) -> tuple[str, ...]:
-        """Modules outside the base model that map to labels; a vocabulary projection is no head."""
+        """Return the modules outside the base model that map to labels; a vocabulary projection is no head."""
         if self.model.get_output_embeddings() is not None:
             return ()
-        own = {self.base_path.split(".")[0], "deltune"}
-        plain: Any = AutoModel._model_mapping[type(self.model.config)]
-        if self.base is self.model and type(self.model) is not plain:
-            own |= {
-                name for name, _ in meta_model(self.model.config).named_children()
-            }  # T5's class for answering has none
+        base_children = {self.base_path.split(".")[0], "deltune"}
+        base_class: Any = AutoModel._model_mapping[type(self.model.config)]
+        if self.base is self.model and type(self.model) is not base_class:
+            # T5ForQuestionAnswering has no base model inside: what AutoModel's class has too belongs to the base
+            base_children |= {name for name, _ in meta_model(self.model.config).named_children()}
         elif self.base is self.model:
             return ()
-        return tuple(n for n, m in self.model.named_children() if n not in own and list(m.parameters()))
+        return tuple(n for n, m in self.model.named_children() if n not in base_children and list(m.parameters()))
 
     def _tensors(
-        self, layers: list[Layer], embedding: set[str], pooler: str | None, head: tuple[str, ...]
+        self, layers: list[Layer], embedding_paths: set[str], pooler: str | None, head: tuple[str, ...]
     ) -> tuple[Tensor, ...]:
         kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
         names: dict[int, list[str]] = {}
-        held: dict[int, torch.Tensor] = {}
+        parameters: dict[int, torch.Tensor] = {}
         for name, parameter in base_parameters(self.model):
             names.setdefault(id(parameter), []).append(name)
-            held[id(parameter)] = parameter
-        final = {n.path for n in self.trace.nodes if n.path} - embedding
+            parameters[id(parameter)] = parameter
+        final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = self._of_batch()
-        where = [(layer.path + ".", i) for i, layer in enumerate(layers)]
+        layer_prefixes = [(layer.path + ".", i) for i, layer in enumerate(layers)]
         inside_base = f"{self.base_path}." if self.base_path else ""
         tensors = []
         for key, aliases in names.items():
             owners = [a.rpartition(".")[0] for a in aliases]
-            layer = next((i for prefix, i in where if aliases[0].startswith(prefix)), None)
+            layer = next((i for prefix, i in layer_prefixes if aliases[0].startswith(prefix)), None)
             executed = next((o for o in owners if o in kinds), owners[0])
             if layer is not None:
                 area = "layers"
             elif head and aliases[0].startswith(tuple(h + "." for h in head)):
                 area = "head"
-            elif any(o in embedding for o in owners):
+            elif any(o in embedding_paths for o in owners):
                 area = "embedding"
             elif pooler and aliases[0].startswith(pooler):
                 area = "pooler"
@@ -369,9 +394,9 @@ class _Reader:
             role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
             common = executed in kinds and executed not in of_batch
             direct = not self.direct.isdisjoint(aliases)
-            shape = tuple(held[key].shape)
-            fixed = f".{aliases[0]}".endswith(self.computed)
-            tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, fixed))
+            shape = tuple(parameters[key].shape)
+            computed = f".{aliases[0]}".endswith(self.computed)
+            tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, computed))
         return tuple(tensors)
 
 
@@ -382,5 +407,5 @@ def _role(kind: str, leaf: str) -> str:
     return f"{kind}.{term}" if kind in ("norm", "linear") else term
 
 
-def _parameters(module: torch.nn.Module) -> set[str]:
+def _argument_names(module: torch.nn.Module) -> set[str]:
     return set(signature(module.forward).parameters)

@@ -1,4 +1,4 @@
-"""Weights that are stored as something else than the numbers they stand for: neither read nor tuned."""
+"""Refuses models whose weights are quantised: their stored numbers are not the weights that would be tuned."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 from ..errors import DeltuneError
 from .skeleton import base_modules
 
-NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What a trained tensor may be made of."""
+TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of weights that can be tuned."""
 
 
 def check_not_quantized(model: nn.Module) -> None:
-    """Check that a model's weights are plain numbers, by types alone: no method of a tensor is called.
+    """Check by the types of its parameters that a model is not quantised; no method of a tensor is called.
 
     Raises:
-        DeltuneError: They are quantised, by transformers, bitsandbytes, torchao or torch itself.
+        DeltuneError: The weights are quantised, by transformers, bitsandbytes, torchao or torch itself.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         _refuse(model, "it was loaded with a quantization_config")
@@ -32,12 +32,12 @@ def check_not_quantized(model: nn.Module) -> None:
             name = f"{path}.{leaf}".lstrip(".")
             if not is_unquantized(parameter):
                 _refuse(model, f"{name} is a {type(parameter).__name__}")
-            if parameter.dtype not in NUMBERS:
+            if parameter.dtype not in TRAINABLE_DTYPES:
                 _refuse(model, f"{name} is {parameter.dtype}")
 
 
 def is_unquantized(parameter: Any) -> bool:
-    """Whether a parameter is stored as the numbers it stands for, or as one process's part of them (FSDP2)."""
+    """Whether a parameter is a plain tensor, or one process's shard of one (FSDP2)."""
     if type(parameter) in (nn.Parameter, torch.Tensor):
         return True
     tensors = sys.modules.get("torch.distributed.tensor")

@@ -1,8 +1,8 @@
-"""A model's structure without its numbers: the same modules on the meta device, so that a live model is never run.
+"""Copies a model's structure to the meta device, so that observing a model never runs or changes the model itself.
 
-Observing a model must not change it, not even for a moment: another thread may be running it. So what is run is a copy
-that shares no module, parameter or configuration with it, and no method of a live tensor is ever called: the `to` of
-a quantised parameter, for one, moves state that the live model needs.
+Another thread may be running the model meanwhile. So the copy shares no module, parameter or configuration with it, and
+no method of a live tensor is ever called: the `to` of a quantised parameter, for one, moves state that the live model
+needs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-HANDLE = "deltune"
-"""The name of the handle among the children of a tuned model; it is no part of what is observed."""
+HANDLE_NAME = "deltune"
+"""The name of deltune's own child of a tuned model, which is not part of what is observed."""
 
 PASS_OVERRIDES = ("_call_impl", "_compiled_call_impl", "generate")
-"""Attributes of an instance that stand in the way of its class's own: they belong to the live model. So does every
-value whose class says `of_live_model`."""
+"""Attributes that replace methods of one live instance; they are not copied, and neither is a value whose class has a
+true `of_live_model`."""
 
 
 def structural_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Module, nn.Module]]:
     """Copy a model's modules, with meta tensors in place of its parameters and buffers, in eval mode, without hooks.
 
     Returns:
-        The copy, and for each of its modules the module of `model` that it stands for.
+        The copy, and a dictionary from each of its modules to the module of `model` that it is a copy of.
     """
     copier = _Copier()
     twin = copier.module(model)
@@ -38,19 +38,27 @@ def structural_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Mo
 
 
 def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """The model's own modules by path; not those of deltas, which other threads may be attaching meanwhile."""
-    modules, seen = [("", model)], set()
-    while modules:
-        path, module = modules.pop(0)
+    """Iterate over the model's own modules by path; those of deltas are left out, since threads may be attaching them.
+
+    Args:
+        model: The model.
+        remove_duplicate: Whether a module with several paths comes once, under its first path.
+
+    Returns:
+        Pairs of a path and a module.
+    """
+    queue, seen = [("", model)], set()
+    while queue:
+        path, module = queue.pop(0)
         if not (remove_duplicate and module in seen):
             seen.add(module)
             yield path, module
-            children = [(n, child) for n, child in list(module._modules.items()) if child is not None and n != HANDLE]
-            modules[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in children]
+            children = [(name, child) for name, child in list(module._modules.items()) if name != HANDLE_NAME]
+            queue[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in children if child is not None]
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's own parameters by name, tied ones by all of their names."""
+    """Iterate over the model's own parameters by name; tied ones come under each of their names."""
     for path, module in base_modules(model, remove_duplicate=False):
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -58,6 +66,8 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class _Copier:
+    """Copies modules, each once, and remembers which copy belongs to which module."""
+
     def __init__(self) -> None:
         self.copies: dict[int, nn.Module] = {}
         self.originals: dict[nn.Module, nn.Module] = {}
@@ -75,7 +85,8 @@ class _Copier:
         twin.__dict__["_parameters"] = {name: _meta_parameter(p) for name, p in dict(module._parameters).items()}
         twin.__dict__["_buffers"] = {name: _meta(b) for name, b in dict(module._buffers).items()}
         children = dict(module._modules).items()
-        copies = {n: None if m is None else self.module(m) for n, m in children if n != HANDLE}  # empty ones are falsy
+        # `is None` and not falsy, as an empty ModuleList is
+        copies = {n: None if m is None else self.module(m) for n, m in children if n != HANDLE_NAME}
         twin.__dict__["_modules"] = copies
         offloaded = "_hf_hook" in module.__dict__  # accelerate's wrapper around forward, which runs the live module
         for name, value in dict(module.__dict__).items():
@@ -85,7 +96,7 @@ class _Copier:
         return twin
 
     def value(self, value: Any) -> Any:
-        """The same value of an attribute with copies for modules; whatever holds none stays as it is."""
+        """Return an attribute's value with copies in place of modules; a value without modules stays as it is."""
         if isinstance(value, nn.Module):
             return self.module(value)
         if isinstance(value, PreTrainedConfig):

@@ -1,8 +1,8 @@
-"""One forward pass on the meta device, recorded as a graph of linears, norms, embeddings, attentions and additions.
+"""Records one forward pass on the meta device as a graph of linears, norms, embeddings, attentions and additions.
 
-No arithmetic is done: a copy of the model's structure runs on meta tensors, with a function that returns the right
-shape in place of the attention and no masks. What remains is the order and the wiring, which is all observe.py reads.
-The model itself is neither run nor changed, so it may be observed while other threads run it.
+No arithmetic is done: a copy of the model's structure runs on meta tensors, without masks, and with a function that
+returns the right shape in place of the attention. What remains is which step reads which, and that is all that
+`inspection` needs. The model itself is neither run nor changed, so other threads may run it meanwhile.
 """
 
 from __future__ import annotations
@@ -24,9 +24,21 @@ from .skeleton import structural_copy
 
 @dataclass(eq=False)
 class Node:
-    """One recorded step. kind: linear, norm, embedding, attention, add, mix, view, pass, op, input.
+    """One recorded step of the forward pass.
 
-    path: of its module, "" where it is none; argument: the name of an input.
+    Attributes:
+        kind: "linear", "norm", "embedding", "attention", "add" (of two activations), "mix" (a product of two
+            activations), "view", "pass" (a change of scale, or dropout), "input", or "op" (anything else).
+        parents: The nodes whose outputs it reads.
+        order: Its number in the order of execution.
+        path: The path of its module, "" for a step that is no module.
+        argument: The name of the model's input that it is.
+        module: The module of the live model.
+        inputs: The tensors that it read.
+        sources: The node that each input came from, or None.
+        outputs: The tensors that it returned.
+        transposed: Whether a linear's weight has the shape (in, out).
+        children: The nodes that read its outputs.
     """
 
     kind: str
@@ -36,7 +48,9 @@ class Node:
     argument: str = ""
     module: Any = None
     inputs: list[torch.Tensor] = field(default_factory=list)
-    sources: list[Node | None] = field(default_factory=list)  # who had produced each input by then
+    sources: list[Node | None] = field(
+        default_factory=list
+    )  # at this time: later writes to the same tensor do not count
     outputs: list[torch.Tensor] = field(default_factory=list)
     transposed: bool = False
     children: list[Node] = field(default_factory=list)
@@ -44,9 +58,11 @@ class Node:
 
 @dataclass
 class Trace:
-    """The recorded graph: nodes in order of execution, and the modules entered with the names of their arguments.
+    """A recorded forward pass.
 
     Attributes:
+        nodes: All steps, in the order of execution.
+        entered: The modules that were called, by path, each with the names of the arguments of its first call.
         runs: How often each module ran, by path.
         began: How many nodes there were when each module was first entered.
         ended: How many nodes there were when each module last returned.
@@ -63,7 +79,15 @@ class Trace:
     parameters: dict[int, str] = field(default_factory=dict)
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
-        """The innermost module that ran and holds all the paths (`proper`: strictly holds them, and ran once)."""
+        """Return the path of the innermost module that was called and contains all the paths.
+
+        Args:
+            paths: Paths of modules.
+            proper: Whether it must be none of them itself, and must have been called once only.
+
+        Returns:
+            The path, "" for the whole model.
+        """
         shared: list[str] = []
         for names in zip(*(path.split(".") for path in paths), strict=False):
             if len(set(names)) > 1:
@@ -76,11 +100,12 @@ class Trace:
         return ".".join(shared)
 
     def of_kind(self, kind: str) -> list[Node]:
+        """Return the nodes of a kind, in the order of execution."""
         return [node for node in self.nodes if node.kind == kind]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a value made of tuples, lists and dictionaries."""
+    """Iterate over the tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -92,46 +117,60 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def ancestors(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:
-    """Nodes of a kind in `stop` reached by going up from `nodes` (inclusive) through kinds in `through`."""
-    return _reached(list(nodes), through, stop, lambda node: node.parents)
+    """Return the nodes of a kind in `stop` that are reached from `nodes` (inclusive) by going up through `through`."""
+    return _search(list(nodes), through, stop, lambda node: node.parents)
 
 
 def descendants(node: Node, through: set[str], stop: set[str]) -> list[Node]:
-    """Nodes of a kind in `stop` reached by going down from `node` (exclusive) through kinds in `through`."""
-    return _reached(list(node.children), through, stop, lambda child: child.children)
+    """Return the nodes of a kind in `stop` that are reached from `node` (exclusive) by going down through `through`."""
+    return _search(list(node.children), through, stop, lambda child: child.children)
 
 
-def _reached(queue: list[Node], through: set[str], stop: set[str], beyond: Callable[[Node], list[Node]]) -> list[Node]:
-    found, seen = [], set()
+def _search(
+    queue: list[Node], through: set[str], stop: set[str], neighbours: Callable[[Node], list[Node]]
+) -> list[Node]:
+    matches, seen = [], set()
     while queue:
         node = queue.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
         if node.kind in stop:
-            found.append(node)
+            matches.append(node)
         elif node.kind in through:
-            queue.extend(beyond(node))
-    return sorted(found, key=lambda n: n.order)
+            queue.extend(neighbours(node))
+    return sorted(matches, key=lambda n: n.order)
 
 
-OBSERVE = "deltune_observe"
-"""Name of the attention that only observes."""
+OBSERVING_ATTENTION = "deltune_observe"
+"""The name under which the attention that only records its call is registered with transformers."""
 
-TOKENS = {"input_ids": 4, "decoder_input_ids": 3}
-"""Lengths of the two dummy inputs; unequal, so that a cross-attention shows."""
+DUMMY_LENGTHS = {"input_ids": 4, "decoder_input_ids": 3}
+"""Lengths of the dummy inputs; they differ, so that a cross-attention can be told from a self-attention."""
 
-_VIEWS = {
+_VIEW_OPERATIONS = {
     "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "slice", "select", "split", "chunk",
     "split_with_sizes", "unbind", "unsqueeze", "squeeze", "alias", "detach", "clone", "_to_copy", "contiguous",
     "unflatten", "flatten", "_reshape_alias", "as_strided", "unsafe_split", "lift_fresh", "to",
 }  # fmt: skip
-_PASSING = _VIEWS | {"native_dropout", "dropout", "bernoulli", "clamp", "nan_to_num", "div", "mul", "where"}
-_MIXING = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
+_PASS_OPERATIONS = _VIEW_OPERATIONS | {
+    "native_dropout",
+    "dropout",
+    "bernoulli",
+    "clamp",
+    "nan_to_num",
+    "div",
+    "mul",
+    "where",
+}
+_MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes a node per operation outside leaf modules; a leaf module or an attention is one opaque node."""
+    """Records a node for each operation; a module without children, or an attention, is one node without its inside.
+
+    `opaque` is greater than 0 while the inside of such a node runs.
+    """
 
     def __init__(self, paths: dict[torch.nn.Module, str], originals: dict[torch.nn.Module, torch.nn.Module]) -> None:
         super().__init__()
@@ -140,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         self.producer: dict[int, Node] = {}
         self.opaque = 0
         self.direct: set[int] = set()
-        self.alive: list[Any] = []  # ids stay unique only while the tensors live
+        self.alive: list[Any] = []  # keeps the tensors, since an id is unique only while its object lives
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -148,44 +187,44 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_") if not func._schema.name.endswith("__") else ""
         if self.opaque:
-            if name in ("addmm", "mm", "matmul", "bmm"):  # the weight itself, not its transpose: (in, out), as Conv1D
+            if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
         inputs = list(tensors_in((args, kwargs or {})))
-        kind = _kind(name, inputs, self.producer)
+        kind = _operation_kind(name, inputs, self.producer)
         self.record(kind, inputs, list(tensors_in(out)))
         return out
 
-    def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **more: Any) -> Node:
-        produced = self.producer
-        sources = [produced.get(id(t)) for t in inputs]
+    def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **fields: Any) -> Node:
+        producer = self.producer
+        sources = [producer.get(id(t)) for t in inputs]
         parents = list({id(p): p for p in sources if p is not None}.values())
         order = len(self.trace.nodes)
-        node = Node(kind, parents, order, inputs=inputs, sources=sources, outputs=outputs, **more)
+        node = Node(kind, parents, order, inputs=inputs, sources=sources, outputs=outputs, **fields)
         for parent in parents:
             parent.children.append(node)
-        produced.update((id(t), node) for t in outputs)
+        producer.update((id(t), node) for t in outputs)
         self.alive.extend((inputs, outputs))
         self.trace.nodes.append(node)
         return node
 
 
-def _kind(name: str, inputs: list[torch.Tensor], produced: dict[int, Node]) -> str:
-    known = [t for t in inputs if id(t) in produced]
-    if name == "add" and len(known) == 2 and known[0].shape == known[1].shape and known[0].is_floating_point():
+def _operation_kind(name: str, inputs: list[torch.Tensor], producer: dict[int, Node]) -> str:
+    traced = [t for t in inputs if id(t) in producer]
+    if name == "add" and len(traced) == 2 and traced[0].shape == traced[1].shape and traced[0].is_floating_point():
         return "add"
-    if name in _VIEWS:
+    if name in _VIEW_OPERATIONS:
         return "view"
-    if name in _MIXING:
+    if name in _MIX_OPERATIONS:
         return "mix"
-    # a product of two activations (a gate) does not hand one of them on; scaling by a number or a parameter does
-    if name in _PASSING and len(known) <= 1:
+    # a product of two activations is a gate; one with a number or a parameter only changes the scale
+    if name in _PASS_OPERATIONS and len(traced) <= 1:
         return "pass"
     return "op"
 
 
 def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> str | None:
-    """What a module with parameters of its own and no children is, by the shapes it read and wrote."""
+    """Return the kind of a module without children, by the shapes of what it read and returned; None for others."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
         return None
@@ -215,7 +254,9 @@ def _observing_attention(
     """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out."""
     recorder = _RECORDER.get()
     if recorder is None:
-        raise DeltuneError(f"attention {OBSERVE!r} only runs inside deltune.inspect; set attn_implementation='sdpa'")
+        raise DeltuneError(
+            f"attention {OBSERVING_ATTENTION!r} only runs inside deltune.inspect; set attn_implementation='sdpa'"
+        )
     recorder.opaque += 1
     batch, heads, tokens, _ = query.shape
     output = query.new_empty(batch, tokens, heads, value.shape[-1])
@@ -229,23 +270,25 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-AttentionInterface.register(OBSERVE, _observing_attention)
-AttentionMaskInterface.register(OBSERVE, _no_mask)
+AttentionInterface.register(OBSERVING_ATTENTION, _observing_attention)
+AttentionMaskInterface.register(OBSERVING_ATTENTION, _no_mask)
 
 
 def all_configs(model: torch.nn.Module) -> list[Any]:
-    """Every configuration object that a sub-module of the model reads (encoders and decoders keep copies)."""
-    found: dict[int, Any] = {}
+    """Return every configuration that a module of the model reads; encoders and decoders have copies of their own."""
+    configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head: itself where it has none. A wrapper that only hands its arguments on is passed by
-    (the decoder alone of an encoder-decoder stands in one)."""
+    """Return the model without its head, or the model itself where it has none.
+
+    A module that only wraps another model is skipped: the decoder of an encoder-decoder model, used alone, has one.
+    """
     base = model.base_model
     while "input_ids" not in inspect.signature(base.forward).parameters:
         inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
@@ -257,7 +300,11 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """AutoModel of the configuration on the meta device: shapes without numbers."""
+    """Build AutoModel of a configuration on the meta device, without values.
+
+    Raises:
+        DeltuneError: AutoModel cannot build a model from the configuration.
+    """
     try:
         with torch.device("meta"):
             # the dtype is written to the configuration; without one, the configuration's becomes the process's default
@@ -267,36 +314,42 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def trace_forward(model: PreTrainedModel) -> Trace:
-    """Run a structural copy of `model`'s base model on meta tensors, and record it; paths are those in `model`.
+    """Run a copy of a model's base model on meta tensors, and record the forward pass.
 
-    A family that computes attention itself may want its own masks; it is then traced with its eager attention, which
-    shows everything but the attention's inside.
+    A model that computes attention itself may need its own masks. It is then traced with its eager attention, which
+    shows everything but the inside of the attentions.
+
+    Args:
+        model: A live model, which is neither run nor changed.
+
+    Returns:
+        The trace, with paths and modules of `model`.
 
     Raises:
-        DeltuneError: a forward that cannot run on shapes alone; it quotes the family's own message.
+        DeltuneError: The forward pass cannot run on shapes alone; the message quotes the model's own error.
     """
     try:
-        return _trace(model, OBSERVE)
+        return _trace_with(model, OBSERVING_ATTENTION)
     except DeltuneError as first:
         try:
-            return _trace(model, "eager")
+            return _trace_with(model, "eager")
         except DeltuneError:
             raise first from None
 
 
-def _trace(model: PreTrainedModel, attention: str) -> Trace:
+def _trace_with(model: PreTrainedModel, attention: str) -> Trace:
     try:
-        return _run(model, attention)
+        return _record(model, attention)
     except DeltuneError:
         raise
     except Exception as error:
         raise DeltuneError(
-            f"{type(model).__name__} could not be observed: its forward pass does not run on shapes alone "
+            f"{type(model).__name__} cannot be inspected: its forward pass does not run on shapes alone "
             f"({type(error).__name__}: {error_summary(error)})"
         ) from error
 
 
-def _run(model: PreTrainedModel, attention: str) -> Trace:
+def _record(model: PreTrainedModel, attention: str) -> Trace:
     twin, originals = structural_copy(model)
     base = base_model(twin)
     prefix = next(name for name, module in twin.named_modules() if module is base)
@@ -305,8 +358,8 @@ def _run(model: PreTrainedModel, attention: str) -> Trace:
     named = twin.named_parameters(remove_duplicate=False)
     recorder.trace.parameters = {id(parameter): name for name, parameter in named}
     for module in paths:
-        module.register_forward_pre_hook(_entered, with_kwargs=True)
-        module.register_forward_hook(_left, with_kwargs=True)
+        module.register_forward_pre_hook(_on_enter, with_kwargs=True)
+        module.register_forward_hook(_on_exit, with_kwargs=True)
     for config in all_configs(twin):
         config._attn_implementation = attention
     token = _RECORDER.set(recorder)
@@ -322,25 +375,25 @@ def _run(model: PreTrainedModel, attention: str) -> Trace:
     return recorder.trace
 
 
-def _recorder() -> _Recorder:
+def _current_recorder() -> _Recorder:
     recorder = _RECORDER.get()
     assert recorder is not None
     return recorder
 
 
-def _entered(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    recorder = _recorder()
+def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    recorder = _current_recorder()
     path, trace = recorder.paths[module], recorder.trace
     trace.runs[path] = trace.runs.get(path, 0) + 1
     trace.began.setdefault(path, len(trace.nodes))
     if path not in trace.entered:
-        trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional(module, args))
+        trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
     if _is_leaf(module):
         recorder.opaque += 1
 
 
-def _left(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    recorder = _recorder()
+def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    recorder = _current_recorder()
     path = recorder.paths[module]
     recorder.trace.ended[path] = len(recorder.trace.nodes)
     if not _is_leaf(module):
@@ -358,7 +411,7 @@ def _is_leaf(module: torch.nn.Module) -> bool:
     return not module._modules and any(p is not None for p in module._parameters.values())
 
 
-def _positional(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:
+def _positional_names(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:
     names = [name for name in inspect.signature(module.forward).parameters]
     return set(names[: len(args)])
 
@@ -366,14 +419,14 @@ def _positional(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:
 def _dummy_inputs(forward: Callable[..., Any]) -> dict[str, Any]:
     accepted = inspect.signature(forward).parameters
     inputs: dict[str, Any] = {}
-    for name, length in TOKENS.items():
+    for name, length in DUMMY_LENGTHS.items():
         if name in accepted:
             inputs[name] = torch.zeros(1, length, dtype=torch.long)
             mask = name.replace("input_ids", "attention_mask")
             if mask in accepted:
                 inputs[mask] = torch.ones(1, length, dtype=torch.long)
     if "input_ids" not in inputs:
-        raise DeltuneError("the model does not read input_ids: only language models can be observed")
+        raise DeltuneError("the model does not take input_ids; only language models can be inspected")
     if "use_cache" in accepted:
         inputs["use_cache"] = False
     return inputs

@@ -1,24 +1,34 @@
-"""What a transformer is made of: layers, attentions, projections, FFNs, norms, embeddings, pooler, head.
+"""The parts of a transformer as plain values: layers, attentions, projections, FFNs, norms and tensors.
 
-Plain values; observe.py reads them off one traced forward pass. A path is the dotted name of a sub-module.
+`deltune.inspect` fills them from one traced forward pass. A path is the dotted name of a sub-module, as in
+`model.get_submodule(path)`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ..notebook import html_table
+
 StackName = Literal["encoder", "decoder"]
-Kind = Literal["self", "cross"]
-Place = Literal["pre", "post", "output", "query", "key", "inner", "embedding", "final", "unknown"]
+AttentionKind = Literal["self", "cross"]
+NormPosition = Literal["pre", "post", "output", "query", "key", "inner", "embedding", "final", "unknown"]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Part of a fused projection's outputs: of `groups` equal blocks, the columns start:stop of each.
+    """The columns of a fused projection's output that belong to one part, such as the keys.
 
-    GPT-2's key: 1 group, d:2d. GPT-NeoX's key: one group a head, d_h:2d_h.
+    The output is cut into `groups` equal blocks; the part has the columns `start` to `stop` (exclusive) of each. The
+    keys of GPT-2 are the columns d to 2d of 1 group, those of GPT-NeoX the columns d_h to 2 d_h of one group a head.
+
+    Attributes:
+        groups: The number of equal blocks.
+        start: The first column of the part in each block.
+        stop: The column after the part's last one in each block.
     """
 
     groups: int
@@ -28,7 +38,16 @@ class Columns:
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection in_width -> out_width; `columns`: None when it is all of it; `transposed`: weight (in, out)."""
+    """A linear projection from `in_width` to `out_width` features.
+
+    Attributes:
+        path: The path of its module.
+        in_width: Input features.
+        out_width: Output features; of a part of a fused projection, those of the part.
+        bias: Whether it has a bias.
+        transposed: Whether its weight has the shape (in, out), as that of transformers' Conv1D.
+        columns: The part's columns where the module is a fused projection; None where it is all of it.
+    """
 
     path: str
     in_width: int
@@ -40,13 +59,30 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention. query, key, value and the head facts are None where the family hides them (no interface).
+    """An attention with its projections.
 
-    `reads`: the module whose first input is x, what the attention reads. `pre`, `post`: paths of its norms.
+    Query, key, value and what is known of the heads are None where the model does not call transformers' attention
+    interface, so that they cannot be observed.
+
+    Attributes:
+        path: The path of the attention's module.
+        kind: "self" or "cross".
+        reads: The path of the module whose first input is x, the hidden states that the attention reads.
+        output: The output projection W_o.
+        query: The query projection.
+        key: The key projection.
+        value: The value projection.
+        heads: Query heads.
+        kv_heads: Key-value heads; fewer than `heads` in grouped-query attention.
+        head_width: Width of a query or key of one head.
+        value_width: Width of a value of one head.
+        causal: Whether tokens see earlier tokens only.
+        pre: The path of the norm before it.
+        post: The path of the norm after its residual addition.
     """
 
     path: str
-    kind: Kind
+    kind: AttentionKind
     reads: str
     output: Linear
     query: Linear | None = None
@@ -63,7 +99,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class FFN:
-    """A feed-forward network: x -> inputs -> activation (times a gate) -> output."""
+    """A feed-forward network: x -> `inputs` -> activation (times a gate) -> `output`.
+
+    Attributes:
+        path: The path of the innermost module around it.
+        reads: The path of the module whose first input is x, the hidden states that the FFN reads.
+        inputs: The linears that read x; a gated FFN has two of them, or a fused one.
+        output: The last linear.
+        gated: Whether the activation is multiplied by a second projection of x.
+        pre: The path of the norm before it.
+        post: The path of the norm after its residual addition.
+    """
 
     path: str
     reads: str
@@ -76,23 +122,40 @@ class FFN:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm. `of`: the sub-layers it belongs to.
+    """A LayerNorm or RMSNorm.
 
-    place: pre (a sub-layer reads it), post (normalises the residual sum), output (normalises the sub-layer's output
-    before the sum), query, key, inner, embedding, final.
+    Attributes:
+        path: The path of its module.
+        width: The features that it normalises.
+        gain: Whether it has a gain (`weight`).
+        bias: Whether it has a bias.
+        place: "pre" (a sub-layer reads it), "post" (it normalises the residual sum), "output" (it normalises a
+            sub-layer's output before the sum), "query", "key", "inner" (inside a sub-layer), "embedding" (after the
+            embeddings), "final" (after the last layer) or "unknown".
+        of: The sub-layers that it belongs to, "attention" and "ffn".
     """
 
     path: str
     width: int
     gain: bool
     bias: bool
-    place: Place
+    place: NormPosition
     of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a stack. `passes` > 1: the same modules run that many times (ALBERT)."""
+    """One layer of a stack.
+
+    Attributes:
+        stack: "encoder" or "decoder".
+        index: Its number in the stack, from 0.
+        path: The path of its module.
+        attentions: Its attentions, in the order of execution.
+        ffns: Its FFNs, in the order of execution.
+        norms: Its norms, in the order of execution.
+        passes: How often the same modules run in one forward pass; more than 1 where layers share them (ALBERT).
+    """
 
     stack: StackName
     index: int
@@ -105,8 +168,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of layers. `entry`: the module that takes input_ids / inputs_embeds; `container`: the innermost module
-    around its layers; `width`: of the hidden states; `position_ids`: the entry takes them."""
+    """A stack of layers: an encoder or a decoder.
+
+    Attributes:
+        name: "encoder" or "decoder".
+        entry: The path of the module that takes `input_ids` or `inputs_embeds`.
+        container: The path of the innermost module around the layers.
+        depth: The number of layers that a token passes, shared ones counted each time.
+        width: The width of the hidden states.
+        causal: Whether its self-attention is causal.
+        words: The path of the word embeddings.
+        positions: The path of the absolute position embeddings; None where positions are relative or rotary.
+        position_ids: Whether the entry takes `position_ids`.
+    """
 
     name: StackName
     entry: str
@@ -121,12 +195,18 @@ class Stack:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. area: embedding, layers, pooler, final, vocabulary, head, other.
+    """A parameter of the model.
 
-    role: norm.gain, norm.bias, linear.weight, linear.bias, embedding, weight, bias. `layer`: index into Anatomy.layers.
-    `aliases`: its other names; `common`: its module reads nothing of the batch (a table of relative positions);
-    `direct`: the model reads it past the forward of its module; `computed`: a table that the model's class fills and
-    gives no gradient (sinusoids), so that nothing can train it.
+    Attributes:
+        name: Its name, as in `model.named_parameters()`.
+        shape: Its shape.
+        area: "embedding", "layers", "pooler", "final", "vocabulary", "head" or "other".
+        role: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "embedding", "weight" or "bias".
+        layer: The index in `Anatomy.layers` of the layer that it is in; None outside of the layers.
+        aliases: Its other names, where modules share it.
+        common: Whether its module reads nothing that depends on the batch (a table of relative positions).
+        direct: Whether the model reads it without calling the module that holds it.
+        computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
     """
 
     name: str
@@ -141,17 +221,27 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        """The number of its scalars."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The whole model. `base`: path of the base model inside the model given ("" when it is the base model itself).
+    """What a transformer is made of. Its `str` is a tree of all parts; a notebook shows a table of its layers.
 
-    `answers`: what the model gives: "states", "labels" (a head), "choices" (a head over choices) or "words".
+    Attributes:
+        family: transformers' name of the architecture, such as "roberta".
+        model: The name of the model's class.
+        base: The path of the base model inside the model; "" when it is the base model itself.
+        stacks: The encoder, the decoder, or both.
+        layers: All layers, in the order of execution.
+        norms: The norms outside of the layers.
+        pooler: The path of the pooler, or None.
+        head: The paths of the modules of the task head; empty without one.
+        tensors: All parameters, each once.
+        hidden: What could not be observed, in words.
+        answers: What the model outputs: "states" (hidden states), "labels" (from a head), "choices" (from a head over
+            multiple choices) or "words" (logits over the vocabulary).
     """
 
     family: str
@@ -167,18 +257,31 @@ class Anatomy:
     answers: str = "states"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
-        return self  # a value; copies of a tuned model share it
+        """Return itself: it is a value, which copies of a tuned model share."""
+        return self
 
     @property
     def shared(self) -> bool:
-        """True when one set of modules serves several layers."""
+        """Whether several layers share one set of modules."""
         return any(layer.passes > 1 for layer in self.layers)
 
     def stack(self, name: str) -> Stack:
+        """Return the stack of a name.
+
+        Args:
+            name: "encoder" or "decoder"; it must be one that the model has.
+
+        Returns:
+            The stack.
+        """
         return next(stack for stack in self.stacks if stack.name == name)
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
-        """Every norm with its layer; those outside the layers with None."""
+        """Iterate over every norm, first those outside of the layers.
+
+        Returns:
+            Pairs of a layer, or None for norms outside of the layers, and a norm.
+        """
         for norm in self.norms:
             yield None, norm
         for layer in self.layers:
@@ -186,17 +289,40 @@ class Anatomy:
                 yield layer, norm
 
     def as_dict(self) -> dict[str, Any]:
+        """Return everything as dictionaries, tuples and plain values, as `deltune inspect --json` prints it.
+
+        Returns:
+            A dictionary with a key for each attribute.
+        """
         return asdict(self)
 
     def __str__(self) -> str:
+        """Return the anatomy as a tree."""
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                layer.stack,
+                f"{layer.index} × {layer.passes}" if layer.passes > 1 else layer.index,
+                layer.path,
+                ", ".join(f"{a.kind}: {a.heads or 'unknown'} heads" for a in layer.attentions),
+                ", ".join(f"{'gated ' if f.gated else ''}{f.output.in_width}" for f in layer.ffns),
+                ", ".join(norm.place for norm in layer.norms),
+            )
+            for layer in self.layers
+        ]
+        return html_table(_title(self), ("stack", "layer", "path", "attentions", "FFN width", "norms"), rows)
+
+
+def _title(anatomy: Anatomy) -> str:
+    total = sum(tensor.numel for tensor in anatomy.tensors if tensor.area != "head")
+    at = f", base model at {anatomy.base}" if anatomy.base else ""
+    return f"{anatomy.model} ({anatomy.family}): {total:,} parameters{at}"
 
 
 def _lines(anatomy: Anatomy) -> Iterator[str]:
-    total = sum(t.numel for t in anatomy.tensors if t.area != "head")
-    yield f"{anatomy.model} ({anatomy.family}): {total:,} parameters" + (
-        f", base model at {anatomy.base}" if anatomy.base else ""
-    )
+    yield _title(anatomy)
     for fact in anatomy.hidden:
         yield f"  not visible: {fact}"
     for stack in anatomy.stacks:
@@ -220,19 +346,20 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
 def _layer_lines(layer: Layer) -> Iterator[str]:
     times = f" × {layer.passes} passes" if layer.passes > 1 else ""
     yield f"├─ layer {layer.index}{times} [{layer.path}]"
-    for a in layer.attentions:
-        heads = f"{a.heads} heads × {a.head_width}" if a.heads else "heads not visible"
-        groups = f", {a.kv_heads} key-value heads" if a.kv_heads != a.heads else ""
-        yield f"│  ├─ {a.kind} attention: {heads}{groups}{', causal' if a.causal else ''} [{a.path}]"
+    for attention in layer.attentions:
+        heads = f"{attention.heads} heads × {attention.head_width}" if attention.heads else "heads not visible"
+        groups = f", {attention.kv_heads} key-value heads" if attention.kv_heads != attention.heads else ""
+        causal = ", causal" if attention.causal else ""
+        yield f"│  ├─ {attention.kind} attention: {heads}{groups}{causal} [{attention.path}]"
         for role in ("query", "key", "value", "output"):
-            linear = getattr(a, role)
+            linear = getattr(attention, role)
             if linear is not None:
                 yield f"│  │  ├─ {role:<6} {_linear(linear)}"
-    for f in layer.ffns:
-        yield f"│  ├─ ffn{' (gated)' if f.gated else ''} [{f.path}]"
-        for linear in f.inputs:
+    for ffn in layer.ffns:
+        yield f"│  ├─ ffn{' (gated)' if ffn.gated else ''} [{ffn.path}]"
+        for linear in ffn.inputs:
             yield f"│  │  ├─ input  {_linear(linear)}"
-        yield f"│  │  └─ output {_linear(f.output)}"
+        yield f"│  │  └─ output {_linear(ffn.output)}"
     for norm in layer.norms:
         yield f"│  ├─ norm {_norm(norm)}"
 

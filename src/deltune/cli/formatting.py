@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..methods.parser import signature_text
-from ..methods.registry import TABLE
+from ..methods.registry import REGISTRY
 from ..tasks.registry import TASKS
 from ..training.config import RunSpec
 
@@ -35,7 +35,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
             "example": entry.example,
             "point": [repr(part) for part in entry.plain.parts],
         }
-        for name, entry in TABLE.items()
+        for name, entry in REGISTRY.items()
     }
 
 

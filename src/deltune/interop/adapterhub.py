@@ -1,6 +1,6 @@
-"""AdapterHub's saved adapters read: bottlenecks, prefixes, LoRA and unions of them.
+"""Reads adapters that AdapterHub saved: bottlenecks, prefixes, LoRA and unions of them.
 
-A prefix stands before the keys and values after the cache was read, so positions do not move.
+AdapterHub puts a prefix before the keys and values after it has read the cache, so positions do not shift.
 """
 
 from __future__ import annotations
@@ -31,32 +31,42 @@ from .base import (
     tensors_by_file_name,
 )
 
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     "relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu", "tanh": "tanh", "sigmoid": "sigmoid",
     "linear": "identity",
 }  # fmt: skip
-IN_TRAINING = {"architecture", "dropout", "init_weights", "init_weights_seed", "stochastic_depth", "leave_out",
-               "dtype"}  # fmt: skip
-"""Options that change nothing once an adapter is trained, and those that its tensors show."""
+TRAINING_OPTIONS = {
+    "architecture", "dropout", "init_weights", "init_weights_seed", "stochastic_depth", "leave_out", "dtype",
+}  # fmt: skip
+"""Options that change nothing once an adapter is trained, or that show in its tensors."""
 
-_OF_PHM = {"phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule", "factorized_phm_rule", "phm_c_init",
-           "phm_init_range", "learn_phm", "hypercomplex_nonlinearity", "phm_rank", "phm_bias"}  # fmt: skip
-OPTIONS = {*IN_TRAINING, *_OF_PHM, "mh_adapter", "output_adapter", "cross_adapter", "reduction_factor", "non_linearity",
-           "original_ln_before", "original_ln_after", "ln_before", "is_parallel", "scaling", "residual_before_ln",
-           "adapter_residual_before_ln", "inv_adapter_reduction_factor"}  # fmt: skip
-"""The options that are read."""
+_PHM_OPTIONS = {
+    "phm_dim", "factorized_phm_W", "shared_W_phm", "shared_phm_rule", "factorized_phm_rule", "phm_c_init",
+    "phm_init_range", "learn_phm", "hypercomplex_nonlinearity", "phm_rank", "phm_bias",
+}  # fmt: skip
+BOTTLENECK_OPTIONS = {
+    *TRAINING_OPTIONS, *_PHM_OPTIONS, "mh_adapter", "output_adapter", "cross_adapter", "reduction_factor",
+    "non_linearity", "original_ln_before", "original_ln_after", "ln_before", "is_parallel", "scaling",
+    "residual_before_ln", "adapter_residual_before_ln", "inv_adapter_reduction_factor",
+}  # fmt: skip
+"""The options of a bottleneck that are read."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one configuration comes down to: its pieces, and named methods that may be it."""
+class ReadConfig:
+    """One configuration as read: its pieces, and named methods that may be the same.
+
+    Attributes:
+        pieces: The modifications with their tensors.
+        known: Functions that make the named methods.
+    """
 
     pieces: list[PlacedTensors]
     known: list[Callable[[], Method]]
 
 
 def residual_problems(config: Mapping[str, Any]) -> list[str]:
-    """Combinations of the options on norms and residuals that are no point of our design space."""
+    """Return which options on norms and residuals are combined in a way that is no point of the design space."""
     if config.get("scaling", 1.0) == "channel":
         return ["option scaling='channel' has no translation"]
     before, after = config.get("original_ln_before"), config.get("original_ln_after", True)
@@ -70,12 +80,13 @@ def residual_problems(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors) -> Found:
+def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors) -> ReadConfig:
+    """Read a bottleneck configuration."""
     parallel, before = bool(config.get("is_parallel")), bool(config.get("original_ln_before"))
     after = bool(config.get("original_ln_after", True))
     pieces: list[PlacedTensors] = []
     missing: list[str] = []
-    for layer, kind, owner, postnorm in _owners(anatomy, config, name, left):
+    for layer, kind, owner, postnorm in _adapter_owners(anatomy, config, name, unused):
         if parallel:
             site, insertion, x = ("ffn" if kind == "ffn" else "attention"), "parallel", "residual"
         elif before and not (postnorm and after):
@@ -91,86 +102,96 @@ def bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: Unu
                 raise DeltuneError(
                     "option original_ln_before=True at an attention: a normed sum is a site of FFNs alone"
                 )
-        found = _tensors(owner, config, left, missing)
-        if not found:
+        tensors = _take_bottleneck(owner, config, unused, missing)
+        if not tensors:
             continue
         if parallel and postnorm:
-            x = "input"  # the same there
+            x = "input"  # without a norm before the sub-layer both are the same
         form = Bottleneck(
-            found["down"].shape[0],
-            ACTIVATIONS[str(config["non_linearity"]).lower()],
+            tensors["down"].shape[0],
+            ACTIVATION_NAMES[str(config["non_linearity"]).lower()],
             True,
             bool(config.get("ln_before")),
         )
         if config.get("init_weights") == "mam_adapter":
             form = replace(form, init="lora")
-        modification = Modification(site, form, insertion, _compose(config.get("scaling", 1.0)), x=x)  # type: ignore[arg-type]
+        compose = _compose(config.get("scaling", 1.0))
+        modification = Modification(site, form, insertion, compose, x=x)  # type: ignore[arg-type]
         stem = f"{layer.stack}.{layer.index}"
-        wanted = {"block": f"{stem}.block", "ffn": f"{stem}.ffn"}.get(site, f"{stem}.{kind}.attention")
-        place = next((p for p in locations_or_none(anatomy, modification) if p.name == wanted), None)
-        if place is None:
-            raise DeltuneError(f"this model has no place {wanted}")
-        pieces.append(PlacedTensors(modification, place, found))
+        location_name = {"block": f"{stem}.block", "ffn": f"{stem}.ffn"}.get(site, f"{stem}.{kind}.attention")
+        places = locations_or_none(anatomy, modification)
+        location = next((place for place in places if place.name == location_name), None)
+        if location is None:
+            raise DeltuneError(f"this model has no place {location_name}")
+        pieces.append(PlacedTensors(modification, location, tensors))
     if missing or not pieces:
         raise error_from_problems("bottleneck", missing or ["no adapter in a place that this model has"])
-    return Found(pieces, _named_bottlenecks(pieces[0].modification))
+    return ReadConfig(pieces, _candidate_bottlenecks(pieces[0].modification))
 
 
-def _owners(
-    anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors
+def _adapter_owners(
+    anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors
 ) -> Iterator[tuple[Layer, str, str, bool]]:
-    """For every sub-layer that the options name: its layer, its kind (self, cross, ffn), the module with its adapter,
-    and whether a norm follows its residual sum.
+    """Yield the sub-layers that the options name.
+
+    Each is its layer, its kind (self, cross, ffn), the path of the module with its adapter, and whether a norm follows
+    its residual sum.
 
     AdapterHub keeps the adapter in the module around the sub-layer's last linear, or under a name of its own in a
     module around the whole sub-layer.
     """
-    asked = {"self": "mh_adapter", "cross": "cross_adapter", "ffn": "output_adapter"}
+    option_names = {"self": "mh_adapter", "cross": "cross_adapter", "ffn": "output_adapter"}
     if anatomy.shared and config.get("mh_adapter"):
         raise DeltuneError("option mh_adapter=True: where layers share modules, it swaps output and residual there")
     left_out = set(config.get("leave_out") or ())
     for number, layer in enumerate(anatomy.layers):
-        parts: list[tuple[str, Any]] = [(a.kind, a) for a in layer.attentions] + [("ffn", f) for f in layer.ffns[:1]]
+        sublayers: list[tuple[str, Any]] = [(a.kind, a) for a in layer.attentions] + [
+            ("ffn", f) for f in layer.ffns[:1]
+        ]
         if any(f.pre is not None and f.pre == a.pre for f in layer.ffns for a in layer.attentions):
             raise DeltuneError(
                 "attention and FFN stand side by side in this model; AdapterHub's residual differs there"
             )
-        for kind, sublayer in parts:
-            if not config.get(asked[kind]) or number in left_out:
+        for kind, sublayer in sublayers:
+            if not config.get(option_names[kind]) or number in left_out:
                 continue
-            owner = _owner(sublayer.output.path, layer, kind, name, left)
+            owner = _owner(sublayer.output.path, layer, kind, name, unused)
             yield layer, kind, owner, sublayer.post is not None
 
 
-def _owner(output: str, layer: Layer, kind: str, name: str, left: UnusedTensors) -> str:
-    words = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
-    around = output.rpartition(".")[0]
+def _owner(output: str, layer: Layer, kind: str, name: str, unused: UnusedTensors) -> str:
+    """Return the path of the module that holds the adapter of one sub-layer."""
+    adapter_names = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
+    parent = output.rpartition(".")[0]
     candidates = []
-    while around.startswith(layer.path):
-        own = ("", *(f".{word}" for word in words.get(kind, ("output_adapters",))))
-        candidates += [f"{around}{word}.adapters.{name}" for word in own]
-        around = around.rpartition(".")[0]
-    return next((c for c in candidates if f"{c}.adapter_up.weight" in left.tensors), candidates[0])
+    while parent.startswith(layer.path):
+        suffixes = ("", *(f".{word}" for word in adapter_names.get(kind, ("output_adapters",))))
+        candidates += [f"{parent}{word}.adapters.{name}" for word in suffixes]
+        parent = parent.rpartition(".")[0]
+    return next((c for c in candidates if f"{c}.adapter_up.weight" in unused.tensors), candidates[0])
 
 
-def _tensors(owner: str, config: Mapping[str, Any], left: UnusedTensors, missing: list[str]) -> dict[str, torch.Tensor]:
+def _take_bottleneck(
+    owner: str, config: Mapping[str, Any], unused: UnusedTensors, missing: list[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of one adapter by our names, or nothing if one is missing."""
     names = {"down": "adapter_down.0.weight", "down_bias": "adapter_down.0.bias", "up": "adapter_up.weight",
              "up_bias": "adapter_up.bias"}  # fmt: skip
-    if config.get("ln_before"):  # a norm stands first, under two names
+    if config.get("ln_before"):  # the norm is the first module, and is saved under two names
         names |= {"down": "adapter_down.1.weight", "down_bias": "adapter_down.1.bias",
                   "norm_gain": "adapter_down.0.weight", "norm_bias": "adapter_down.0.bias"}  # fmt: skip
-        left.take_all(f"{owner}.adapter_norm_before.{leaf}" for leaf in ("weight", "bias"))
+        unused.take_all(f"{owner}.adapter_norm_before.{leaf}" for leaf in ("weight", "bias"))
     if config.get("scaling") == "learned":
         names["scale"] = "scaling"
     axes = {"down": 2, "up": 2}
-    found = {ours: left.take(f"{owner}.{theirs}", axes.get(ours)) for ours, theirs in names.items()}
-    missing += [f"missing tensor {owner}.{names[ours]}" for ours, tensor in found.items() if tensor is None]
-    given = {ours: tensor for ours, tensor in found.items() if tensor is not None}
-    if "scale" in given:
-        if given["scale"].numel() != 1:
-            raise DeltuneError(f"{owner}.scaling has shape {tuple(given['scale'].shape)}, it should be one number")
-        given["scale"] = given["scale"].reshape(())
-    return given if len(given) == len(names) else {}
+    by_name = {ours: unused.take(f"{owner}.{theirs}", axes.get(ours)) for ours, theirs in names.items()}
+    missing += [f"missing tensor {owner}.{names[ours]}" for ours, tensor in by_name.items() if tensor is None]
+    tensors = {ours: tensor for ours, tensor in by_name.items() if tensor is not None}
+    if "scale" in tensors:
+        if tensors["scale"].numel() != 1:
+            raise DeltuneError(f"{owner}.scaling has shape {tuple(tensors['scale'].shape)}, it should be one number")
+        tensors["scale"] = tensors["scale"].reshape(())
+    return tensors if len(tensors) == len(names) else {}
 
 
 def _compose(scaling: Any) -> Composition:
@@ -179,79 +200,103 @@ def _compose(scaling: Any) -> Composition:
     return Add() if scaling == 1 else Scale(float(scaling))
 
 
-def _named_bottlenecks(m: Modification) -> list[Callable[[], Method]]:
-    form = m.form
+def _candidate_bottlenecks(modification: Modification) -> list[Callable[[], Method]]:
+    """Return functions that make the named methods which may consist of such modifications."""
+    form = modification.form
     assert isinstance(form, Bottleneck)
-    own = {"rank": form.rank, "bias": True, "activation": form.activation, "layer_norm": form.layer_norm,
+    arguments = {"rank": form.rank, "bias": True, "activation": form.activation, "layer_norm": form.layer_norm,
            "init": form.init}  # fmt: skip
-    if m.insertion == "sequential":
+    if modification.insertion == "sequential":
         return [
-            lambda: adapter("pfeiffer", **own),
-            lambda: adapter("houlsby", **own),
-            lambda: adapter("houlsby", **own, attention="self"),
+            lambda: adapter("pfeiffer", **arguments),
+            lambda: adapter("houlsby", **arguments),
+            lambda: adapter("houlsby", **arguments, attention="self"),
         ]
-    scale: Any = "learned" if isinstance(m.compose, Scale) and m.compose.learned else m.compose.factor({})
+    scale: Any = (
+        "learned"
+        if isinstance(modification.compose, Scale) and modification.compose.learned
+        else modification.compose.factor({})
+    )
     make = scaled_parallel_adapter if form.init == "lora" else parallel_adapter
-    return [lambda: make("ffn", scale=scale, x=m.x, **own), lambda: make("attention", scale=scale, x=m.x, **own)]
+    return [
+        lambda: make("ffn", scale=scale, x=modification.x, **arguments),
+        lambda: make("attention", scale=scale, x=modification.x, **arguments),
+    ]
 
 
-WEIGHTS = ("adapter.safetensors", "pytorch_adapter.bin")
+WEIGHT_FILES = ("adapter.safetensors", "pytorch_adapter.bin")
 HEAD_CONFIG = "head_config.json"
 HEAD_WEIGHTS = ("model_head.safetensors", "pytorch_model_head.bin")
-INTERFACE = "adapter_interface.json"
+PLUGIN_FILE = "adapter_interface.json"
 
-READ = {
-    "bottleneck": OPTIONS,
-    "prefix_tuning": {*IN_TRAINING, "encoder_prefix", "cross_prefix", "flat", "prefix_length", "bottleneck_size",
+READ_OPTIONS = {
+    "bottleneck": BOTTLENECK_OPTIONS,
+    "prefix_tuning": {*TRAINING_OPTIONS, "encoder_prefix", "cross_prefix", "flat", "prefix_length", "bottleneck_size",
                       "non_linearity", "shared_gating"},
-    "lora": {*IN_TRAINING, "selfattn_lora", "intermediate_lora", "output_lora", "r", "alpha", "attn_matrices"},
+    "lora": {*TRAINING_OPTIONS, "selfattn_lora", "intermediate_lora", "output_lora", "r", "alpha", "attn_matrices"},
 }  # fmt: skip
-"""The options that are read, by architecture; any other must be unset."""
+"""The options that are read, by architecture; others are refused unless they are unset."""
 
-MOST_MADE = 16
-"""Numbers of a prefix for each number of the MLP that makes it. A sound MLP makes fewer than it has."""
+MAX_EXPANSION = 16
+"""How many times larger than its MLP a prefix may be; that of a real file is smaller than its MLP."""
 
-_NEUTRAL = {"composition_mode": ("add",)}
+_NEUTRAL_VALUES = {"composition_mode": ("add",)}
 
 
-def read(anatomy: Anatomy, folder: ForeignFolder, relative: bool = False) -> Translation:
-    """What an AdapterHub folder says on this model. Errors: an architecture or options without a translation, all of
-    them; tensors that are missing or extra; a flexible head. relative: the model adds a bias by relative position."""
+def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = False) -> Translation:
+    """Translate an AdapterHub folder for a model.
+
+    Args:
+        anatomy: The model's anatomy.
+        folder: The folder's options and tensors.
+        relative: Whether the model adds a bias by relative position to its attention.
+
+    Returns:
+        The method with its tensors, the head and the labels.
+
+    Raises:
+        DeltuneError: The architecture or options have no translation (all of them are listed), tensors are missing or
+            are not used, or the head is a flexible head.
+    """
     options = folder.options
     if options.get("model_type") != anatomy.family:
         family = options.get("model_type")
         raise DeltuneError(f"{folder.where} was trained on a {family} model; this is a {anatomy.family} model")
-    whole = options.get("config")
-    if not isinstance(whole, dict):
-        raise DeltuneError(f"{folder.where}: its options lie on AdapterHub's site ({whole!r}); save the adapter anew")
-    configs = whole["configs"] if whole.get("architecture") == "union" else [whole]
-    wrong = [problem for config in configs for problem in _problems(config)]
+    config_option = options.get("config")
+    if not isinstance(config_option, dict):
+        raise DeltuneError(
+            f"{folder.where}: its options are on AdapterHub's site ({config_option!r}); save the adapter again"
+        )
+    configs = config_option["configs"] if config_option.get("architecture") == "union" else [config_option]
+    problems = [problem for config in configs for problem in _untranslatable_options(config)]
     if relative and any(_architecture(config) == "prefix_tuning" for config in configs):
-        wrong.append("its prefix takes part in the relative positions of this model, ours has bias 0")
+        problems.append("its prefix has relative positions in this model, that of deltune has none")
     if "version" not in options:
-        wrong.append("it was written before names of activations had their present meaning; save it anew")
-    if (folder.where / INTERFACE).is_file():
-        wrong.append("it was trained through AdapterHub's plug-in interface, whose places are not known here")
+        problems.append("it was saved before names of activations had their present meaning; save it again")
+    if (folder.where / PLUGIN_FILE).is_file():
+        problems.append(
+            "it was trained through AdapterHub's plug-in interface, which does not say where its adapters are"
+        )
     if folder.head and folder.head_options.get("config"):
-        wrong.append(f"its flexible head has no translation; without {HEAD_CONFIG} the adapter alone is read")
-    if wrong:
-        raise error_from_problems(str(folder.where), wrong)
+        problems.append(f"its flexible head has no translation; without {HEAD_CONFIG} the adapter alone is read")
+    if problems:
+        raise error_from_problems(str(folder.where), problems)
     name = str(options.get("name"))
-    left = UnusedTensors(anatomy, {n: t for n, t in folder.tensors.items() if ".prefix_tuning.pool." not in n})
+    unused = UnusedTensors(anatomy, {n: t for n, t in folder.tensors.items() if ".prefix_tuning.pool." not in n})
     try:
-        found = [_READERS[_architecture(config)](anatomy, config, name, left) for config in configs]
-        method = _method(anatomy, found)
+        parts = [_READERS[_architecture(config)](anatomy, config, name, unused) for config in configs]
+        method = _union(anatomy, parts)
     except DeltuneError as error:
-        left.check(folder.where, error)
+        unused.check(folder.where, error)
         raise
-    left.check(folder.where)
-    numbers = tensors_by_file_name(anatomy, method, [piece for one in found for piece in one.pieces])
-    return Translation(method, numbers, _head(anatomy, folder), _labels(folder))
+    unused.check(folder.where)
+    tensors = tensors_by_file_name(anatomy, method, [piece for part in parts for piece in part.pieces])
+    return Translation(method, tensors, _read_head(anatomy, folder), _read_labels(folder))
 
 
-def _method(anatomy: Anatomy, found: list[Found]) -> Method:
-    """The union of all; the table's name for it, where it has one."""
-    methods = [method_from_pieces(anatomy, one.pieces, one.known) for one in found]
+def _union(anatomy: Anatomy, parts: list[ReadConfig]) -> Method:
+    """Return the sum of all configurations, each by the name of its method where it has one."""
+    methods = [method_from_pieces(anatomy, part.pieces, part.known) for part in parts]
     if len(methods) == 1:
         return methods[0]
     return MethodSum(tuple(term for method in methods for term in method.terms))
@@ -261,68 +306,68 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(config.get("architecture") or "bottleneck")
 
 
-def _problems(config: Mapping[str, Any]) -> list[str]:
-    """Every option of one configuration that has no translation."""
+def _untranslatable_options(config: Mapping[str, Any]) -> list[str]:
+    """Return the options of one configuration that have no translation."""
     kind = _architecture(config)
-    if kind not in READ:
-        return [f"architecture {kind!r} has no translation; known: {', '.join(READ)} and unions of them"]
-    wrong = [
+    if kind not in READ_OPTIONS:
+        return [f"architecture {kind!r} has no translation; known: {', '.join(READ_OPTIONS)} and unions of them"]
+    problems = [
         f"option {name}={value!r} has no translation"
         for name, value in config.items()
-        if name not in READ[kind] and value and value not in _NEUTRAL.get(name, ())
+        if name not in READ_OPTIONS[kind] and value and value not in _NEUTRAL_VALUES.get(name, ())
     ]
     active = kind == "bottleneck" or (kind == "prefix_tuning" and not config.get("flat"))
-    if active and str(config.get("non_linearity")).lower() not in ACTIVATIONS:
-        wrong.append(f"option non_linearity={config.get('non_linearity')!r} has no translation")
+    if active and str(config.get("non_linearity")).lower() not in ACTIVATION_NAMES:
+        problems.append(f"option non_linearity={config.get('non_linearity')!r} has no translation")
     if kind == "prefix_tuning" and active and config.get("non_linearity") != "tanh":
-        wrong.append(f"option non_linearity={config.get('non_linearity')!r}: a prefix's is tanh")
-    return wrong + (residual_problems(config) if kind == "bottleneck" else [])
+        problems.append(f"option non_linearity={config.get('non_linearity')!r}: a prefix's is tanh")
+    return problems + (residual_problems(config) if kind == "bottleneck" else [])
 
 
 # -- prefixes ---------------------------------------------------------------------------------------------------------
 
 
-def _prefixes(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors) -> Found:
+def _read_prefix(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors) -> ReadConfig:
     left_out = set(config.get("leave_out") or ())
-    pools: dict[str, list[Any]] = {}
+    locations: dict[str, list[Any]] = {}
     modification = Modification("heads", Prefix(int(config["prefix_length"])), compose=Gate())
-    at = {place.name: place for place in resolve_locations(anatomy, modification)}
+    by_name = {location.name: location for location in resolve_locations(anatomy, modification)}
     for number, layer in enumerate(anatomy.layers):
-        for a in layer.attentions:
-            inside = len(anatomy.stacks) > 1 and layer.stack == "encoder"
-            word = "cross" if a.kind == "cross" else "encoder" if inside else "self"
-            if number not in left_out and config.get(f"{word}_prefix", True):
-                pools.setdefault(word, []).append(at[f"{layer.stack}.{layer.index}.{a.kind}.heads"])
+        for attention in layer.attentions:
+            in_encoder = len(anatomy.stacks) > 1 and layer.stack == "encoder"
+            pool = "cross" if attention.kind == "cross" else "encoder" if in_encoder else "self"
+            if number not in left_out and config.get(f"{pool}_prefix", True):
+                locations.setdefault(pool, []).append(by_name[f"{layer.stack}.{layer.index}.{attention.kind}.heads"])
     pieces = []
-    for word, chosen in pools.items():
-        found = _pool(left, name, word)
-        if found is None:
-            raise DeltuneError(f"missing tensors of {word}_prefix")
-        widths, length = chosen[0].widths, modification.form.length  # type: ignore[attr-defined]
-        sizes = (length, 2 * len(chosen), widths.kv_heads, widths.head_width)
-        if found.numel() != torch.Size(sizes).numel():
+    for pool, pool_locations in locations.items():
+        tensor = _take_prefix(unused, name, pool)
+        if tensor is None:
+            raise DeltuneError(f"missing tensors of {pool}_prefix")
+        widths, length = pool_locations[0].widths, modification.form.length  # type: ignore[attr-defined]
+        sizes = (length, 2 * len(pool_locations), widths.kv_heads, widths.head_width)
+        if tensor.numel() != torch.Size(sizes).numel():
             raise DeltuneError(
-                f"{word}_prefix has {found.numel()} numbers, this model's {len(chosen)} layers take {sizes}"
+                f"{pool}_prefix has {tensor.numel()} numbers, this model's {len(pool_locations)} layers take {sizes}"
             )
-        pairs = found.reshape(sizes)
-        for index, place in enumerate(chosen):
+        pairs = tensor.reshape(sizes)
+        for index, location in enumerate(pool_locations):
             keys, values = pairs[:, 2 * index].contiguous(), pairs[:, 2 * index + 1].contiguous()
-            pieces.append(PlacedTensors(modification, place, {"keys": keys, "values": values}))
+            pieces.append(PlacedTensors(modification, location, {"keys": keys, "values": values}))
     if not pieces:
-        raise DeltuneError("a prefix in no layer")
-    return Found(pieces, [lambda: prefix(int(config["prefix_length"]))])
+        raise DeltuneError("its options leave every layer without a prefix")
+    return ReadConfig(pieces, [lambda: prefix(int(config["prefix_length"]))])
 
 
-def _pool(left: UnusedTensors, name: str, word: str) -> torch.Tensor | None:
-    """All keys and values of one kind of attention: as they are, or what the MLP makes of its embedding."""
-    stem = re.compile(rf"(?:.*\.)?prefix_tuning\.prefix_tunings\.{re.escape(name)}\.(?:\w*_)?{word}(?:_prefix)?\.(.*)")
-    mine = {found[1]: n for n in list(left.tensors) if (found := stem.fullmatch(n))}
-    t = {leaf: left.take(n) for leaf, n in mine.items()}
-    if "control_trans" in t:
-        return t["control_trans"]
-    wanted = ("wte.weight", "control_trans.0.weight", "control_trans.0.bias", "control_trans.2.weight",
+def _take_prefix(unused: UnusedTensors, name: str, pool: str) -> torch.Tensor | None:
+    """Return all keys and values of one kind of attention: as they are, or computed by the MLP that makes them."""
+    stem = re.compile(rf"(?:.*\.)?prefix_tuning\.prefix_tunings\.{re.escape(name)}\.(?:\w*_)?{pool}(?:_prefix)?\.(.*)")
+    names = {match[1]: n for n in list(unused.tensors) if (match := stem.fullmatch(n))}
+    tensors = {leaf: unused.take(n) for leaf, n in names.items()}
+    if "control_trans" in tensors:
+        return tensors["control_trans"]
+    leaves = ("wte.weight", "control_trans.0.weight", "control_trans.0.bias", "control_trans.2.weight",
               "control_trans.2.bias")  # fmt: skip
-    rows, down, down_bias, up, up_bias = (t.get(leaf) for leaf in wanted)
+    rows, down, down_bias, up, up_bias = (tensors.get(leaf) for leaf in leaves)
     if rows is None or down is None or up is None:
         return None
     shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (rows, down, down_bias, up, up_bias)]
@@ -330,80 +375,84 @@ def _pool(left: UnusedTensors, name: str, word: str) -> torch.Tensor | None:
         (len(rows), down.shape[1]), (len(down), rows.shape[1]), down_bias if down_bias is None else (len(down),),
         (len(up), len(down)), up_bias if up_bias is None else (len(up),),
     ]:  # fmt: skip
-        raise DeltuneError(f"the MLP of {word}_prefix has tensors that do not fit each other: {shapes}")
-    if len(rows) * len(up) > MOST_MADE * sum(tensor.numel() for tensor in (rows, down, up)):
-        raise DeltuneError(f"the MLP of {word}_prefix would make {len(rows):,} × {len(up):,} numbers of a few")
-    double = {leaf: tensor.double() for leaf, tensor in t.items() if tensor is not None}
-    inner = torch.tanh(F.linear(double[wanted[0]], double[wanted[1]], double.get(wanted[2])))
-    return F.linear(inner, double[wanted[3]], double.get(wanted[4]))
+        raise DeltuneError(f"the MLP of {pool}_prefix has tensors that do not fit each other: {shapes}")
+    if len(rows) * len(up) > MAX_EXPANSION * sum(tensor.numel() for tensor in (rows, down, up)):
+        raise DeltuneError(
+            f"the MLP of {pool}_prefix would make {len(rows):,} × {len(up):,} numbers, far more than it has"
+        )
+    double = {leaf: tensor.double() for leaf, tensor in tensors.items() if tensor is not None}
+    inner = torch.tanh(F.linear(double[leaves[0]], double[leaves[1]], double.get(leaves[2])))
+    return F.linear(inner, double[leaves[3]], double.get(leaves[4]))
 
 
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
-def _low_rank(anatomy: Anatomy, config: Mapping[str, Any], name: str, left: UnusedTensors) -> Found:
+def _read_lora(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors) -> ReadConfig:
     rank, dropout = int(config["r"]), float(config.get("dropout") or 0)
     scale = config["alpha"] / rank
     compose: Composition = Add() if scale == 1 else Scale(scale)
     by_path: dict[str, list[PlacedTensors]] = {}
     for site in PROJECTIONS:
         modification = Modification(site, LowRank(rank, dropout), compose=compose)
-        for place in locations_or_none(anatomy, modification):
-            by_path.setdefault(place.target.path, []).append(PlacedTensors(modification, place, {}))
-    words = config.get("attn_matrices") or ()
-    chosen = {site for site in ("query", "key", "value", "output") if site[0] in words}
+        for location in locations_or_none(anatomy, modification):
+            by_path.setdefault(location.target.path, []).append(PlacedTensors(modification, location, {}))
+    fused_parts = config.get("attn_matrices") or ()
+    fused_sites = {site for site in ("query", "key", "value", "output") if site[0] in fused_parts}
     pieces: list[PlacedTensors] = []
-    for path, own in by_path.items():
-        down, up = (left.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
+    for path, parts in by_path.items():
+        down, up = (unused.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
         if down is None or up is None:
             continue
-        if own[0].place.target.columns is not None:  # one pair of factors a chosen part, one after the other
-            own = [piece for piece in own if piece.modification.site in chosen]
-        if not own or len(down) != rank * len(own) or len(up) % len(own):
+        if parts[0].place.target.columns is not None:  # the factors of the chosen parts, joined
+            parts = [piece for piece in parts if piece.modification.site in fused_sites]
+        if not parts or len(down) != rank * len(parts) or len(up) % len(parts):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-            raise DeltuneError(f"LoRA at {path} has factors of shapes {shapes} for {len(own)} parts of rank {rank}")
-        downs, ups = down.chunk(len(own)), up.chunk(len(own))
+            raise DeltuneError(f"LoRA at {path} has factors of shapes {shapes} for {len(parts)} parts of rank {rank}")
+        downs, ups = down.chunk(len(parts)), up.chunk(len(parts))
         pieces += [
             PlacedTensors(piece.modification, piece.place, {"down": d.contiguous(), "up": u.contiguous()})
-            for piece, d, u in zip(own, downs, ups, strict=True)
+            for piece, d, u in zip(parts, downs, ups, strict=True)
         ]
-    _check_layers(anatomy, config, pieces)
+    _check_every_layer(anatomy, config, pieces)
     sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
     at = ("query", "value") if set(sites) == {"query", "value"} else sites
-    return Found(pieces, [lambda: lora(rank, scale, at, dropout=dropout)])
+    return ReadConfig(pieces, [lambda: lora(rank, scale, at, dropout=dropout)])
 
 
-def _check_layers(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[PlacedTensors]) -> None:
-    """Every layer that is not left out must have what the others of its stack have."""
+def _check_every_layer(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[PlacedTensors]) -> None:
+    """Check that every layer that is not left out has what the others of its stack have."""
     left_out = set(config.get("leave_out") or ())
-    kept = [layer for number, layer in enumerate(anatomy.layers) if number not in left_out]
-    names = {piece.place.name for piece in pieces}
-    rest = {(name.split(".")[0], name.split(".", 2)[2]) for name in names}
-    wanted = {f"{layer.stack}.{layer.index}.{tail}" for layer in kept for stack, tail in rest if stack == layer.stack}
-    if not pieces or wanted - names:
+    layers = [layer for number, layer in enumerate(anatomy.layers) if number not in left_out]
+    present = {piece.place.name for piece in pieces}
+    endings = {(name.split(".")[0], name.split(".", 2)[2]) for name in present}
+    expected = {
+        f"{layer.stack}.{layer.index}.{tail}" for layer in layers for stack, tail in endings if stack == layer.stack
+    }
+    if not pieces or expected - present:
         raise error_from_problems(
-            "LoRA", [f"missing tensors at {place}" for place in sorted(wanted - names)] or ["no tensors"]
+            "LoRA", [f"missing tensors at {missing}" for missing in sorted(expected - present)] or ["no tensors"]
         )
 
 
-_READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, UnusedTensors], Found]] = {
-    "bottleneck": bottleneck, "prefix_tuning": _prefixes, "lora": _low_rank,
+_READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, UnusedTensors], ReadConfig]] = {
+    "bottleneck": _read_bottleneck, "prefix_tuning": _read_prefix, "lora": _read_lora,
 }  # fmt: skip
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-def _head(anatomy: Anatomy, folder: ForeignFolder) -> dict[str, torch.Tensor]:
-    """A head that was saved with a class of transformers, by its names; a vocabulary projection is no head."""
+def _read_head(anatomy: Anatomy, folder: ForeignFolder) -> dict[str, torch.Tensor]:
+    """Return the head that was saved with a class of transformers, by its names; a vocabulary projection is no head."""
     if not folder.head:
         return {}
-    left = UnusedTensors(anatomy, folder.head)
-    found = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
-    left.check(folder.where)
-    return found
+    unused = UnusedTensors(anatomy, folder.head)
+    tensors = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
+    unused.check(folder.where)
+    return tensors
 
 
-def _labels(folder: ForeignFolder) -> tuple[str, ...]:
-    named = folder.head_options.get("label2id") or {}
-    return tuple(sorted(named, key=lambda label: int(named[label]))) if folder.head else ()
+def _read_labels(folder: ForeignFolder) -> tuple[str, ...]:
+    label_ids = folder.head_options.get("label2id") or {}
+    return tuple(sorted(label_ids, key=lambda label: int(label_ids[label]))) if folder.head else ()

@@ -1,7 +1,7 @@
-"""Files of other libraries in our terms: reading a folder, and a method with its numbers from places and tensors.
+"""What reading PEFT and AdapterHub folders has in common: files, names, and the shortest method for a set of tensors.
 
-A dialect (peft_files, adapterhub_files) says which tensor belongs to which place of the anatomy and what its options
-mean there; everything else, from finding the shortest expression to listing what nobody asked for, is here.
+`peft_read` and `adapterhub` say which tensor belongs to which place of the model and what the options mean. Everything
+else is here, from finding the shortest expression to listing tensors that are not used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,23 @@ from ..methods.sites import EditLocation, resolve_locations
 from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selection
 from ..tensor_files import load_float_tensors
 
-CONFIG = "adapter_config.json"
-"""The file that both PEFT and AdapterHub keep their options in."""
+CONFIG_FILE = "adapter_config.json"
+"""The file in which both PEFT and AdapterHub keep the options of an adapter."""
 
-Tensors = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ForeignFolder:
-    """What a folder of another library holds: options, tensors by their names there, and a head kept apart."""
+    """What a folder of another library holds.
+
+    Attributes:
+        where: The folder.
+        options: The adapter's options.
+        tensors: The adapter's tensors, by their names there.
+        head_options: The options of a head that was saved apart.
+        head: The tensors of a head that was saved apart.
+    """
 
     where: Path
     options: dict[str, Any]
@@ -40,65 +48,101 @@ class ForeignFolder:
 
 @dataclass(frozen=True)
 class Translation:
-    """A method, its numbers by the names of our files (without the head's), and the head's by their names here."""
+    """A folder of another library in our terms.
+
+    Attributes:
+        method: The method.
+        tensors: Its tensors, by their names in our files.
+        head: The tensors of the head, by their names in the model.
+        labels: The names of the head's labels, in order.
+    """
 
     method: Method
-    numbers: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     head: dict[str, torch.Tensor] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PlacedTensors:
-    """One modification (everywhere) at one place, with the form's and the composition's tensors."""
+    """One modification at one place with its tensors.
+
+    Attributes:
+        modification: The modification, without a choice of layers, stack or attention.
+        place: The place.
+        tensors: The tensors of its form and composition, by name.
+    """
 
     modification: Modification
     place: EditLocation
-    tensors: Tensors
+    tensors: NamedTensors
 
 
 @dataclass(frozen=True)
 class ExportedDelta:
-    """A delta for a dialect to write: edits with their dense tensors by key, tensors tuned in place, the head's.
+    """A delta that is to be written for another library.
 
-    original: the base's value of a tensor; windowed: some attention of the model sees a window only.
+    Attributes:
+        anatomy: The model's anatomy.
+        edits: Its edits.
+        dense: The tensors of each edit, by the edit's key.
+        in_place: The parameters that are tuned in place, by name.
+        head: The parameters of the head, by name.
+        original: Returns the pretrained value of a parameter.
+        sliding_window: Whether some attention of the model has a sliding window.
     """
 
     anatomy: Anatomy
     edits: tuple[ResolvedEdit, ...]
-    dense: Mapping[str, Tensors]
-    own: Tensors
-    head: Tensors
+    dense: Mapping[str, NamedTensors]
+    in_place: NamedTensors
+    head: NamedTensors
     original: Callable[[str], torch.Tensor]
-    windowed: bool = False
+    sliding_window: bool = False
 
 
 class UnusedTensors:
-    """Tensors that were not taken yet, by their names in this model. What is left at the end is an error."""
+    """The tensors of a file that are not used yet, by their names in this model; any left at the end are an error."""
 
-    def __init__(self, anatomy: Anatomy, found: Tensors, stem: str = "") -> None:
-        """stem: what every name in the file begins with, beside the model's own."""
+    def __init__(self, anatomy: Anatomy, tensors: NamedTensors, stem: str = "") -> None:
+        """Args:
+        anatomy: The model's anatomy.
+        tensors: The tensors by their names in the file.
+        stem: What every name in the file begins with, before the model's own name.
+        """
         self.anatomy = anatomy
-        here = _local(anatomy, [name.removeprefix(stem) for name in found])
-        self.names = {here(name.removeprefix(stem)): name for name in found}
-        self.tensors = {here(name.removeprefix(stem)): tensor for name, tensor in found.items()}
+        translate = _name_translator(anatomy, [name.removeprefix(stem) for name in tensors])
+        self.names = {translate(name.removeprefix(stem)): name for name in tensors}
+        self.tensors = {translate(name.removeprefix(stem)): tensor for name, tensor in tensors.items()}
 
     def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
-        """The tensor of a name, once, or None. Raises DeltuneError where it has another number of axes."""
+        """Remove and return the tensor of a name, or return None where there is none.
+
+        Raises:
+            DeltuneError: The tensor has another number of axes than `axes`.
+        """
         file_name = self.names.pop(name, name)
         tensor = self.tensors.pop(name, None)
         if tensor is not None and axes is not None and tensor.dim() != axes:
             raise DeltuneError(f"tensor {file_name} has shape {tuple(tensor.shape)}, it should have {axes} axes")
         return tensor
 
-    def take_all(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of the wanted names that there are."""
-        return {name: found for name in wanted if (found := self.take(name)) is not None}
+    def take_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Remove and return the tensors of those names that exist."""
+        return {name: tensor for name in names if (tensor := self.take(name)) is not None}
 
-    def check(self, where: Path, before: DeltuneError | None = None) -> None:
-        """Error: tensors that nothing here asked for, after what went wrong before."""
+    def check(self, folder: Path, cause: DeltuneError | None = None) -> None:
+        """Check that every tensor was used.
+
+        Args:
+            folder: The folder, for the message.
+            cause: An error that happened before, which the message then begins with.
+
+        Raises:
+            DeltuneError: Tensors are left, or `cause` is given.
+        """
         shown = sorted(self.names.values())
-        problems = [] if before is None else [str(before)]
+        problems = [] if cause is None else [str(cause)]
         problems += [f"extra tensor {name}" for name in shown[:10]]
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
         if shown and self.anatomy.hidden:
@@ -106,27 +150,30 @@ class UnusedTensors:
         if shown and not self.anatomy.head:
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
-            raise error_from_problems(f"{where} does not fit this model", problems)
+            raise error_from_problems(f"{folder} does not fit this model", problems)
 
 
-def _local(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
-    """A foreign name as one of this model: the base model may stand under another name there, or under none."""
+def _name_translator(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
+    """Return a function from names in a file to names in this model.
+
+    The base model may have another name in the model that the file was trained with, or none.
+    """
     base = f"{anatomy.base}." if anatomy.base else ""
     inner = f"{anatomy.layers[0].path.removeprefix(base)}."
     prefix = next((n.partition(inner)[0] for n in names if inner in f".{n}"), base)
-    known = tuple(f"{path}." for path in anatomy.head)
+    head_prefixes = tuple(f"{path}." for path in anatomy.head)
     if prefix == base:
         return lambda name: name
     if prefix:
         return lambda name: base + name.removeprefix(prefix) if name.startswith(prefix) else name
-    return lambda name: name if name.startswith(known) else base + name
+    return lambda name: name if name.startswith(head_prefixes) else base + name
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def has_file(folder: str | Path, name: str) -> bool:
-    """Whether a folder holds a file of a name, be it a link that is not followed."""
+    """Whether a folder holds a file of a name, or a link of that name to a file."""
     try:
         return (Path(folder) / name).is_file()
     except (OSError, ValueError):
@@ -135,28 +182,31 @@ def has_file(folder: str | Path, name: str) -> bool:
 
 def is_foreign(folder: str | Path) -> bool:
     """Whether a folder holds the options of PEFT or AdapterHub."""
-    return has_file(folder, CONFIG)
+    return has_file(folder, CONFIG_FILE)
 
 
-def read_options(where: Path, name: str = CONFIG) -> dict[str, Any]:
-    """The options in a JSON file of a folder. Raises DeltuneError where it is missing, no object, or a link outside."""
-    path = find_file(where, name)
+def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
+    """Read the options in a JSON file of a folder.
+
+    Raises:
+        DeltuneError: The file is missing, is no JSON object, or is a link that leads out of the folder.
+    """
+    path = find_file(folder, name)
     if path is None:
-        raise DeltuneError(f"{where / name} is missing; the folder is incomplete")
+        raise DeltuneError(f"{folder / name} is missing; the folder is incomplete")
     return read_json_object(path)
 
 
-def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors of the first of the files that is there: safetensors, or torch's format, of which tensors alone are
-    read.
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Read the tensors in the first of the files that exists: safetensors, or torch's format without pickled objects.
 
     Raises:
-        DeltuneError: None is there, or it is a link that leads out of the folder; it is truncated, or holds anything
-            but floating-point tensors.
+        DeltuneError: No file exists, or it is a link that leads out of the folder, is truncated, or holds anything but
+            floating-point tensors.
     """
-    path = next((path for name in names if (path := find_file(where, name)) is not None), None)
+    path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:
-        raise DeltuneError(f"{where} has its options, but none of {', '.join(names)}; the folder is incomplete")
+        raise DeltuneError(f"{folder} has its options, but none of {', '.join(names)}; the folder is incomplete")
     return load_float_tensors(path)
 
 
@@ -164,57 +214,64 @@ def read_tensors(where: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def locations_or_none(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
-    """The places of a modification, none where this model cannot have it."""
+    """Return the places of a modification; none where the model does not have it."""
     try:
         return resolve_locations(anatomy, modification)
     except DeltuneError:
         return []
 
 
-def everywhere(modification: Modification) -> Modification:
+def without_scope(modification: Modification) -> Modification:
+    """Return a modification that acts at all layers, stacks and attentions."""
     return replace(modification, layers="all", stack="all", attention="all", optional=False)
 
 
 def method_from_pieces(
-    anatomy: Anatomy, pieces: Sequence[PlacedTensors], known: Iterable[Callable[[], Method]] = ()
+    anatomy: Anatomy, pieces: Sequence[PlacedTensors], candidates: Iterable[Callable[[], Method]] = ()
 ) -> Method:
-    """The method with these pieces and no other: one of the known ones, else the fewest modifications.
+    """Return the shortest method with these pieces and no others.
 
-    Error: a set of places that no modification chooses, such as one of a gated FFN's two input linears.
+    Args:
+        anatomy: The model's anatomy.
+        pieces: The modifications with their places.
+        candidates: Functions that make named methods, which are tried first.
+
+    Raises:
+        DeltuneError: No modification acts at exactly these places, such as one of a gated FFN's two input linears.
     """
-    wanted = {(piece.modification, piece.place.name) for piece in pieces}
-    for make in known:
+    required = {(piece.modification, piece.place.name) for piece in pieces}
+    for make in candidates:
         try:
             method = make()
-            if _places(anatomy, method) == wanted:
+            if _locations_of(anatomy, method) == required:
                 return method
         except DeltuneError:
             continue
-    found: list[Method] = []
+    modifications: list[Method] = []
     for modification in dict.fromkeys(piece.modification for piece in pieces):
-        left = {name for other, name in wanted if other == modification}
-        for candidate in _candidates(anatomy, modification, left):
+        remaining = {name for other, name in required if other == modification}
+        for candidate in _scoped_candidates(anatomy, modification, remaining):
             names = {place.name for place in locations_or_none(anatomy, candidate)}
-            if names and names <= left:
-                found.append(candidate)
-                left -= names
-        if left:
-            alone = ", ".join(sorted(left)[:4])
+            if names and names <= remaining:
+                modifications.append(candidate)
+                remaining -= names
+        if remaining:
+            names_left = ", ".join(sorted(remaining)[:4])
             raise DeltuneError(
-                f"the file changes {alone} alone; site {modification.site!r} takes what is beside it too"
+                f"the file changes {names_left} alone, and site {modification.site!r} includes more than that"
             )
-    return found[0] if len(found) == 1 else MethodSum(tuple(found))
+    return modifications[0] if len(modifications) == 1 else MethodSum(tuple(modifications))
 
 
-def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -> Iterable[Modification]:
-    """The modification on more and more special choices of places."""
+def _scoped_candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -> Iterable[Modification]:
+    """Yield the modification with narrower and narrower choices of layers, stack and attention."""
     stacks = [stack.name for stack in anatomy.stacks]
     kinds = ATTENTIONS if modification.site in ("heads", "attention", "query", "key", "value", "output") else ("all",)
     for stack in ("all", *stacks):
         for kind in kinds:
-            inside = [n.split(".") for n in names if stack in ("all", n.split(".")[0])]
+            name_parts = [n.split(".") for n in names if stack in ("all", n.split(".")[0])]
             yield replace(modification, stack=stack, attention=kind)
-            layers = sorted({int(parts[1]) for parts in inside if len(parts) > 1 and parts[1].isdigit()})
+            layers = sorted({int(parts[1]) for parts in name_parts if len(parts) > 1 and parts[1].isdigit()})
             if layers and not anatomy.shared:
                 yield replace(modification, stack=stack, attention=kind, layers=tuple(layers))
     if not anatomy.shared:
@@ -224,22 +281,26 @@ def _candidates(anatomy: Anatomy, modification: Modification, names: set[str]) -
                     yield replace(modification, stack=stack, attention=kind, layers=(index,))
 
 
-def _places(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
-    return {(everywhere(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
+def _locations_of(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
+    return {(without_scope(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
 
 
 def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]) -> dict[str, torch.Tensor]:
-    """The tensors of the pieces under their names in our file."""
+    """Return the tensors of the pieces by their names in our files."""
     by_place = {(piece.modification, piece.place.name): piece for piece in pieces}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for edit in resolve(anatomy, method, lambda: 0).edits:
-        piece = by_place[everywhere(edit.modification), edit.place.name]
-        found |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
-    return found
+        piece = by_place[without_scope(edit.modification), edit.place.name]
+        tensors |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
+    return tensors
 
 
-def selection_of(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
-    """The first method that trains exactly these tensors in place. Error: none does."""
+def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
+    """Return the first method that trains exactly these parameters in place.
+
+    Raises:
+        DeltuneError: No candidate does.
+    """
     for make in candidates:
         try:
             method = make()
@@ -250,11 +311,11 @@ def selection_of(anatomy: Anatomy, names: set[str], candidates: Iterable[Callabl
             continue
         if chosen == names:
             return method
-    raise DeltuneError(f"no selection of norms takes exactly {', '.join(sorted(names)[:4])} (of {len(names)})")
+    raise DeltuneError(f"no selection of norms has exactly {', '.join(sorted(names)[:4])} (of {len(names)})")
 
 
 def rows_of_columns(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """The rows of a fused projection's tensor (out, …) that `columns` names, in order."""
+    """Return the rows of a fused projection's tensor (out, …) that belong to `columns`, in order."""
     if columns is None:
         return tensor
     rows = tensor.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]

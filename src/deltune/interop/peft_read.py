@@ -1,8 +1,8 @@
-"""PEFT's files read: adapter_config.json and the tensors beside it.
+"""Reads PEFT folders: adapter_config.json and the tensors beside it.
 
-PEFT names a tensor base_model.model.MODULE.lora_A.weight; a module is a whole linear, fused or not. What it computes:
-LoRA y + (α/r) B A x; IA3 l ⊙ y, or W (l ⊙ x) in `feedforward_modules`; a norm's copy in place of the norm; rows before
-the embeddings; a prefix as a cache's content, so that positions move on.
+PEFT names a tensor base_model.model.MODULE.lora_A.weight, where a module is a whole linear, fused or not. PEFT computes
+y + (α/r) B A x for LoRA; l ⊙ y for IA3, or W (l ⊙ x) in `feedforward_modules`; a tuned copy in place of a norm; prompt
+vectors before the embeddings; and a prefix as the content of the cache, so that positions shift.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from .base import (
     UnusedTensors,
     locations_or_none,
     method_from_pieces,
+    method_selecting,
     rows_of_columns,
-    selection_of,
     tensors_by_file_name,
 )
 from .schemas import Patterns
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-PREFIX = "base_model.model."
-ROWS = "prompt_embeddings"
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+NAME_PREFIX = "base_model.model."
+PROMPT_TENSOR = "prompt_embeddings"
 
-_ALWAYS = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
+_COMMON_OPTIONS = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
            "auto_mapping", "modules_to_save"}  # fmt: skip
-_TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
-_COUNTED = {"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"}
-READ: dict[str, set[str]] = {
-    "LORA": {*_TARGETS, "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
+_TARGET_OPTIONS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+_TOKEN_OPTIONS = {"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"}
+READ_OPTIONS: dict[str, set[str]] = {
+    "LORA": {*_TARGET_OPTIONS, "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
              "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config", "runtime_config"},
-    "IA3": {*_TARGETS, "feedforward_modules", "init_ia3_weights"},
-    "LN_TUNING": _TARGETS,
-    "PROMPT_TUNING": {*_COUNTED, "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
+    "IA3": {*_TARGET_OPTIONS, "feedforward_modules", "init_ia3_weights"},
+    "LN_TUNING": _TARGET_OPTIONS,
+    "PROMPT_TUNING": {*_TOKEN_OPTIONS, "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
                       "tokenizer_kwargs"},
-    "PREFIX_TUNING": {*_COUNTED, "encoder_hidden_size", "prefix_projection", "init_weights"},
+    "PREFIX_TUNING": {*_TOKEN_OPTIONS, "encoder_hidden_size", "prefix_projection", "init_weights"},
 }  # fmt: skip
-"""The kinds that translate, each with the options that are read or change nothing once it is trained."""
+"""The types of adapters that have a translation, each with the options that are read or have no effect once trained."""
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
     "num_transformer_submodules": (1,),
@@ -63,79 +63,93 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -> Translation:
-    """What a PEFT folder says on this model. Errors: a kind or options without a translation, all of them; tensors
-    that are missing or extra."""
+def read_peft(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -> Translation:
+    """Translate a PEFT folder for a model.
+
+    Args:
+        anatomy: The model's anatomy.
+        folder: The folder's options and tensors.
+        windowed: Whether some attention of the model has a sliding window.
+
+    Returns:
+        The method with its tensors and the head.
+
+    Raises:
+        DeltuneError: The type of adapter or its options have no translation (all of them are listed), or tensors are
+            missing or are not used.
+    """
     options, kind = folder.options, str(folder.options.get("peft_type"))
-    if kind not in READ:
-        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ)} These translate.")
-    wrong = [
+    if kind not in READ_OPTIONS:
+        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS)}")
+    problems = [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()
-        if name not in _ALWAYS | READ[kind] and value and value not in _NEUTRAL.get(name, ())
+        if name not in _COMMON_OPTIONS | READ_OPTIONS[kind] and value and value not in _NEUTRAL_VALUES.get(name, ())
     ]
     if kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
-        wrong += _of_decoders(anatomy, kind, windowed)
-    if wrong:
-        raise error_from_problems(str(folder.where), wrong)
-    left = UnusedTensors(anatomy, folder.tensors, PREFIX)
-    head = left.take_all([t.name for t in anatomy.tensors if t.area == "head"])
+        problems += _decoder_problems(anatomy, kind, windowed)
+    if problems:
+        raise error_from_problems(str(folder.where), problems)
+    unused = UnusedTensors(anatomy, folder.tensors, NAME_PREFIX)
+    head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     try:
-        method, numbers = _READERS[kind](anatomy, options, left)
+        method, tensors = _READERS[kind](anatomy, options, unused)
     except DeltuneError as error:
-        left.check(folder.where, error)
+        unused.check(folder.where, error)
         raise
-    left.check(folder.where)
-    return Translation(method, numbers, head)
+    unused.check(folder.where)
+    return Translation(method, tensors, head)
 
 
-Read = tuple[Method, dict[str, torch.Tensor]]
+MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 
 
-def _of_decoders(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
+def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
     problems = []
     if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
-        problems.append(f"{kind} translates for language models of one decoder stack; this is {anatomy.model}")
+        problems.append(f"{kind} has a translation for language models of one decoder stack; this is {anatomy.model}")
     if kind == "PREFIX_TUNING" and windowed:
-        problems.append("PEFT's prefix slides out of a sliding window, ours is always visible")
+        problems.append("with PEFT a prefix slides out of a sliding window, with deltune it stays visible")
     return problems
 
 
-def _low_rank(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
+def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
     pieces: list[PlacedTensors] = []
-    missing: list[str] = []
+    problems: list[str] = []
     patterns = Patterns(options.get("alpha_pattern"))
-    for path, linears in _linears(anatomy, "parallel", LowRank(1)):
-        down, up = left.take(f"{path}.lora_A.weight", axes=2), left.take(f"{path}.lora_B.weight", axes=2)
+    for path, linears in _projections_by_path(anatomy, "parallel", LowRank(1)):
+        down, up = unused.take(f"{path}.lora_A.weight", axes=2), unused.take(f"{path}.lora_B.weight", axes=2)
         if down is None and up is None:
             continue
         if down is None or up is None:
-            missing.append(f"missing tensor {path}.lora_{'A' if down is None else 'B'}.weight")
+            problems.append(f"missing tensor {path}.lora_{'A' if down is None else 'B'}.weight")
             continue
         rank = down.shape[0]
         alpha = patterns.value(path, options.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
         form = LowRank(rank, float(options.get("lora_dropout") or 0))
         if sum(place.widths.out_width for _, place in linears) != up.shape[0]:
-            missing.append(f"{path} gives {up.shape[0]} values, of which this model's sites take another number")
+            problems.append(f"{path} should have as many outputs as this model's, not {up.shape[0]} values")
             continue
         for site, place in linears:
             modification = Modification(site, form, compose=Add() if scale == 1 else Scale(scale))
             columns = place.linear.columns if place.linear else None
             pieces.append(PlacedTensors(modification, place, {"down": down, "up": rows_of_columns(up, columns)}))
-    if missing or not pieces:
-        raise error_from_problems("LoRA", missing or ["no tensor lora_A of a module that this model has"])
+    if problems or not pieces:
+        raise error_from_problems("LoRA", problems or ["no tensor lora_A of a module that this model has"])
     sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
     first = pieces[0].modification
-    own, factor = first.form, first.compose.factor({})
-    assert isinstance(own, LowRank) and isinstance(factor, float | int)
+    first_form, factor = first.form, first.compose.factor({})
+    assert isinstance(first_form, LowRank) and isinstance(factor, float | int)
     at = ("query", "value") if set(sites) == {"query", "value"} else sites
-    method = method_from_pieces(anatomy, pieces, [lambda: lora(own.rank, factor, at, dropout=own.dropout)])
+    method = method_from_pieces(
+        anatomy, pieces, [lambda: lora(first_form.rank, factor, at, dropout=first_form.dropout)]
+    )
     return method, tensors_by_file_name(anatomy, method, pieces)
 
 
-def _linears(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Modules that are projections, each with the sites and places that it is; a fused one is several."""
+def _projections_by_path(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Yield the modules that are projections, each with its sites and places; a fused one has several."""
     by_path: dict[str, list[tuple[str, Any]]] = {}
     for site in PROJECTIONS:
         for place in locations_or_none(anatomy, Modification(site, form, insertion)):
@@ -143,30 +157,30 @@ def _linears(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str,
     yield from by_path.items()
 
 
-def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
+def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
     pieces: list[PlacedTensors] = []
     inputs = {
         place.target.path: (site, place)
         for site in ("heads", "ffn_inner")
         for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
     }
-    seen: dict[str, torch.Tensor] = {}
-    for path, linears in _linears(anatomy, "sequential", Rescale()):
-        gain = left.take(f"{path}.ia3_l", axes=2)
+    input_gains: dict[str, torch.Tensor] = {}
+    for path, linears in _projections_by_path(anatomy, "sequential", Rescale()):
+        gain = unused.take(f"{path}.ia3_l", axes=2)
         if gain is not None and gain.shape[0] != 1:
             if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
-                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which is no rescaling of {path}")
+                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which does not fit {path}")
             rescale = [(Modification(site, Rescale(), "sequential"), place) for site, place in linears]
             pieces += [
-                PlacedTensors(m, p, {"gain": rows_of_columns(gain, p.target.columns)[:, 0].contiguous()})
-                for m, p in rescale
+                PlacedTensors(modification, p, {"gain": rows_of_columns(gain, p.target.columns)[:, 0].contiguous()})
+                for modification, p in rescale
             ]
         elif gain is not None:
-            seen[path] = gain[0]
-    for path, gain in seen.items():
+            input_gains[path] = gain[0]
+    for path, gain in input_gains.items():
         if path not in inputs:
             raise DeltuneError(
-                f"IA3 on the input of {path}: rescaled inputs translate for W_o and the FFN's last linear"
+                f"IA3 on the input of {path}: rescaled inputs have a translation for W_o and the FFN's last linear only"
             )
         site, place = inputs[path]
         pieces.append(PlacedTensors(Modification(site, Rescale(), "sequential"), place, {"gain": gain}))
@@ -176,56 +190,57 @@ def _rescale(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) 
     return method, tensors_by_file_name(anatomy, method, pieces)
 
 
-def _norms(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
-    found: dict[str, torch.Tensor] = {}
+def _read_norms(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
+    values: dict[str, torch.Tensor] = {}
     for tensor in anatomy.tensors:
         owner, _, leaf = tensor.name.rpartition(".")
-        value = left.take(f"{owner}.ln_tuning_layers.{leaf}") if tensor.role.startswith("norm.") else None
+        value = unused.take(f"{owner}.ln_tuning_layers.{leaf}") if tensor.role.startswith("norm.") else None
         if value is not None:
-            found[tensor.name] = value
-    inside = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in found and t.layer is not None]
-    layers = tuple(sorted({layer.index for layer in inside}))
+            values[tensor.name] = value
+    norm_layers = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in values and t.layer is not None]
+    layers = tuple(sorted({layer.index for layer in norm_layers}))
     choices = product(("both", "attention", "ffn"), ("all", layers), (None, False, True), (None, False, True))
 
-    def candidate(of: Any, where: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
-        return lambda: layernorm("both", of, where, embedding, final)
+    def candidate(of: Any, layer_choice: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
+        return lambda: layernorm("both", of, layer_choice, embedding, final)
 
-    method = selection_of(anatomy, set(found), [candidate(*choice) for choice in choices])
-    return method, {f"base.{name}": value for name, value in found.items()}
+    method = method_selecting(anatomy, set(values), [candidate(*choice) for choice in choices])
+    return method, {f"base.{name}": value for name, value in values.items()}
 
 
-def _rows(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
-    rows = _flat(left)
+def _read_prompt(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
+    rows = _take_prompt_tensor(unused)
     method = prompt(rows.shape[0])
     (edit,) = resolve(anatomy, method, lambda: 0).edits
     return method, {f"edit.{edit.key}.rows": rows}
 
 
-def _flat(left: UnusedTensors) -> torch.Tensor:
-    rows = left.take(next((n for n in left.tensors if n.endswith(ROWS)), ROWS))
+def _take_prompt_tensor(unused: UnusedTensors) -> torch.Tensor:
+    rows = unused.take(next((n for n in unused.tensors if n.endswith(PROMPT_TENSOR)), PROMPT_TENSOR))
     if rows is None or rows.dim() != 2:
-        raise DeltuneError(f"missing tensor {ROWS}, a matrix with a row for each virtual token")
+        raise DeltuneError(f"missing tensor {PROMPT_TENSOR}, a matrix with a row for each virtual token")
     return rows
 
 
-def _prefix(anatomy: Anatomy, options: Mapping[str, Any], left: UnusedTensors) -> Read:
-    rows = _flat(left)
+def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
+    rows = _take_prompt_tensor(unused)
     method = prefix(rows.shape[0], shift_positions=True)
     edits = resolve(anatomy, method, lambda: 0).edits
     widths = edits[0].place.widths
-    wanted = 2 * len(edits) * widths.kv_heads * widths.head_width
-    if rows.shape[1] != wanted or widths.head_width != widths.value_width:
+    row_width = 2 * len(edits) * widths.kv_heads * widths.head_width
+    if rows.shape[1] != row_width or widths.head_width != widths.value_width:
         raise DeltuneError(
-            f"{ROWS} has rows of {rows.shape[1]}; keys and values of this model's {len(edits)} layers take {wanted}"
+            f"{PROMPT_TENSOR} has rows of {rows.shape[1]}; the {len(edits)} layers of this model take {row_width}"
         )
     pairs = rows.reshape(rows.shape[0], 2 * len(edits), widths.kv_heads, widths.head_width)
-    numbers: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, edit in enumerate(edits):
-        numbers[f"edit.{edit.key}.keys"] = pairs[:, 2 * index].contiguous()
-        numbers[f"edit.{edit.key}.values"] = pairs[:, 2 * index + 1].contiguous()
-    return method, numbers
+        tensors[f"edit.{edit.key}.keys"] = pairs[:, 2 * index].contiguous()
+        tensors[f"edit.{edit.key}.values"] = pairs[:, 2 * index + 1].contiguous()
+    return method, tensors
 
 
-_READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], Read]] = {
-    "LORA": _low_rank, "IA3": _rescale, "LN_TUNING": _norms, "PROMPT_TUNING": _rows, "PREFIX_TUNING": _prefix,
+_READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], MethodAndTensors]] = {
+    "LORA": _read_lora, "IA3": _read_ia3, "LN_TUNING": _read_norms, "PROMPT_TUNING": _read_prompt,
+    "PREFIX_TUNING": _read_prefix,
 }  # fmt: skip

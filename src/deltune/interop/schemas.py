@@ -1,4 +1,4 @@
-"""The options in other libraries' folders that are read here, validated; and their patterns, matched within bounds."""
+"""Validates the options in PEFT and AdapterHub folders, and matches the patterns in them within a time limit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from ..errors import DeltuneError, error_from_problems, validation_problems
 
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e30, lt=1e30)]
-Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
-Size = Annotated[int, Field(strict=True, ge=1, lt=1 << 40)]
-Flag = StrictBool | None
-Text = Annotated[str, Field(strict=True, max_length=4096)]
-Pattern = Annotated[str, Field(strict=True, max_length=1000)]
+FiniteNumber = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e30, lt=1e30)]
+Probability = Annotated[float, Field(strict=True, ge=0, lt=1)]
+PositiveInt = Annotated[int, Field(strict=True, ge=1, lt=1 << 40)]
+OptionalBool = StrictBool | None
+ShortText = Annotated[str, Field(strict=True, max_length=4096)]
+PatternText = Annotated[str, Field(strict=True, max_length=1000)]
 
-PATIENCE = 0.5
-"""Seconds that all patterns of a folder may take together. Those of a sound file take milliseconds."""
+PATTERN_SECONDS = 0.5
+"""Seconds that all patterns of a folder may take in all; those of a real file take milliseconds."""
 
 
 class _Options(BaseModel):
-    """Options by their names in the file. Those that are not here are refused elsewhere, by name, where they matter."""
+    """Options by their names in the file. Others are ignored here; where they matter, they are refused by name."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -32,81 +32,82 @@ class _Options(BaseModel):
 class PeftOptions(_Options):
     """The options of PEFT that decide what its tensors mean."""
 
-    peft_type: Text
-    task_type: Text | None = None
-    lora_alpha: Number = 8
-    lora_dropout: Share | None = None
-    use_rslora: Flag = None
-    alpha_pattern: dict[Pattern, Number] | None = None
+    peft_type: ShortText
+    task_type: ShortText | None = None
+    lora_alpha: FiniteNumber = 8
+    lora_dropout: Probability | None = None
+    use_rslora: OptionalBool = None
+    alpha_pattern: dict[PatternText, FiniteNumber] | None = None
 
 
-class _HubConfig(_Options):
+class _AdapterHubConfig(_Options):
     architecture: StrictStr | None = None
     leave_out: list[StrictInt] | None = None
-    dropout: Share | None = None
-    non_linearity: Text | None = None
-    init_weights: Text | None = None
+    dropout: Probability | None = None
+    non_linearity: ShortText | None = None
+    init_weights: ShortText | None = None
 
 
-class HubBottleneck(_HubConfig):
-    """A bottleneck of AdapterHub."""
+class AdapterHubBottleneck(_AdapterHubConfig):
+    """AdapterHub's configuration of a bottleneck."""
 
     architecture: Literal["bottleneck"] | None = None
-    mh_adapter: Flag = None
-    output_adapter: Flag = None
-    cross_adapter: Flag = None
-    original_ln_before: Flag = None
-    original_ln_after: Flag = None
-    ln_before: Flag = None
-    is_parallel: Flag = None
+    mh_adapter: OptionalBool = None
+    output_adapter: OptionalBool = None
+    cross_adapter: OptionalBool = None
+    original_ln_before: OptionalBool = None
+    original_ln_after: OptionalBool = None
+    ln_before: OptionalBool = None
+    is_parallel: OptionalBool = None
     residual_before_ln: StrictBool | StrictStr | None = None
-    scaling: Number | Literal["learned", "channel"] = 1.0
+    scaling: FiniteNumber | Literal["learned", "channel"] = 1.0
 
 
-class HubPrefix(_HubConfig):
-    """A prefix of AdapterHub."""
+class AdapterHubPrefix(_AdapterHubConfig):
+    """AdapterHub's configuration of a prefix."""
 
     architecture: Literal["prefix_tuning"]
-    prefix_length: Size
-    flat: Flag = None
-    encoder_prefix: Flag = None
-    cross_prefix: Flag = None
+    prefix_length: PositiveInt
+    flat: OptionalBool = None
+    encoder_prefix: OptionalBool = None
+    cross_prefix: OptionalBool = None
 
 
-class HubLowRank(_HubConfig):
-    """LoRA of AdapterHub."""
+class AdapterHubLoRA(_AdapterHubConfig):
+    """AdapterHub's configuration of LoRA."""
 
     architecture: Literal["lora"]
-    r: Size
-    alpha: Number
-    attn_matrices: list[Text] | None = None
+    r: PositiveInt
+    alpha: FiniteNumber
+    attn_matrices: list[ShortText] | None = None
 
 
-class HubUnion(_Options):
-    """Several configurations at once."""
+class AdapterHubUnion(_Options):
+    """AdapterHub's configuration of several adapters at once."""
 
     architecture: Literal["union"]
     configs: Annotated[list[dict[StrictStr, Any]], Field(min_length=1, max_length=64)]
 
 
-class HubOptions(_Options):
-    """What AdapterHub says of an adapter. The kinds of its configuration are validated one by one."""
+class AdapterHubOptions(_Options):
+    """AdapterHub's options of an adapter. The configuration inside them is validated by its architecture."""
 
-    model_type: Text
-    model_class: Text | None = None
-    name: Text | None = None
+    model_type: ShortText
+    model_class: ShortText | None = None
+    name: ShortText | None = None
     config: dict[StrictStr, Any] | StrictStr
-    version: Text | None = None
+    version: ShortText | None = None
 
 
-class HubHead(_Options):
-    """What AdapterHub says of a head that it saved beside an adapter."""
+class AdapterHubHead(_Options):
+    """AdapterHub's options of a head that was saved beside an adapter."""
 
-    label2id: dict[Text, Annotated[int, Field(strict=True, ge=0, lt=1 << 30)]] | None = None
+    label2id: dict[ShortText, Annotated[int, Field(strict=True, ge=0, lt=1 << 30)]] | None = None
 
 
-KINDS: dict[str, type[_Options]] = {
-    "bottleneck": HubBottleneck, "prefix_tuning": HubPrefix, "lora": HubLowRank, "union": HubUnion,
+ADAPTERHUB_KINDS: dict[str, type[_Options]] = {
+    "bottleneck": AdapterHubBottleneck, "prefix_tuning": AdapterHubPrefix, "lora": AdapterHubLoRA,
+    "union": AdapterHubUnion,
 }  # fmt: skip
 
 
@@ -114,11 +115,11 @@ def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path
     """Validate the options of a folder, and the configurations of adapters inside them.
 
     Raises:
-        DeltuneError: Some are missing, of another kind, or out of range; all of them are listed.
+        DeltuneError: Options are missing, of a wrong type, or out of range; all of them are listed.
     """
     problems = _problems(schema, options)
     config = options.get("config")
-    if schema is HubOptions and isinstance(config, dict) and not problems:
+    if schema is AdapterHubOptions and isinstance(config, dict) and not problems:
         problems = _config_problems(config)
         if not problems and config.get("architecture") == "union":
             problems = [problem for inner in config["configs"] for problem in _config_problems(inner, nested=True)]
@@ -131,8 +132,8 @@ def _config_problems(config: Mapping[str, Any], nested: bool = False) -> list[st
     if nested and architecture == "union":
         return ["a union in a union has no translation"]
     if architecture is not None and not isinstance(architecture, str):
-        return [f"architecture: {architecture!r:.100} is no name"]
-    kind = KINDS.get(architecture or "bottleneck")
+        return [f"architecture: {architecture!r:.100} is not a name"]
+    kind = ADAPTERHUB_KINDS.get(architecture or "bottleneck")
     return [] if kind is None else _problems(kind, config)
 
 
@@ -145,19 +146,21 @@ def _problems(schema: type[_Options], options: Mapping[str, Any]) -> list[str]:
 
 
 class Patterns:
-    """A value for each module by PEFT's rule: that of the first pattern that matches the end of the module's path.
+    """Finds the value for a module by PEFT's rule: that of the first pattern that matches the end of the module's path.
 
-    The patterns are a stranger's, and a regular expression can take longer than anybody lives: matching is given up
-    after `PATIENCE` seconds in all. Patterns without repetitions and groups take no time, and do not count.
+    The patterns come from a stranger, and a regular expression can take arbitrarily long. So matching stops after
+    `PATTERN_SECONDS` in all. Patterns without repetitions and groups take no time, and do not count.
     """
 
     def __init__(self, patterns: Mapping[str, Any] | None) -> None:
-        self.left = PATIENCE
+        self.left = PATTERN_SECONDS
         self.values = list((patterns or {}).values())
         try:
             self.matchers = [self._matcher(key) for key in patterns or {}]
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-            raise DeltuneError(f"option alpha_pattern has a pattern that is none: {str(error)[:200]}") from error
+            raise DeltuneError(
+                f"option alpha_pattern has a pattern that is no regular expression: {str(error)[:200]}"
+            ) from error
 
     def _matcher(self, key: str) -> Callable[[str], object]:
         pattern = regex.compile(rf"(?:.*\.)?(?:{key})$")
@@ -174,9 +177,13 @@ class Patterns:
         return None
 
     def value(self, path: str, default: Any) -> Any:
-        """The value for a module. Raises DeltuneError where the patterns take too long."""
+        """Return the value for a module.
+
+        Raises:
+            DeltuneError: The patterns take too long.
+        """
         pairs = zip(self.matchers, self.values, strict=True)
         value = next((value for matches, value in pairs if matches(path)), default)
         if self.left <= 0:
-            raise DeltuneError(f"option alpha_pattern has patterns that take longer than {PATIENCE:g} s")
+            raise DeltuneError(f"option alpha_pattern has patterns that take longer than {PATTERN_SECONDS:g} s")
         return value

@@ -1,8 +1,12 @@
-"""Arguments against their type hints, the same for an expression and for Python: what fits, and how it is excerpt."""
+"""Checks arguments of methods against type hints, with the same rules and messages in an expression and in Python.
+
+pydantic decides what fits; the messages are ours, so that they name the argument in the words of an expression.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import re
@@ -11,21 +15,27 @@ import typing
 from fractions import Fraction
 from typing import Any
 
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
+
 from ..errors import DeltuneError, excerpt
 
-LARGEST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
 def check_fields(value: Any) -> None:
-    """Error when a field of a frozen dataclass does not fit its type; lists become tuples, so that it can be hashed."""
+    """Check the fields of a frozen dataclass against their types; lists become tuples, so that the value can be hashed.
+
+    Raises:
+        DeltuneError: A field does not fit its type.
+    """
     kind: Any = type(value)
-    hints = _hints(kind)
+    hints = _field_types(kind)
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if isinstance(content, list):
@@ -35,43 +45,41 @@ def check_fields(value: Any) -> None:
             raise DeltuneError(f"{type(value).__name__}: {type_mismatch(field.name, hints[field.name], content)}")
 
 
+@functools.cache
+def _type_adapter(hint: Any) -> TypeAdapter[Any]:
+    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    # the fields of a dataclass were checked when it was made
+    return TypeAdapter(InstanceOf[hint]) if dataclasses.is_dataclass(hint) else TypeAdapter(hint, config=config)
+
+
 def fits_type(hint: Any, value: Any) -> bool:
-    """Whether a value fits a type hint; an int fits a float, a bool fits neither. Numbers are finite, whole ones at
-    most LARGEST."""
-    if hint is Any:
-        return True
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(fits_type(h, value) for h in inside)
-    if origin is typing.Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in inside)
-    if origin is tuple:
-        return isinstance(value, tuple) and (
-            all(fits_type(inside[0], v) for v in value)
-            if len(inside) == 2 and inside[1] is Ellipsis
-            else len(value) == len(inside) and all(map(fits_type, inside, value))
-        )
-    if hint is None or hint is type(None):
-        return value is None
-    if hint in (int, float):
-        number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-        return number and number_problem(value) is None
-    return isinstance(value, hint)
+    """Whether a value fits a type hint.
+
+    An int fits float, and a bool fits neither int nor float. Numbers must be finite, whole ones at most MAX_INTEGER.
+    """
+    numbers = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, int | float)]
+    if any(number_problem(number) for number in numbers) or isinstance(value, enum.Enum):
+        return False  # an enum equals its text, but its repr is no expression
+    try:
+        _type_adapter(hint).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def number_problem(value: float) -> str | None:
-    """Why a number cannot be used anywhere, or None."""
+    """Return why a number cannot be used anywhere, or None."""
     if isinstance(value, int):
-        return None if abs(value) <= LARGEST else f"a whole number is at most 2^63 - 1 = {LARGEST:,}"
+        return None if abs(value) <= MAX_INTEGER else f"a whole number is at most 2^63 - 1 = {MAX_INTEGER:,}"
     return None if math.isfinite(value) else "a number is finite, at most 1.8e308"
 
 
 def type_mismatch(key: str, hint: Any, value: object) -> str:
-    """Message for an argument that does not fit its type hint."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (why := number_problem(value)):  # type: ignore[arg-type]
-        return f"{key} is {excerpt(value)}: {why}"
-    return f"{key}={excerpt(value)} is not {describe(hint)}"
+    """Return the message for an argument that does not fit its type hint."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (problem := number_problem(value)):  # type: ignore[arg-type]
+        return f"{key} is {excerpt(value)}: {problem}"
+    return f"{key}={excerpt(value)} is not {describe_type(hint)}"
 
 
 NUMERAL = r"[-+]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,3})?"
@@ -80,19 +88,19 @@ PERCENTAGE = re.compile(rf"\s*({NUMERAL})\s*%\s*")
 
 
 def parse_percentage(text: str) -> Fraction | None:
-    """The exact share that a text such as "0.05%" names, or None where it names none."""
+    """Return the exact share that a text such as "0.05%" names, or None where it names none."""
     match = PERCENTAGE.fullmatch(text)
     return Fraction(match[1]) / 100 if match else None
 
 
-def describe(hint: Any) -> str:
-    """A type hint in words."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+def describe_type(hint: Any) -> str:
+    """Return a type hint in plain words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(h) for h in inside)
+        return " or ".join(describe_type(h) for h in arguments)
     if origin is typing.Literal:
-        return "one of " + ", ".join(repr(v) for v in inside)
+        return "one of " + ", ".join(repr(v) for v in arguments)
     if origin is tuple:
-        return f"a list of {describe(inside[0])}"
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
-    return words.get(hint, f"a {getattr(hint, '__name__', hint)}")
+        return f"a list of {describe_type(arguments[0])}"
+    descriptions = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
+    return descriptions.get(hint, f"a {getattr(hint, '__name__', hint)}")

@@ -1,6 +1,6 @@
-"""Forms that act on the heads of an attention: prefixes and multi-head bottlenecks (UV §3.1, §3.3).
+"""Forms that act inside an attention, on each head: prefixes and multi-head parallel adapters (UV §3.1, §3.3).
 
-q (B, N_h, n, d_h) is the model's own query, scaled as the model scales it; Δh (B, n, N_h, d_v).
+Shapes: q (B, N_h, n, d_h) is the model's own query, scaled as the model scales it; Δh (B, n, N_h, d_v).
 """
 
 from __future__ import annotations
@@ -13,18 +13,27 @@ import torch
 from torch.nn import functional as F
 
 from ..errors import DeltuneError
-from .forms import Form, Product, Shapes, Tensors, Widths, init_down_up, positive
+from .forms import Form, Product, Shapes, Tensors, Widths, check_positive, init_down_up
 from .masks import Factor
 
 
 @dataclass(frozen=True, repr=False)
 class Prefix(Form):
-    """Δh = softmax(q P_kᵀ) P_v per head, q the model's own scaled query (UV eq. 5, 7, 9; Li & Liang 2021).
+    """Attend to l trained keys and values, Δh = softmax(q P_kᵀ) P_v for each head (UV eq. 5, 7, 9; Li & Liang 2021).
 
-    length l >= 1: P_k (l, N_kv, d_h) and P_v (l, N_kv, d_v), N(0, 0.02) at the start, unrotated and with bias 0.
-    reparameterise=W: while training P = tanh(E W_down + b_down) W_up + b_up, E (l, d), E W_down (l, W) shared by all
-    layers of one attention kind (UV §A.3); folded into P_k, P_v when saved. shift_positions: the tokens' positions
-    start at l, as where a prefix is a cache's content (PEFT).
+    q is the model's own scaled query. The keys are not rotated and have no position bias. Tensors: keys P_k
+    (l, N_kv, d_h) and values P_v (l, N_kv, d_v), N(0, 0.02) at the start.
+
+    Args:
+        length: l, at least 1.
+        reparameterise: W: while training P = tanh(E W_down + b_down) W_up + b_up, with E (l, d) and E W_down (l, W)
+            shared by all layers of one kind of attention (UV §A.3); saving computes P_k and P_v from it. None: P_k and
+            P_v are trained themselves.
+        shift_positions: Whether the positions of the tokens start at l, as where a prefix is the content of a cache
+            (PEFT).
+
+    Raises:
+        DeltuneError: `length` or `reparameterise` is less than 1.
     """
 
     needs: ClassVar[str] = "attention"
@@ -34,12 +43,12 @@ class Prefix(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
         if self.reparameterise is not None:
-            positive(reparameterise=self.reparameterise)
+            check_positive(reparameterise=self.reparameterise)
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         return False
 
     @property
@@ -62,7 +71,7 @@ class Prefix(Form):
         inner = self.reparameterise
         return {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         if self.reparameterise is None:
             for tensor in tensors.values():
                 torch.nn.init.normal_(tensor, std=0.02)
@@ -87,15 +96,15 @@ class Prefix(Form):
     def product(self, widths: Widths) -> Product:
         if self.reparameterise is not None:
             raise DeltuneError("a mask lies on P_k and P_v themselves: give reparameterise=None")
-        return _rows(self.length, widths)
+        return _keys_values_product(self.length, widths)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        keys, values = _for_query(tensors, query)
+        keys, values = _expand_to_query_heads(tensors, query)
         return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
 
 
-def _for_query(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """P_k and P_v (l, N_kv, d) as (B, N_h, l, d), each key-value head repeated for the query heads it serves."""
+def _expand_to_query_heads(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return P_k and P_v (l, N_kv, d) as (B, N_h, l, d), each key-value head repeated for its query heads."""
     keys, values = (tensors[name].to(query.dtype).transpose(0, 1)[None] for name in ("keys", "values"))
     repeat = query.shape[1] // keys.shape[1]
     keys, values = (t.repeat_interleave(repeat, dim=1).expand(query.shape[0], -1, -1, -1) for t in (keys, values))
@@ -104,10 +113,16 @@ def _for_query(tensors: Tensors, query: torch.Tensor) -> tuple[torch.Tensor, tor
 
 @dataclass(frozen=True, repr=False)
 class MultiHead(Form):
-    """Δh = relu(q P_kᵀ) P_v per head, q the model's own scaled query: the frozen W_q is part of the down projection
-    (UV §3.3, table 4; the released code).
+    """Attend to l trained rows by relu instead of softmax, Δh = relu(q P_kᵀ) P_v for each head (UV §3.3, table 4).
 
-    length l >= 1: P_k (l, N_kv, d_h), N(0, 0.02), and P_v (l, N_kv, d_v), 0 at the start.
+    q is the model's own scaled query, so that the frozen W_q is part of the down projection, as in UV's code. Tensors:
+    keys P_k (l, N_kv, d_h), N(0, 0.02) at the start, and values P_v (l, N_kv, d_v), 0 at the start.
+
+    Args:
+        length: l, at least 1.
+
+    Raises:
+        DeltuneError: `length` is less than 1.
     """
 
     needs: ClassVar[str] = "attention"
@@ -115,37 +130,44 @@ class MultiHead(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
 
     def shapes(self, widths: Widths) -> Shapes:
         heads = (self.length, widths.kv_heads)
         return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["keys"], tensors["values"], "bert", zero_up=True)
 
     def product(self, widths: Widths) -> Product:
-        return _rows(self.length, widths)
+        return _keys_values_product(self.length, widths)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        keys, values = _for_query(tensors, query)
+        keys, values = _expand_to_query_heads(tensors, query)
         return (torch.relu(query @ keys.transpose(-1, -2) * scaling) @ values).transpose(1, 2)
 
 
 @dataclass(frozen=True, repr=False)
 class OwnMultiHead(Form):
-    """Δh = relu(u W_down) P_v per head, each head with a W_down of its own (UV §3.3).
+    """Add a bottleneck to each head, Δh = relu(u W_down) P_v with a W_down of its own for each head (UV §3.3).
 
-    length l >= 1: down (N_h l, d_in), N(0, 0.02), and values (l, N_h, d_v), 0 at the start; at the heads only.
+    It acts at site "heads" only. Tensors: down (N_h l, d_in), N(0, 0.02) at the start, and values (l, N_h, d_v), 0 at
+    the start.
+
+    Args:
+        length: l, at least 1.
+
+    Raises:
+        DeltuneError: `length` is less than 1.
     """
 
     length: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
 
-    def fits(self, widths: Widths) -> str | None:
+    def incompatibility(self, widths: Widths) -> str | None:
         return None if widths.heads else "OwnMultiHead acts at site 'heads' of an attention whose heads can be seen"
 
     def shapes(self, widths: Widths) -> Shapes:
@@ -154,7 +176,7 @@ class OwnMultiHead(Form):
             "values": (self.length, widths.heads, widths.value_width),
         }
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["values"], "bert", zero_up=True)
 
     def product(self, widths: Widths) -> Product:
@@ -168,7 +190,7 @@ class OwnMultiHead(Form):
         return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
 
 
-def _rows(length: int, widths: Widths) -> Product:
-    """keys (l, N_kv, d_h) and values (l, N_kv, d_v): a rank for each row of each head, since heads do not mix."""
+def _keys_values_product(length: int, widths: Widths) -> Product:
+    """Return keys and values as a product with a rank for each row of each head, since heads do not mix."""
     keys, values = widths.head_width, widths.value_width
     return length * widths.kv_heads, (Factor("keys", keys, keys, 1),), (Factor("values", values, values, 1),)

@@ -1,4 +1,4 @@
-"""Solving the sizes written as ? for a budget, or for another method's count (how the papers compare methods)."""
+"""`deltune.fit`: solves the sizes written as ? in a method for a budget, or for another method's count."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..errors import DeltuneError, excerpt
-from .arguments import LARGEST, fits_type, parse_percentage
+from .arguments import MAX_INTEGER, fits_type, parse_percentage
 from .counting import base_size, count_resolved
 from .registry import parse
 from .resolve import resolve
 from .spec import Method
 
-PATIENCE = 1_000
-"""Steps by which sizes are lowered to a budget; a count in proportion to its sizes takes a few."""
+MAX_STEPS = 1_000
+"""Steps in which sizes are lowered to a budget; where the count grows evenly with the sizes, a few are enough."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A method with its sizes solved: its count, the budget, and what is left of it."""
+class FitResult:
+    """A method with its sizes solved.
+
+    Attributes:
+        method: The method.
+        count: Its scalars.
+        budget: The budget in scalars.
+    """
 
     method: Method
     count: int
@@ -31,6 +37,7 @@ class Fit:
 
     @property
     def left(self) -> int:
+        """The scalars of the budget that are not used."""
         return self.budget - self.count
 
 
@@ -41,12 +48,24 @@ def fit(
     denominator: str | int = "model",
     weights: Sequence[float] | None = None,
 ) -> Method:
-    """The method with every ? solved, for example fit(model, "prefix(length=?) + layernorm", "0.5%").
+    """Solve the sizes of a method that are written as ? so that it fits a budget.
 
-    What the terms without ? cost comes first; the rest is shared equally between the ?, or by `weights`, each rounded
-    down to whole sizes of at least 1; what is left then raises sizes by one, the cheapest that still fits first.
-    budget: a number of scalars, or a share of the denominator such as "0.5%". Never over budget.
-    Errors: no ?, a budget too small for sizes of 1 (with what they need), a budget that cannot be read.
+    The cost of the terms without ? comes first. The rest is shared between the ? equally or by `weights`, and each size
+    is rounded down to a whole number of at least 1. What is left then raises sizes by one, the cheapest first. The
+    result is never over the budget. Example: `fit(model, "prefix(length=?) + layernorm", "0.5%")`.
+
+    Args:
+        model: A live model or a configuration.
+        method: An expression with a ? in place of each size to solve.
+        budget: A number of scalars, or a share of the denominator such as "0.5%".
+        denominator: What the share is of, as in `count`.
+        weights: A positive number for each ?, by which the budget is shared.
+
+    Returns:
+        The method with every ? solved.
+
+    Raises:
+        DeltuneError: There is no ?, the budget is too small for sizes of 1, or an argument cannot be read.
     """
     return solve(model, method, budget, denominator, weights).method
 
@@ -57,72 +76,86 @@ def solve(
     budget: int | str | Method,
     denominator: str | int = "model",
     weights: Sequence[float] | None = None,
-) -> Fit:
-    """The same with its count and what is left; a Method as budget is matched in count."""
+) -> FitResult:
+    """Solve sizes as `fit` does, and return the count and the budget too.
+
+    Args:
+        model: A live model or a configuration.
+        method: An expression with a ? in place of each size to solve.
+        budget: As in `fit`, or a method whose count is the budget.
+        denominator: As in `fit`.
+        weights: As in `fit`.
+
+    Returns:
+        The method, its count and the budget.
+
+    Raises:
+        DeltuneError: As `fit`, or the count does not grow evenly with the sizes.
+    """
     anatomy = inspect(model)
 
-    def cost(wanted: Method) -> int:
-        return count_resolved(anatomy, resolve(anatomy, wanted, lambda: base_size(model)[1]), "number", 1).method
+    def cost(candidate: Method) -> int:
+        return count_resolved(anatomy, resolve(anatomy, candidate, lambda: base_size(model)[1]), "number", 1).method
 
-    wanted = cost(budget) if isinstance(budget, Method) else _scalars(model, budget, denominator)
-    pieces = _pieces(method)
+    budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)
+    pieces = _split_at_question_marks(method)
     slots = len(pieces) - 1
-    if weights is not None and not _fit_weights(weights, slots):
+    if weights is not None and not _weights_are_valid(weights, slots):
         raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
 
-    def made(sizes: Sequence[int]) -> Method:
+    def method_with(sizes: Sequence[int]) -> Method:
         text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
         return parse(text)
 
     def cost_at(*sizes: int) -> int:
-        return cost(made(sizes))
+        return cost(method_with(sizes))
 
     def takes(slot: int, size: int) -> bool:
         try:
-            return cost_at(*(size if i == slot else small for i in range(slots))) > 0
+            return cost_at(*(size if i == slot else smallest for i in range(slots))) > 0
         except DeltuneError:
             return False
 
     def largest(slot: int, size: int) -> int:
-        """The largest size up to `size` that the method takes there (a mask keeps no more than there is)."""
+        """Return the largest size up to `size` that the method accepts there; a mask keeps no more than there is."""
         if takes(slot, size):
             return size
-        fits, beyond = small, min(size, LARGEST + 1)  # what parse takes; sizes may be longer than any range
-        while beyond - fits > 1:
-            middle = (fits + beyond) // 2
-            fits, beyond = (middle, beyond) if takes(slot, middle) else (fits, middle)
+        fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # larger ones are not parsed
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            fits, too_large = (middle, too_large) if takes(slot, middle) else (fits, middle)
         return fits
 
-    small, least = _smallest(cost_at, slots)
-    if least > wanted:
+    smallest, least = _smallest_sizes(cost_at, slots)
+    if least > budget_count:
         raise DeltuneError(
-            f"a budget of {wanted:,} is too small: with every ? at {small}, {method} has {least:,} scalars"
+            f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {least:,} scalars"
         )
-    units = [cost_at(*(small + (i == j) for j in range(slots))) - least for i in range(slots)]
-    if idle := [str(i) for i, unit in enumerate(units, 1) if not unit]:
-        raise DeltuneError(f"? number {' and '.join(idle)} of {method} changes no count, so give it a value")
+    unit_costs = [cost_at(*(smallest + (i == j) for j in range(slots))) - least for i in range(slots)]
+    if without_effect := [str(i) for i, unit in enumerate(unit_costs, 1) if not unit]:
+        raise DeltuneError(f"? number {' and '.join(without_effect)} of {method} changes no count, so give it a value")
     shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
-    free = wanted - (least - small * sum(units))
-    sizes = [max(small, free * s / sum(shares) // u) for s, u in zip(shares, units, strict=True)]
+    free = budget_count - (least - smallest * sum(unit_costs))
+    sizes = [max(smallest, free * share / sum(shares) // step) for share, step in zip(shares, unit_costs, strict=True)]
     sizes = [largest(slot, size) for slot, size in enumerate(sizes)]
-    for _ in range(PATIENCE):  # the smallest size where a share was less
-        if cost_at(*sizes) <= wanted or max(sizes) == small:
+    for _ in range(MAX_STEPS):  # a size at the smallest can cost more than its share
+        if cost_at(*sizes) <= budget_count or max(sizes) == smallest:
             break
-        over = max((i for i in range(slots) if sizes[i] > small), key=lambda i: units[i] * sizes[i])
-        sizes[over] -= 1
-    left = wanted - cost_at(*sizes)
-    for i in sorted(range(slots), key=lambda i: units[i]):
-        if left >= units[i]:
-            more = largest(i, sizes[i] + left // units[i]) - sizes[i]
-            sizes[i], left = sizes[i] + more, left - more * units[i]
-    solved = made(sizes)
-    if (count := cost(solved)) > wanted:
+        largest_slot = max((i for i in range(slots) if sizes[i] > smallest), key=lambda i: unit_costs[i] * sizes[i])
+        sizes[largest_slot] -= 1
+    remaining = budget_count - cost_at(*sizes)
+    for i in sorted(range(slots), key=lambda i: unit_costs[i]):
+        if remaining >= unit_costs[i]:
+            increase = largest(i, sizes[i] + remaining // unit_costs[i]) - sizes[i]
+            sizes[i], remaining = sizes[i] + increase, remaining - increase * unit_costs[i]
+    solved = method_with(sizes)
+    if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
-    return Fit(solved, count, wanted)
+    return FitResult(solved, count, budget_count)
 
 
-def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
-    """The smallest sizes and their count: 1, or 2 where one alone is refused (a mask on a product needs two)."""
+def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
+    """Return the smallest sizes and their count: 1, or 2 where 1 is refused (a mask on a product needs two)."""
     try:
         return 1, cost_at(*[1] * slots)
     except DeltuneError as refused:
@@ -132,14 +165,15 @@ def _smallest(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
             raise refused from None
 
 
-def _fit_weights(weights: object, slots: int) -> bool:
+def _weights_are_valid(weights: object, slots: int) -> bool:
     """Whether there is a positive number for each ?."""
     if not isinstance(weights, list | tuple) or len(weights) != slots:
         return False
     return all(fits_type(float, weight) and weight > 0 for weight in weights)
 
 
-def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+    """Return the budget as a number of scalars."""
     number = budget if isinstance(budget, int) and budget is not True else None
     text = budget.replace(",", "").strip() if isinstance(budget, str) else ""
     if (share := parse_percentage(text)) is not None:
@@ -153,10 +187,12 @@ def _scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denom
     return number
 
 
-def _pieces(method: str) -> list[str]:
-    """The expression cut at its question marks, those inside quotes left alone."""
+def _split_at_question_marks(method: str) -> list[str]:
+    """Split an expression at its question marks; those inside quotes are left alone."""
     if not isinstance(method, str):
-        raise DeltuneError("fit wants an expression with ? for the sizes to solve, as a text")
+        raise DeltuneError(
+            f"fit takes an expression (text) with ? for the sizes to solve, not a {type(method).__name__}"
+        )
     pieces, quote = [""], ""
     for character in method:
         if character in "'\"":

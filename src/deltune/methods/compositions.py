@@ -1,6 +1,6 @@
-"""How Δh joins h: UV's fourth dimension, each value with the tensors it trains.
+"""How the change Δh of a form joins the hidden states h: added, scaled or gated (the composition of UV's design space).
 
-Shapes: h and Δh (B, n, ...), x (B, n, d) what the frozen sub-module reads.
+Shapes: h and Δh (B, n, ...); x (B, n, d), what the frozen sub-module reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .parser import to_expression
 
 @dataclass(frozen=True, repr=False)
 class Composition:
-    """How Δh joins h. `shapes`: tensors of one place; `tied`: tensors that a sub-module's places share under a name."""
+    """How Δh joins h. The base class adds it; subclasses may have tensors of their own."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -33,27 +33,65 @@ class Composition:
         return False
 
     def shapes(self, widths: Widths) -> Shapes:
+        """Return the shapes of the tensors that it trains at one place.
+
+        Args:
+            widths: The sizes at the place.
+
+        Returns:
+            Shapes by the names of the tensors.
+        """
         return {}
 
     def tied(self, widths: Widths) -> Shapes:
+        """Return the shapes of the tensors that all places of a sub-module share.
+
+        Args:
+            widths: The sizes at one of the places.
+
+        Returns:
+            Shapes by the names of the tensors.
+        """
         return {}
 
-    def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill those of its tensors that are given with their initial values, in place."""
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill its tensors with their initial values, in place.
+
+        Args:
+            tensors: Some or all of the tensors of `shapes` and `tied`, by name.
+        """
 
     def factor(self, tensors: Mapping[str, torch.Tensor]) -> float | torch.Tensor | None:
-        """s where it is h + s Δh with the same s for every input, so that Δh folds into a weight; else None."""
+        """Return s where the result is h + s Δh with one s for every input, so that Δh can be merged into a weight.
+
+        Args:
+            tensors: The tensors of `shapes`, by name.
+
+        Returns:
+            s as a number or a tensor of shape (); None for other compositions.
+        """
         return None
 
     def __call__(
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
     ) -> torch.Tensor:
+        """Join Δh to h.
+
+        Args:
+            h: The hidden states (B, n, ...).
+            delta: Δh, of the shape of h.
+            tensors: The tensors of `shapes` and `tied`, by name.
+            x: What the frozen sub-module reads (B, n, d); None where `reads_x` is false.
+
+        Returns:
+            The new hidden states, of the shape of h.
+        """
         return h + delta
 
 
 @dataclass(frozen=True, repr=False)
 class Add(Composition):
-    """h + Δh."""
+    """Add the change: h + Δh."""
 
     def factor(self, tensors: Mapping[str, torch.Tensor]) -> float:
         return 1.0
@@ -61,7 +99,15 @@ class Add(Composition):
 
 @dataclass(frozen=True, repr=False)
 class Scale(Composition):
-    """h + s Δh; s a number, or one learned scalar per place that starts at `value`."""
+    """Add the change times a scale: h + s Δh.
+
+    Args:
+        value: s, or where s starts if it is learned.
+        learned: Whether s is trained, one scalar for each place.
+
+    Raises:
+        DeltuneError: s is 0 and not learned, so that nothing would be trained.
+    """
 
     value: float = 1.0
     learned: bool = False
@@ -74,7 +120,7 @@ class Scale(Composition):
     def shapes(self, widths: Widths) -> Shapes:
         return {"scale": ()} if self.learned else {}
 
-    def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if "scale" in tensors:
             tensors["scale"].fill_(self.value)
 
@@ -91,18 +137,25 @@ class Scale(Composition):
 
 @dataclass(frozen=True, repr=False)
 class Gate(Composition):
-    """(1 - λ) h + λ Δh with λ the softmax mass on the prefix (UV eq. 8); for a prefix at the heads only.
+    """Join a prefix by the softmax mass λ on it: (1 - λ) h + λ Δh (UV eq. 8), for a prefix at the heads only.
 
-    The attention function does it, as one softmax over prefix and own keys.
+    The attention function computes it, as one softmax over the prefix and the model's own keys.
     """
 
 
 @dataclass(frozen=True, repr=False)
 class SigmoidGate(Composition):
-    """h + σ(x · w_g) Δh (UniPELT; Mao et al. 2022), with one value a position (ours): a mean over the tokens, as
-    the authors take it, would make a row's output depend on its padding.
+    """Add the change times a learned gate: h + σ(x · w_g) Δh (UniPELT; Mao et al. 2022).
 
-    name: the gates of one name in one sub-module are one d-vector w_g, 0 at the start (so that every gate is 1/2).
+    There is one gate for each position. The authors take the mean over the tokens, which would make a row's output
+    depend on its padding.
+
+    Args:
+        name: Gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start, so that every
+            gate starts at 1/2. Letters, digits, "-" and "_", at most 100.
+
+    Raises:
+        DeltuneError: The name has other characters or is too long.
     """
 
     name: str
@@ -121,7 +174,7 @@ class SigmoidGate(Composition):
     def tied(self, widths: Widths) -> Shapes:
         return {"gate": (widths.x_width,)}
 
-    def start(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if "gate" in tensors:
             tensors["gate"].zero_()
 

@@ -1,4 +1,8 @@
-"""Forms that act on a whole stack: on all its hidden states, or at its input embeddings."""
+"""The functional forms of a change Δh of hidden states: bottleneck, low rank, vector, rescaling, mixture and prompt.
+
+u is what a form reads: the input x of a frozen sub-module (parallel insertion) or the hidden states h that it changes
+(sequential insertion). Forms that act inside an attention are in `attention_forms`.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes a form needs: of u, of h, of x (what the frozen sub-module reads), and of the attention's heads.
+    """The sizes that a form needs at one place.
 
-    `states`: how many hidden states there are to mix, at the site that has them all.
+    Attributes:
+        in_width: The width of u, what the form reads.
+        out_width: The width of h, what the form changes.
+        x_width: The width of x, what the frozen sub-module reads; 0 where there is none.
+        heads: Query heads of the attention; 0 outside of one, as are the next three.
+        kv_heads: Key-value heads.
+        head_width: The width of a query or key of one head.
+        value_width: The width of a value of one head.
+        states: The number of hidden states to mix, at the site that has them all; else 0.
     """
 
     in_width: int
@@ -48,10 +60,14 @@ class Widths:
 
 @dataclass(frozen=True, repr=False)
 class Form:
-    """A functional form of Δh. `needs`: what a site must offer: "hidden" (one representation), "attention" (the inside
-    of one), "tokens" (the input embeddings), "states" (all layers' outputs). `multiplies`: the name
-    of w where, reading h, h + Δh is w ⊙ h. `replaces`: h + Δh does not depend on h, so that whatever changed h at the
-    same place before would be lost."""
+    """A functional form of Δh: its tensors, their initial values and what it computes.
+
+    Attributes:
+        needs: What a site must offer: "hidden" (hidden states at one point), "attention" (the inside of an attention),
+            "tokens" (the input embeddings) or "states" (the outputs of all layers).
+        multiplies: The name of the tensor w where h + Δh is w ⊙ h for a form that reads h; else None.
+        replaces: Whether h + Δh does not depend on h, so that earlier changes at the same place would be lost.
+    """
 
     needs: ClassVar[str] = "hidden"
     multiplies: ClassVar[str | None] = None
@@ -63,67 +79,145 @@ class Form:
     def __repr__(self) -> str:
         return to_expression(self)
 
-    def fits(self, widths: Widths) -> str | None:
-        """Why it cannot act between these widths, or None."""
+    def incompatibility(self, widths: Widths) -> str | None:
+        """Return why the form cannot act at a place.
+
+        Args:
+            widths: The sizes at the place.
+
+        Returns:
+            The reason, or None where the form can act.
+        """
         return None
 
     @property
-    def silent(self) -> bool:
-        """Whether Δh = 0 at the start whatever u is."""
+    def starts_at_zero(self) -> bool:
+        """Whether Δh = 0 at the start for every u."""
         return True
 
     def shapes(self, widths: Widths) -> Shapes:
-        """Shapes of the tensors that are kept."""
+        """Return the shapes of the tensors that are saved for one place.
+
+        Args:
+            widths: The sizes at the place.
+
+        Returns:
+            Shapes by the names of the tensors.
+        """
         raise NotImplementedError
 
     def trained(self, widths: Widths) -> Shapes:
-        """Shapes of the tensors that are trained at one place; the kept ones unless there is a reparameterisation."""
+        """Return the shapes of the tensors that are trained at one place.
+
+        Args:
+            widths: The sizes at the place.
+
+        Returns:
+            Shapes by the names of the tensors; those of `shapes` unless the form has a reparameterisation.
+        """
         return self.shapes(widths)
 
     def shared(self, widths: Widths) -> Shapes:
-        """Shapes of tensors trained once for all places of one attention kind, folded away when saved."""
+        """Return the shapes of tensors that are trained once for all places of one kind of attention, and not saved.
+
+        Args:
+            widths: The sizes at one of the places.
+
+        Returns:
+            Shapes by the names of the tensors; empty unless the form has a reparameterisation.
+        """
         return {}
 
-    def start(self, tensors: Tensors) -> None:
-        """Fill trained (or shared) tensors with their initial values, in place."""
+    def initialize(self, tensors: Tensors) -> None:
+        """Fill trained or shared tensors with their initial values, in place.
+
+        Args:
+            tensors: The tensors of `trained`, or those of `shared`, by name.
+        """
         raise NotImplementedError
 
     def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
-        """The kept tensors computed from the trained and shared ones."""
+        """Compute the saved tensors from the trained and shared ones.
+
+        Args:
+            trained: The tensors of `trained`, by name.
+            shared: The tensors of `shared`, by name.
+            widths: The sizes at the place.
+
+        Returns:
+            The tensors of `shapes`, by name.
+        """
         return trained
 
     @property
     def shift(self) -> int:
-        """By how many places the positions of its stack's tokens move on."""
+        """By how many positions the tokens of the form's stack are moved."""
         return 0
 
     def product(self, widths: Widths) -> Product | None:
-        """The two factors that share a rank, so that masks can be drawn jointly; None where each tensor acts alone."""
+        """Return the factors that share a rank, so that a mask keeps or drops the two sides of a rank jointly.
+
+        Args:
+            widths: The sizes at the place.
+
+        Returns:
+            The rank and the factors on both of its sides; None where each tensor acts alone.
+
+        Raises:
+            DeltuneError: The form cannot be masked with its options; the message says which to change.
+        """
         return None
 
-    def rest(self, tensors: Tensors) -> None:
-        """Fill, in place, what a mask leaves out: zero, or the value that changes nothing."""
+    def fill_untrained(self, tensors: Tensors) -> None:
+        """Fill tensors, in place, with the values of entries that a mask leaves out: those that change nothing.
+
+        Args:
+            tensors: The tensors of `shapes`, by name.
+        """
         for tensor in tensors.values():
             tensor.zero_()
 
     def affine(self, tensors: Tensors) -> Affine | None:
-        """(A, b) where Δh = A u + b and no more, so that it folds into a weight.
+        """Return (A, b) where Δh = A u + b, so that Δh can be merged into a weight.
 
-        A (d_out, d_in), or (d,) for a diagonal; either may be None for zero.
+        Args:
+            tensors: The tensors of `shapes`, by name.
+
+        Returns:
+            A of shape (d_out, d_in), or (d,) for a diagonal matrix, and b (d_out,); either is None for zero. None for
+            forms that are not affine.
         """
         return None
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor | None:
-        """v where Δh = v W_up + b_up, with the tensors up and, by choice, up_bias; None for other forms."""
+        """Return v where Δh = v W_up + b_up, so that the last product can be added to h as it is computed.
+
+        Args:
+            tensors: The tensors of `shapes`, by name; "up" and, where there is one, "up_bias" are W_up and b_up.
+            u: What the form reads (B, n, d_in).
+            training: Whether dropout acts.
+
+        Returns:
+            v (B, n, r), or None for forms that do not end in such a product.
+        """
         return None
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        """Δh from u and the kept tensors."""
+        """Compute Δh.
+
+        Args:
+            tensors: The tensors of `shapes`, by name.
+            u: What the form reads (B, n, d_in).
+            training: Whether dropout acts.
+
+        Returns:
+            Δh (B, n, d_out).
+        """
         inner = self.inner(tensors, u, training)
         assert inner is not None
-        return _up(tensors, inner)
+        return _up_projection(tensors, inner)
 
-    def onto(
+    def add_to(
         self,
         h: torch.Tensor,
         tensors: Tensors,
@@ -132,15 +226,26 @@ class Form:
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """h + s Δh in h's own precision, a last product added as it is made.
+        """Return h + s Δh in the dtype of h.
 
-        out: h itself where it may be overwritten, else None.
+        A last product of the form is added to h as it is computed, without a tensor for Δh.
+
+        Args:
+            h: The hidden states (B, n, d_out).
+            tensors: The tensors of `shapes`, by name.
+            u: What the form reads (B, n, d_in); it may be h itself.
+            training: Whether dropout acts.
+            scale: s.
+            out: h itself where it may be overwritten, else None.
+
+        Returns:
+            The new hidden states, of the shape of h; `out` where it is given.
         """
         if self.multiplies is not None and u is h and scale == 1:
             return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
         inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
         if inner is None or h.dtype != inner.dtype:
-            delta = self(tensors, u, training) if inner is None else _up(tensors, inner)
+            delta = self(tensors, u, training) if inner is None else _up_projection(tensors, inner)
             # Δh may be a view of u, which may be h: it is not overwritten while it is read
             return (h.add if out is None or u is h else out.add_)(delta.to(h.dtype), alpha=scale)
         up, v = tensors["up"], inner.flatten(0, -2)
@@ -151,41 +256,67 @@ class Form:
         return out
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Δh (B, n, N_h, d_v) from the model's own query (B, N_h, n, d_h); for forms that need an attention."""
+        """Compute Δh inside an attention, for forms that need one.
+
+        Args:
+            tensors: The tensors of `shapes`, by name.
+            query: The model's own query (B, N_h, n, d_h).
+            scaling: The factor by which the model scales q kᵀ.
+
+        Returns:
+            Δh (B, n, N_h, d_v).
+        """
         raise NotImplementedError
 
 
 Affine = tuple[torch.Tensor | None, torch.Tensor | None]
 
 Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
-"""A shared rank, and the sides below and above it."""
+"""A shared rank, the factors below it, and the factors above it."""
 
 
-def _pair(rank: int, widths: Widths) -> Product:
-    """down (r, d_in) and up (d_out, r)."""
+def _down_up_product(rank: int, widths: Widths) -> Product:
+    """Return the product of down (r, d_in) and up (d_out, r)."""
     down, up = Factor("down", widths.in_width, widths.in_width, 1), Factor("up", widths.out_width, 1, rank)
     return rank, (down,), (up,)
 
 
-def _up(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
-    """v W_up + b_up."""
+def _up_projection(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
+    """Return v W_up + b_up."""
     bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
     return F.linear(inner, tensors["up"].to(inner.dtype), bias)
 
 
-def positive(**sizes: int) -> None:
+def check_positive(**sizes: int) -> None:
+    """Check that sizes are at least 1.
+
+    Raises:
+        DeltuneError: One of them is less; the message has its name.
+    """
     for name, size in sizes.items():
         if size < 1:
             raise DeltuneError(f"{name}={size}: must be a whole number of at least 1")
 
 
-def share(name: str, value: float) -> None:
+def check_share(name: str, value: float) -> None:
+    """Check that a value lies in [0, 1).
+
+    Raises:
+        DeltuneError: It does not; the message has its name.
+    """
     if not 0 <= value < 1:
         raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
 
 
 def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool) -> None:
-    """lora: Kaiming uniform (a = sqrt 5) down, zero up (Hu et al. 2021). bert: N(0, 0.02) down, up zero or the same."""
+    """Initialise the two projections of a bottleneck in place.
+
+    Args:
+        down: The down projection.
+        up: The up projection.
+        init: "lora": down Kaiming uniform with a = sqrt 5 (Hu et al. 2021). "bert": down N(0, 0.02).
+        zero_up: Whether the up projection is 0; else it is N(0, 0.02).
+    """
     if init == "lora":
         torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
     else:
@@ -195,10 +326,22 @@ def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool
 
 @dataclass(frozen=True, repr=False)
 class Bottleneck(Form):
-    """Δh = f(u W_down + b_down) W_up + b_up, biases and an input LayerNorm by choice (UV eq. 4).
+    """Two projections with an activation between them, Δh = f(u W_down + b_down) W_up + b_up (UV eq. 4).
 
-    rank r >= 1; activation f; dropout on f's output; init "bert" or "lora"; zero_up: Δh = 0 at the start.
-    Tensors: down (r, d_in), up (d_out, r).
+    Tensors: down (r, d_in) and up (d_out, r); with `bias` down_bias (r,) and up_bias (d_out,), 0 at the start; with
+    `layer_norm` norm_gain and norm_bias (d_in,).
+
+    Args:
+        rank: r, at least 1.
+        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
+        bias: Whether both projections have biases.
+        layer_norm: Whether a LayerNorm stands before the down projection.
+        dropout: The probability of dropping an output of f while training.
+        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
+        zero_up: Whether W_up starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
+
+    Raises:
+        DeltuneError: An argument is out of its range, or the activation does not exist.
     """
 
     rank: int
@@ -211,13 +354,13 @@ class Bottleneck(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(rank=self.rank)
-        share("dropout", self.dropout)
+        check_positive(rank=self.rank)
+        check_share("dropout", self.dropout)
         if self.activation not in ACTIVATIONS:
             raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         return self.zero_up
 
     def shapes(self, widths: Widths) -> Shapes:
@@ -228,7 +371,7 @@ class Bottleneck(Form):
             shapes |= {"norm_gain": (widths.in_width,), "norm_bias": (widths.in_width,)}
         return shapes
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["up"], self.init, self.zero_up)
         for name, tensor in tensors.items():
             if name not in ("down", "up"):
@@ -237,7 +380,7 @@ class Bottleneck(Form):
     def product(self, widths: Widths) -> Product:
         if self.layer_norm:
             raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
-        rank, down, up = _pair(self.rank, widths)
+        rank, down, up = _down_up_product(self.rank, widths)
         biases = (Factor("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
         return rank, (*down, *biases), up
 
@@ -251,7 +394,18 @@ class Bottleneck(Form):
 
 @dataclass(frozen=True, repr=False)
 class LowRank(Form):
-    """Δh = dropout(u) W_down W_up (UV eq. 6; Hu et al. 2021). rank r >= 1. Tensors: down (r, d_in), up (d_out, r)."""
+    """Two projections without an activation, Δh = dropout(u) W_down W_up (UV eq. 6; Hu et al. 2021).
+
+    Tensors: down (r, d_in) and up (d_out, r), which is 0 at the start.
+
+    Args:
+        rank: r, at least 1.
+        dropout: The probability of dropping a value of u while training.
+        init: "lora" (down Kaiming uniform) or "bert" (down N(0, 0.02)).
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
 
     rank: int
     dropout: float = 0.0
@@ -259,17 +413,17 @@ class LowRank(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(rank=self.rank)
-        share("dropout", self.dropout)
+        check_positive(rank=self.rank)
+        check_share("dropout", self.dropout)
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
     def product(self, widths: Widths) -> Product:
-        return _pair(self.rank, widths)
+        return _down_up_product(self.rank, widths)
 
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["up"] @ tensors["down"], None
@@ -281,9 +435,10 @@ class LowRank(Form):
 
 @dataclass(frozen=True, repr=False)
 class Vector(Form):
-    """Δh = b, a constant d_out-vector, 0 at the start (a bias).
+    """A trained vector, Δh = b (d_out,), which is 0 at the start (a bias).
 
-    where: "all" places, those with a bias already ("biased"), or those without one ("unbiased").
+    Args:
+        where: "all" places, "biased" (those that have a bias already) or "unbiased" (those that have none).
     """
 
     where: Literal["all", "biased", "unbiased"] = "all"
@@ -291,7 +446,7 @@ class Vector(Form):
     def shapes(self, widths: Widths) -> Shapes:
         return {"vector": (widths.out_width,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.zeros_(tensors["vector"])
 
     def affine(self, tensors: Tensors) -> Affine:
@@ -303,23 +458,26 @@ class Vector(Form):
 
 @dataclass(frozen=True, repr=False)
 class Rescale(Form):
-    """Δh = w ⊙ u - u with w = 1 at the start, so that h + Δh = w ⊙ h (Liu et al. 2022). Tensor: gain (d,)."""
+    """Multiply by a trained vector, Δh = w ⊙ u - u, so that h + Δh = w ⊙ h where u is h (Liu et al. 2022).
+
+    Tensor: gain w (d,), which is 1 at the start.
+    """
 
     multiplies: ClassVar[str | None] = "gain"
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"gain": (widths.out_width,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.ones_(tensors["gain"])
 
-    def fits(self, widths: Widths) -> str | None:
+    def incompatibility(self, widths: Widths) -> str | None:
         if widths.in_width == widths.out_width:
             return None
         return f"Rescale needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
 
-    def rest(self, tensors: Tensors) -> None:
-        self.start(tensors)
+    def fill_untrained(self, tensors: Tensors) -> None:
+        self.initialize(tensors)
 
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["gain"] - 1, None
@@ -330,9 +488,11 @@ class Rescale(Form):
 
 @dataclass(frozen=True, repr=False)
 class Mixture(Form):
-    """γ ⊙ Σ_l α_l h_l + β over the L + 1 hidden states, in place of the last (3V; LN table 1).
+    """Mix all hidden states in place of the last, γ ⊙ Σ_l α_l h_l + β over the L + 1 of them (3V; LN table 1).
 
-    Tensors: layers α (L + 1,), 1 for the last and 0 for the others; gain γ (d,) 1; bias β (d,) 0: the identity.
+    Tensors: layers α (L + 1,), 1 for the last state and 0 for the others at the start; gain γ (d,), 1 at the start;
+        bias β
+    (d,), 0 at the start. So the last hidden state is unchanged at the start.
     """
 
     needs: ClassVar[str] = "states"
@@ -341,26 +501,45 @@ class Mixture(Form):
     def shapes(self, widths: Widths) -> Shapes:
         return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.zeros_(tensors["layers"])
         tensors["layers"][-1] = 1
         torch.nn.init.ones_(tensors["gain"])
         torch.nn.init.zeros_(tensors["bias"])
 
-    def rest(self, tensors: Tensors) -> None:
-        self.start(tensors)
+    def fill_untrained(self, tensors: Tensors) -> None:
+        self.initialize(tensors)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        """u (L + 1, B, n, d) -> Δh (B, n, d) to the last state."""
+        """Compute Δh of the last hidden state.
+
+        Args:
+            tensors: The tensors of `shapes`, by name.
+            u: All hidden states (L + 1, B, n, d).
+            training: Not used.
+
+        Returns:
+            Δh (B, n, d).
+        """
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
         return t["gain"] * torch.einsum("l,l...->...", t["layers"], u) + t["bias"] - u[-1]
 
 
 @dataclass(frozen=True, repr=False)
 class Prompt(Form):
-    """l vectors before the input embeddings (Lester et al. 2021). Tensor: rows (l, d), N(0, 0.02) or the embeddings of
-    `init_from` (token ids, repeated up to l). positions "shift": they take positions 0 ... l-1 and the text moves on;
-    "none": they have no position and the text keeps its own (the released code of UV; absolute positions only)."""
+    """l trained vectors before the input embeddings (Lester et al. 2021).
+
+    Tensor: rows (l, d).
+
+    Args:
+        length: l, at least 1.
+        init_from: Token ids whose embeddings the vectors start from, repeated up to l; None: N(0, 0.02).
+        positions: "shift": the vectors take positions 0 to l - 1 and the text follows. "none": they have no position
+            and the text keeps its own, as in UV's code; for absolute positions only.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
 
     needs: ClassVar[str] = "tokens"
     length: int
@@ -369,18 +548,18 @@ class Prompt(Form):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(length=self.length)
+        check_positive(length=self.length)
         if self.positions not in ("shift", "none"):
             raise DeltuneError(unknown_name("positions", self.positions, ("shift", "none")))
         if self.init_from == ():
             raise DeltuneError("init_from is empty; give token ids, or None for random rows")
 
     @property
-    def silent(self) -> bool:
+    def starts_at_zero(self) -> bool:
         return False
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"rows": (self.length, widths.in_width)}
 
-    def start(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors) -> None:
         torch.nn.init.normal_(tensors["rows"], std=0.02)

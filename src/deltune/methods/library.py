@@ -1,6 +1,7 @@
-"""The named methods that insert something, each a few lines over the algebra, and their sums.
+"""The named methods, such as `lora` and `prefix`: each a few lines that return modifications and selections.
 
-LN is LN-tuning, UV Towards a Unified View, AP APET.
+In the docstrings LN is the LN-tuning paper, UV is "Towards a Unified View of Parameter-Efficient Transfer Learning",
+and AP is the APET paper.
 """
 
 from __future__ import annotations
@@ -20,13 +21,21 @@ from .spec import ADD, LayersArg, MaskedMethod, Method, Modification, Selection,
 
 @named_method
 def full() -> tuple[Modification | Selection, ...]:
-    """W: every tensor of the model is trained."""
+    """Train W, every tensor of the model.
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     return (Selection(("all",), spec.AREAS),)
 
 
 @named_method
 def head() -> tuple[Modification | Selection, ...]:
-    """Nothing but the task head is trained."""
+    """Train nothing but the task head.
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     return ()
 
 
@@ -39,15 +48,23 @@ def layernorm(
     final: bool | None = None,
     stack: Literal["all", "encoder", "decoder"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """g ⊙ (x - μ)/σ + b: the gain g and bias b of the norms, in place (LN §3.1).
+    """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §3.1).
 
-    of: norms of the attentions (query, key and cross-attention norms included) or of the FFNs. embedding, final: the
-    norms outside the layers; on when neither `of` nor `layers` is restricted. Error: terms="bias" without any bias.
+    Args:
+        terms: "both", "gain" or "bias"; "bias" is an error where no norm has one.
+        of: Norms of the attentions (query, key and cross-attention norms included), of the FFNs, or "both".
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        embedding: Whether norms after the embeddings are trained; by default where `of` and `layers` restrict nothing.
+        final: Whether norms after the last layer are trained; by default as `embedding`.
+        stack: "all", "encoder" or "decoder".
+
+    Returns:
+        The method, to attach, count or add to others.
     """
-    whole = of == "both" and layers == "all"
+    every_norm = of == "both" and layers == "all"
     areas: tuple[str, ...] = ("layers",)
-    areas += ("embedding",) if (whole if embedding is None else embedding) else ()
-    areas += ("final",) if (whole if final is None else final) else ()
+    areas += ("embedding",) if (every_norm if embedding is None else embedding) else ()
+    areas += ("final",) if (every_norm if final is None else final) else ()
     roles = {"both": ("norm.gain", "norm.bias"), "gain": ("norm.gain",), "bias": ("norm.bias",)}[terms]
     return (Selection(roles, areas, of, layers, stack),)
 
@@ -58,19 +75,31 @@ def bitfit(
     add_missing: bool = False,
     layers: LayersArg = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """b: existing biases alone are trained (Ben Zaken et al. 2022).
+    """Train b, the existing biases alone (Ben Zaken et al. 2022).
 
-    which: all (every bias of the base model, pooler included), layers (linears and norms of the layers), linear
-    (linears of the layers), query+ffn_up (two a layer), norm (the norms of the layers). add_missing: biases that start
-    at 0 where a linear or norm that `which` names in the layers has none. Error: a model without biases otherwise.
+    A model without biases is an error, unless `add_missing` adds them.
+
+    Args:
+        which: "all" (every bias of the base model, the pooler's included), "layers" (of linears and norms in the
+            layers), "linear" (of linears in the layers), "query+ffn_up" (two in each layer) or "norm" (of norms in the
+            layers).
+        add_missing: Whether linears and norms in the layers that `which` names and that have no bias get one, 0 at the
+            start.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+
+    Returns:
+        The method, to attach, count or add to others.
+
+    Raises:
+        DeltuneError: `which` is "all" and `layers` restricts the layers, or an argument is of the wrong type.
     """
     if which == "all" and layers != "all":
         raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
     sites = {"all": (*_LINEARS, "norm"), "layers": (*_LINEARS, "norm"), "norm": ("norm",), "linear": _LINEARS}
     sites["query+ffn_up"] = ("query", "ffn_up")
-    missing = [_bias(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
+    missing = [_bias_vector(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
     if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
-        return (*(_bias(site, "biased", layers, add_missing) for site in sites[which]), *missing)
+        return (*(_bias_vector(site, "biased", layers, add_missing) for site in sites[which]), *missing)
     of_layers = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}
     of_base = tuple(area for area in spec.AREAS if area != "vocabulary")
     roles, areas = (("bias",), of_base) if which == "all" else (of_layers[which], ("layers",))
@@ -80,7 +109,7 @@ def bitfit(
 _LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 
 
-def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
+def _bias_vector(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
     insertion: Literal["parallel", "sequential"] = "sequential" if site == "norm" else "parallel"
     return Modification(site, Vector(where), insertion, layers=layers, optional=optional)
 
@@ -89,11 +118,22 @@ def _bias(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, op
 def diff_pruning(
     sparsity: float = 0.005, over: Literal["linear", "all"] = "linear", layers: LayersArg = "all"
 ) -> tuple[Modification | Selection, ...]:
-    """W + z ⊙ δ: a difference of which only the share `sparsity` is left in the end (Guo et al. 2021).
+    """Train W + z ⊙ δ, a difference of which only the share `sparsity` is left in the end (Guo et al. 2021).
 
-    While the first half of training runs, every scalar has a gate z under a growing L0 penalty (hard concrete, β = 2/3,
-    γ = -0.1, ζ = 1.1); then the largest |z δ| are kept, and trained on under their fixed mask. over: the weights and
-    biases of the layers' linears, or all tensors of the model. A loop of your own calls tuned.advance(share).
+    In the first half of training every scalar has a gate z under a growing L0 penalty (hard concrete distribution with
+    β = 2/3, γ = -0.1, ζ = 1.1). Then the largest |z δ| are selected and trained on under this fixed mask. In a training
+    loop of your own, call `tuned.advance(share)` with the share of training that is done.
+
+    Args:
+        sparsity: The share of scalars that differ from the pretrained ones in the end, between 0 and 1.
+        over: "linear" (weights and biases of the linears in the layers) or "all" (every tensor of the model).
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+
+    Returns:
+        The method, to attach, count or add to others.
+
+    Raises:
+        DeltuneError: `over` is "all" and `layers` restricts the layers, or an argument is of the wrong type.
     """
     if over == "all":
         if layers != "all":
@@ -107,20 +147,21 @@ Learned = float | str
 """A number, "learned" (starts at 1) or "learned(4)" (starts at 4)."""
 
 
-def _sites(at: Site, known: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_sites(at: Site, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `at` as a tuple of sites, each of which must be allowed."""
     sites = (at,) if isinstance(at, str) else tuple(at)
     for site in sites:
-        if site not in known:
-            raise DeltuneError(unknown_name("site", site, known))
+        if site not in allowed:
+            raise DeltuneError(unknown_name("site", site, allowed))
     if not sites:
-        raise DeltuneError(f"at is empty; give one or more of {', '.join(known)}")
+        raise DeltuneError(f"at is empty; give one or more of {', '.join(allowed)}")
     return sites
 
 
-def _kind(attention: str, site: str, sites: Sequence[str]) -> str:
-    """attention= at one of several sites: it chooses among attentions, and means nothing at the others beside them."""
-    beside = site not in spec.INSIDE_ATTENTION and any(other in spec.INSIDE_ATTENTION for other in sites)
-    return "all" if beside else attention
+def _attention_at(attention: str, site: str, sites: Sequence[str]) -> str:
+    """Return the attention= of one site: of several sites, it restricts those inside attentions and no others."""
+    outside_attention = site not in spec.ATTENTION_SITES and any(other in spec.ATTENTION_SITES for other in sites)
+    return "all" if outside_attention else attention
 
 
 def _compose(scale: Learned) -> Composition:
@@ -149,15 +190,31 @@ def adapter(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + f(h W_down) W_up after attention and FFN (houlsby), or after the FFN alone (pfeiffer) (UV eq. 4).
+    """Add h + f(h W_down) W_up after attention and FFN (houlsby), or after the FFN alone (pfeiffer) (UV eq. 4).
 
-    pfeiffer in post-norm models stands after the FFN's add & norm, and that norm is applied again, as its authors do.
+    In post-norm models, pfeiffer stands after the FFN's add & norm, and that norm is applied again, as its authors do.
+
+    Args:
+        style: "houlsby" (Houlsby et al. 2019) or "pfeiffer" (Pfeiffer et al. 2021).
+        rank: The inner width r, at least 1.
+        bias: Whether both projections have biases.
+        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
+        layer_norm: Whether a LayerNorm of its own stands before the down projection.
+        dropout: The probability of dropping an inner value while training.
+        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
+        zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+
+    Returns:
+        The method, to attach, count or add to others.
     """
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
     if style == "pfeiffer":
         return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed"),)
     return tuple(
-        Modification(site, form, "sequential", ADD, layers, stack, _kind(attention, site, ("attention", "ffn")))
+        Modification(site, form, "sequential", ADD, layers, stack, _attention_at(attention, site, ("attention", "ffn")))
         for site in ("attention", "ffn")
     )
 
@@ -177,11 +234,29 @@ def parallel_adapter(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3)."""
+    """Add h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3).
+
+    Args:
+        at: One or more of "ffn", "attention" and "heads".
+        rank: The inner width r, at least 1.
+        scale: s: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).
+        bias: Whether both projections have biases.
+        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
+        layer_norm: Whether a LayerNorm of its own stands before the down projection.
+        dropout: The probability of dropping an inner value while training.
+        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
+        x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init)
-    sites = _sites(at, ("ffn", "attention", "heads"))
+    sites = _checked_sites(at, ("ffn", "attention", "heads"))
     return tuple(
-        Modification(site, form, "parallel", _compose(scale), layers, stack, _kind(attention, site, sites), x)
+        Modification(site, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, site, sites), x)
         for site in sites
     )
 
@@ -201,7 +276,25 @@ def scaled_parallel_adapter(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + s f(x W_down) W_up with s = 4 and LoRA's initialisation (UV §3.3, §4.5)."""
+    """Add h + s f(x W_down) W_up with s = 4 and LoRA's initialisation (UV §3.3, §4.5).
+
+    Args:
+        at: One or more of "ffn", "attention" and "heads".
+        rank: The inner width r, at least 1.
+        scale: s: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).
+        bias: Whether both projections have biases.
+        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
+        layer_norm: Whether a LayerNorm of its own stands before the down projection.
+        dropout: The probability of dropping an inner value while training.
+        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
+        x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     return parallel_adapter(
         at, rank, scale, bias, activation, layer_norm, dropout, init, x, layers, stack, attention
     ).parts
@@ -220,11 +313,22 @@ def prefix(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """softmax(q [P_k; K]ᵀ) [P_v; V]: l trained keys and values before those of every attention (UV eq. 5, 7).
+    """Put l trained keys and values before those of every attention, softmax(q [P_k; K]ᵀ) [P_v; V] (UV eq. 5, 7).
 
-    reparameterise=W: an MLP of inner width W makes them while training, folded when saved (UV §A.3). gate=False:
-    h + softmax(q P_kᵀ) P_v (UV table 4). Every query sees the prefix, and positions do not shift; shift_positions=True:
-    those of a stack with a prefix in its self-attention start at l, as PEFT has it.
+    Every query sees the prefix, also where the attention is causal or has a window.
+
+    Args:
+        length: l, at least 1.
+        reparameterise: The inner width W of an MLP that computes the prefix while training; saving folds it away
+            (UV §A.3). None: the keys and values are trained themselves.
+        gate: False: h + softmax(q P_kᵀ) P_v, without the gate of UV eq. 8 (UV table 4).
+        shift_positions: Whether positions start at l in a stack with a prefix in its self-attention, as PEFT has it.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: "all", "self" or "cross".
+
+    Returns:
+        The method, to attach, count or add to others.
     """
     form = Prefix(length, reparameterise, shift_positions)
     return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention),)
@@ -234,10 +338,18 @@ def prefix(
 def prompt(
     length: int = 100, init_from: tuple[int, ...] | None = None, positions: Literal["shift", "none"] = "shift"
 ) -> tuple[Modification | Selection, ...]:
-    """[P; E(x)]: l trained vectors before the input embeddings (Lester et al. 2021), of the encoder where there is one.
+    """Put l trained vectors before the input embeddings, [P; E(x)] (Lester et al. 2021).
 
-    init_from: token ids whose embeddings they start from, else N(0, 0.02). positions: "shift" (they take positions
-    0 ... l-1 and the text follows) or "none" (no position; the text keeps its own).
+    In an encoder-decoder model they stand before the encoder's.
+
+    Args:
+        length: l, at least 1.
+        init_from: Token ids whose embeddings the vectors start from, repeated up to l; None: N(0, 0.02).
+        positions: "shift" (the vectors take positions 0 to l - 1 and the text follows) or "none" (they have no position
+            and the text keeps its own; for absolute positions only).
+
+    Returns:
+        The method, to attach, count or add to others.
     """
     return (Modification("embedding", Prompt(length, init_from, positions)),)
 
@@ -249,7 +361,17 @@ def p_tuning_v2(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """prefix(length) without reparameterisation (Liu et al. 2022)."""
+    """Train `prefix(length)` without reparameterisation (Liu et al. 2022).
+
+    Args:
+        length: The number of keys and values before those of every attention, at least 1.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: "all", "self" or "cross".
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     return prefix(length, layers=layers, stack=stack, attention=attention).parts
 
 
@@ -261,9 +383,17 @@ def multi_head_parallel_adapter(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + relu(q P_kᵀ) P_v per head, q the model's own query (UV §3.3).
+    """Add h + relu(q P_kᵀ) P_v to each head, with the model's own query q (UV §3.3).
 
-    own_down=True: h + relu(x W_down) P_v per head, each head with a W_down of its own.
+    Args:
+        length: The rows l of P_k and P_v, at least 1.
+        own_down: True: h + relu(x W_down) P_v, with a W_down of its own for each head.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: "all", "self" or "cross".
+
+    Returns:
+        The method, to attach, count or add to others.
     """
     form: Form = OwnMultiHead(length) if own_down else MultiHead(length)
     return (Modification("heads", form, "parallel", Add(), layers, stack, attention),)
@@ -283,9 +413,23 @@ def lora(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021).
+    """Add h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021).
 
-    at: query, key, value, output, ffn_up, ffn_down, or "ffn" for all linears of the FFN. alpha: s = alpha / rank.
+    Args:
+        rank: r, at least 1.
+        scale: s.
+        at: One or more of "query", "key", "value", "output", "ffn_up", "ffn_down", and "ffn" for all linears of an FFN.
+        alpha: Another way to give s, which is then alpha / rank.
+        dropout: The probability of dropping a value of x while training.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+
+    Returns:
+        The method, to attach, count or add to others.
+
+    Raises:
+        DeltuneError: Both `scale` and `alpha` are given, or an argument does not exist or is of the wrong type.
     """
     if alpha is not None:
         if rank < 1:
@@ -294,11 +438,12 @@ def lora(
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []
-    for site in _sites(at, (*spec.PROJECTIONS, "ffn")):
+    for site in _checked_sites(at, (*spec.PROJECTIONS, "ffn")):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     form = LowRank(rank, dropout)
     return tuple(
-        Modification(s, form, "parallel", _compose(scale), layers, stack, _kind(attention, s, sites)) for s in sites
+        Modification(s, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, s, sites))
+        for s in sites
     )
 
 
@@ -314,9 +459,18 @@ def mam(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """prefix(length) + scaled_parallel_adapter("ffn", rank, scale): the mix-and-match adapter (UV §4.6).
+    """Train the mix-and-match adapter, prefix(length) + scaled_parallel_adapter("ffn", rank, scale) (UV §4.6).
 
-    attention: which have a prefix.
+    Args:
+        length: The length of the prefix.
+        rank: The inner width of the adapter.
+        scale: The adapter's scale.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: Which attentions have a prefix, "all", "self" or "cross".
+
+    Returns:
+        The method, to attach, count or add to others.
     """
     at_heads = prefix(length, layers=layers, stack=stack, attention=attention)
     return (at_heads + scaled_parallel_adapter("ffn", rank, scale, layers=layers, stack=stack)).parts
@@ -326,7 +480,16 @@ def mam(
 def prefix_layernorm(
     length: int = 16, layers: LayersArg = "all", stack: Literal["all", "encoder", "decoder"] = "all"
 ) -> tuple[Modification | Selection, ...]:
-    """prefix(length) + layernorm (LN §3.2)."""
+    """Train prefix(length) + layernorm (LN §3.2).
+
+    Args:
+        length: The length of the prefix.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     return (prefix(length, layers=layers, stack=stack) + layernorm(layers=layers, stack=stack)).parts
 
 
@@ -338,8 +501,20 @@ def unipelt(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """h + σ(x · w_g) Δh for a prefix, LoRA (one gate for query and value) and an adapter after the FFN (UniPELT; Mao et
-    al. 2022)."""
+    """Add h + σ(x · w_g) Δh for a prefix, LoRA and an adapter, each with a gate of its own (UniPELT; Mao et al. 2022).
+
+    LoRA acts on query and value, which share a gate; the adapter stands after the FFN.
+
+    Args:
+        length: The length of the prefix.
+        rank: The rank of LoRA.
+        bottleneck: The inner width of the adapter.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     low_rank = LowRank(rank)
     return (
         Modification("heads", Prefix(length), "parallel", SigmoidGate("prefix"), layers, stack),
@@ -358,18 +533,32 @@ def ia3(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """w ⊙ h at the keys, the values and the FFN's inner activation, w = 1 at the start (Liu et al. 2022)."""
+    """Multiply keys, values and the FFN's inner activation by trained vectors w, w ⊙ h (Liu et al. 2022).
+
+    Every w is 1 at first, so that the model is unchanged.
+
+    Args:
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
     sites = ("key", "value", "ffn_inner")
     return tuple(
-        Modification(s, Rescale(), "sequential", ADD, layers, stack, _kind(attention, s, sites)) for s in sites
+        Modification(s, Rescale(), "sequential", ADD, layers, stack, _attention_at(attention, s, sites)) for s in sites
     )
 
 
 @named_method
 def three_vectors() -> tuple[Modification | Selection, ...]:
-    """γ ⊙ Σ_l α_l h_l + β over all hidden states, where the head reads (3V; LN table 1).
+    """Mix all hidden states where the head reads them, γ ⊙ Σ_l α_l h_l + β (3V; LN table 1).
 
-    The identity at the start. Error: a model that generates or chooses, which has no head over hidden states.
+    At first the model is unchanged. A model that generates or chooses has no head over hidden states, and is an error.
+
+    Returns:
+        The method, to attach, count or add to others.
     """
     return (Modification("hidden_states", Mixture()),)
 
@@ -384,11 +573,22 @@ def apet(
     along: Literal["rows", "columns"] = "rows",
     seed: int = 0,
 ) -> MaskedMethod:
-    """W ⊙ m: exactly N scalars of any method are trained under a fixed mask (AP §5.1, eq. 14 to 17).
+    """Train W ⊙ m, exactly N scalars of any method under a fixed mask m (AP §5.1, eq. 14 to 17).
 
-    method: any method or sum, or one of the paper's operations: add (vectors on the sub-layers' outputs, eq. 14),
-    concatenate (prompt vectors and low rank, eq. 15), plugin (adapters, eq. 16). parameters: N, or a share of the
-    base model such as "0.05%"; pattern: discrete (uniform) or adjacent (consecutive rows or columns); seed of the draw.
+    Args:
+        method: Any method or sum, or one of the paper's operations: "add" (vectors on the sub-layers' outputs, eq. 14),
+            "concatenate" (prompt vectors and low rank, eq. 15) or "plugin" (adapters, eq. 16).
+        parameters: N, or a share of the base model such as "0.05%".
+        pattern: "discrete" (drawn uniformly) or "adjacent" (consecutive rows or columns).
+        along: "rows" or "columns", for the adjacent pattern.
+        seed: The seed of the draw.
+
+    Returns:
+        The method, to attach, count or add to others.
+
+    Raises:
+        DeltuneError: `method` is a text that names no operation, it has a mask already, or an argument is of the wrong
+            type.
     """
     if isinstance(method, str) and method not in OPERATIONS:
         raise DeltuneError(unknown_name("operation", method, [*OPERATIONS, "a method"]))
@@ -400,4 +600,4 @@ OPERATIONS: Mapping[str, Callable[[], Method]] = {
     "concatenate": lambda: prompt() + lora(),
     "plugin": lambda: adapter(),
 }
-"""The three operations that insert a masked weight (AP §C)."""
+"""The three operations of the APET paper that insert a masked weight, by name (AP §C)."""

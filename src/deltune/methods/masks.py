@@ -1,10 +1,11 @@
-"""APET: which N scalars of a method are trained (AP §5.1; METHODS §4). Drawn on the CPU, in time and memory O(N).
+"""Chooses which N scalars of a method are trained (APET, AP §5.1; METHODS §4), on the CPU in time and memory O(N).
 
 N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
-product with their shared rank: of those, ranks are drawn first and then entries of both factors within these ranks, so
-that every kept scalar can move the output. Draws depend on (seed, name) alone: the same on every device.
-For one seed what N keeps is kept by N + 1 too, except where a product opens one more rank: that takes two scalars, so
-one of the others is given up (below twice the rank at every other N; along rows at each new rank).
+product with the rank that they share: there, ranks are drawn first and then entries of both factors within these ranks,
+so that every chosen scalar can change the output. Draws depend on (seed, name) alone and are the same on every device.
+For one seed, what N chooses N + 1 chooses too, except where a product opens one more rank: that takes two scalars, so
+that one of the others is given up (below twice the rank at every other N; along rows at each new rank). No library
+draws nested masks, so this is our own code.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ Indices = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of one factor: how many entries each rank has in it, and where they lie.
+    """A tensor on one side of a product: how many entries each rank has in it, and where they lie.
 
     Entry j of rank k lies at k * step + j * stride. With `block`, ranks come in blocks of that many whose first ranks
-    are `outer` apart: entry j of rank k lies at k % block * step + k // block * outer + j * stride. A formula and no
-    table, so that a mask on a huge rank costs what it keeps. `constant`: its entries are added to what the rank
-    computes (a bias), so that alone they would leave the rank dead.
+    are `outer` apart: entry j of rank k lies at k % block * step + k // block * outer + j * stride. As this is a
+    formula and no table, a mask on a huge rank costs what it keeps.
+
+    Attributes:
+        leaf: The name of the tensor.
+        width: The entries of each rank.
+        step: The distance between ranks.
+        stride: The distance between entries of a rank.
+        block: The ranks in a block; 0 without blocks.
+        outer: The distance between blocks.
+        constant: Whether its entries are added to what the rank computes (a bias), so that a rank with
+            nothing else would have no effect.
     """
 
     leaf: str
@@ -40,7 +50,7 @@ class Factor:
     constant: bool = False
 
     def positions(self, ranks: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Flat indices of pairs of a rank and an entry."""
+        """Return the flat indices of pairs of a rank and an entry."""
         if self.block:
             return ranks % self.block * self.step + ranks // self.block * self.outer + entries * self.stride
         return ranks * self.step + entries * self.stride
@@ -48,7 +58,16 @@ class Factor:
 
 @dataclass(frozen=True)
 class MaskUnit:
-    """What is drawn at once: a plain weight (`shape`), or a product of two sides that share `rank` ranks."""
+    """What a mask is drawn on at once: a plain weight, or a product of two sides that share ranks.
+
+    Attributes:
+        name: The name that seeds the draw.
+        shape: The shape of a plain weight.
+        leaf: The name of a plain weight.
+        rank: The shared rank of a product; 0 for a plain weight.
+        down: The factors below the rank.
+        up: The factors above the rank.
+    """
 
     name: str
     shape: tuple[int, ...] = ()
@@ -59,23 +78,31 @@ class MaskUnit:
 
     @property
     def size(self) -> int:
+        """All scalars of the unit."""
         if not self.rank:
             return math.prod(self.shape)
-        return self.rank * (_width(self.down) + _width(self.up))
+        return self.rank * (_total_width(self.down) + _total_width(self.up))
 
     @property
     def least(self) -> int:
-        """The fewest scalars that are live: one, or one on each side of a product."""
+        """The fewest scalars that can be trained: one, or one on each side of a product."""
         return 2 if self.rank else 1
 
 
-def _width(sides: Sequence[Factor]) -> int:
+def _total_width(sides: Sequence[Factor]) -> int:
     return sum(side.width for side in sides)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """How many scalars of each unit are kept, and how they lie; drawn when asked for."""
+    """A mask as the number of scalars of each unit; the indices are drawn when they are needed.
+
+    Attributes:
+        quotas: The units with their numbers of scalars.
+        pattern: "discrete" or "adjacent".
+        along: "rows" or "columns".
+        seed: The seed of the draw.
+    """
 
     quotas: tuple[tuple[MaskUnit, int], ...]
     pattern: str
@@ -84,108 +111,122 @@ class Mask:
 
     @property
     def count(self) -> int:
+        """The scalars that the mask keeps."""
         return sum(count for _, count in self.quotas)
 
     def indices(self) -> Indices:
-        """Sorted flat indices by tensor; tensors without any are absent."""
-        found: Indices = {}
+        """Return sorted flat indices by tensor; tensors without any are left out."""
+        indices: Indices = {}
         for unit, count in self.quotas:
-            found |= draw_indices(unit, count, self.pattern, self.along, self.seed)
-        return found
+            indices |= draw_indices(unit, count, self.pattern, self.along, self.seed)
+        return indices
 
 
-def split_budget(units: Sequence[MaskUnit], total: int, needs: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """`total` over the units in proportion to size by largest remainder; a product gets none or at least two.
+def split_budget(
+    units: Sequence[MaskUnit], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
+) -> list[int]:
+    """Split a number of scalars over units in proportion to their sizes, by largest remainder.
 
-    needs: units that act only through others (a gate, a learned scale) -> those others, of which one must get some;
-    what such a unit would have got without any of them goes to the units that can be trained.
-    Error: more than there is, or fewer than one live set, with the bounds.
+    Args:
+        units: The units.
+        total: The number of scalars.
+        depends_on: For units that act only through others (a gate, a learned scale), the indices of those others, of
+            which one must get scalars. What such a unit cannot use goes to units that can be trained.
+
+    Returns:
+        The scalars of each unit; a product gets none or at least two.
+
+    Raises:
+        DeltuneError: `total` is more than there is, or too few to train anything; the message has the bounds.
     """
-    needs = needs or {}
-    whole = sum(unit.size for unit in units)
-    least = min((unit.least for i, unit in enumerate(units) if i not in needs), default=1)
-    if not least <= total <= whole:
-        raise DeltuneError(f"parameters={total:,}: this method has {whole:,} scalars here; give {least} to {whole:,}")
-    shares = [(unit.size * total // whole, unit.size * total % whole) for unit in units]
+    depends_on = depends_on or {}
+    available = sum(unit.size for unit in units)
+    minimum = min((unit.least for i, unit in enumerate(units) if i not in depends_on), default=1)
+    if not minimum <= total <= available:
+        raise DeltuneError(
+            f"parameters={total:,}: this method has {available:,} scalars here; give {minimum} to {available:,}"
+        )
+    shares = [(unit.size * total // available, unit.size * total % available) for unit in units]
     quotas = [share for share, _ in shares]
     order = sorted(range(len(units)), key=lambda i: (-shares[i][1], i))
     for i in order[: total - sum(quotas)]:
         quotas[i] += 1
-    lonely = [i for i in order if 0 < quotas[i] < units[i].least]
-    while len(lonely) > 1:  # two products with one scalar each make one with two
-        quotas[lonely.pop(0)] += 1
-        quotas[lonely.pop()] -= 1
-    for i in lonely:
+    too_small = [i for i in order if 0 < quotas[i] < units[i].least]
+    while len(too_small) > 1:  # two products with one scalar each make one with two
+        quotas[too_small.pop(0)] += 1
+        quotas[too_small.pop()] -= 1
+    for i in too_small:
         quotas[i] = 0
-    dead = [i for i, others in needs.items() if quotas[i] and not any(quotas[j] for j in others)]
-    for i in dead:
+    idle = [i for i, others in depends_on.items() if quotas[i] and not any(quotas[j] for j in others)]
+    for i in idle:
         quotas[i] = 0
-    _place_left(units, quotas, total - sum(quotas), order, needs, lonely)
+    _place_remainder(units, quotas, total - sum(quotas), order, depends_on, too_small)
     return quotas
 
 
-def _place_left(
+def _place_remainder(
     units: Sequence[MaskUnit],
     quotas: list[int],
-    left: int,
+    remaining: int,
     order: Sequence[int],
-    needs: Mapping[int, Sequence[int]],
-    closed: Sequence[int],
+    depends_on: Mapping[int, Sequence[int]],
+    too_small: Sequence[int],
 ) -> None:
-    """Give what is left to units that can be trained, in their order; `closed` ones come last."""
-    for last in (False, True, True):
+    """Give the remaining scalars to units that can be trained, in the order of `order`; `too_small` ones come last."""
+    for open_too_small in (False, True, True):
         for i in order:
             room = units[i].size - quotas[i]
-            live = any(quotas[j] for j in needs[i]) if i in needs else last or i not in closed
-            if left and live and room and quotas[i] + left >= units[i].least:
-                more = min(left, room)
-                quotas[i], left = quotas[i] + more, left - more
-    if left:  # one scalar is left over and nobody else can be opened: take one more from another
-        i = next(i for i in (*closed, *order) if not quotas[i] and i not in needs)
-        giver = next((j for j in order if quotas[j] > units[j].least), None)
-        if giver is None:
+            live = any(quotas[j] for j in depends_on[i]) if i in depends_on else open_too_small or i not in too_small
+            if remaining and live and room and quotas[i] + remaining >= units[i].least:
+                added = min(remaining, room)
+                quotas[i], remaining = quotas[i] + added, remaining - added
+    if remaining:  # one scalar is left over and nobody else can be opened: take one more from another
+        i = next(i for i in (*too_small, *order) if not quotas[i] and i not in depends_on)
+        donor = next((j for j in order if quotas[j] > units[j].least), None)
+        if donor is None:
             raise DeltuneError(
-                f"parameters={sum(quotas) + left:,}: every product takes two scalars; give one more or less"
+                f"parameters={sum(quotas) + remaining:,}: every product takes two scalars; give one more or less"
             )
-        quotas[giver], quotas[i] = quotas[giver] - 1, left + 1
+        quotas[donor], quotas[i] = quotas[donor] - 1, remaining + 1
 
 
 def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int) -> Indices:
-    """The flat indices that a unit keeps, by tensor, `count` in all.
+    """Return the flat indices that a unit keeps, by tensor, `count` in all.
 
-    discrete: uniform without replacement. adjacent: consecutive whole rows (along="rows") or columns, the last ragged.
+    Pattern "discrete" draws uniformly without replacement; "adjacent" takes consecutive whole rows (along="rows") or
+    columns, the last of them in part.
     """
-    stream = _Stream(seed, unit.name)
+    stream = _RandomStream(seed, unit.name)
     if not unit.rank:
-        return {unit.leaf: _plain(unit.shape, count, pattern, along, stream)}
+        return {unit.leaf: _draw_plain(unit.shape, count, pattern, along, stream)}
     if count == unit.size:
-        entries = {side.leaf: _entries(side, unit.rank) for side in (*unit.down, *unit.up)}
+        entries = {side.leaf: _all_positions(side, unit.rank) for side in (*unit.down, *unit.up)}
         return {leaf: np.sort(index) for leaf, index in entries.items()}
-    return _product(unit, count, pattern, along, stream)
+    return _draw_product(unit, count, pattern, along, stream)
 
 
-def _plain(shape: tuple[int, ...], count: int, pattern: str, along: str, stream: _Stream) -> np.ndarray:
+def _draw_plain(shape: tuple[int, ...], count: int, pattern: str, along: str, stream: _RandomStream) -> np.ndarray:
     size = math.prod(shape)
     if pattern == "discrete":
         return np.sort(stream.distinct(size, count))
     rows, columns = (1, size) if len(shape) < 2 else (shape[0], size // shape[0])
     if len(shape) < 2 or along == "rows":
-        return _run(size, columns if rows > 1 else 1, count, stream)
-    index = _run(size, rows, count, stream)  # position in column-major order
+        return _consecutive(size, columns if rows > 1 else 1, count, stream)
+    index = _consecutive(size, rows, count, stream)  # position in column-major order
     return np.sort(index % rows * columns + index // rows)
 
 
-def _run(size: int, block: int, count: int, stream: _Stream) -> np.ndarray:
-    """`count` consecutive positions from the start of a random block on; past the end it grows backwards."""
+def _consecutive(size: int, block: int, count: int, stream: _RandomStream) -> np.ndarray:
+    """Return `count` consecutive positions from the start of a random block; past the end it grows backwards."""
     start = int(stream.number(0) % (size // block)) * block
     start = min(start, size - count)
     return np.arange(start, start + count, dtype=np.int64)
 
 
-def _product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _Stream) -> Indices:
-    wide, up_width = _width(unit.down), _width(unit.up)
+def _draw_product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _RandomStream) -> Indices:
+    down_width, up_width = _total_width(unit.down), _total_width(unit.up)
     by_rank = pattern == "adjacent" and along == "rows"
-    ranks = min(unit.rank, -(-count // (wide + up_width)) if by_rank else count // 2)
+    ranks = min(unit.rank, -(-count // (down_width + up_width)) if by_rank else count // 2)
     if pattern == "adjacent":  # from a random rank on; past the end it grows backwards
         start = int(stream.number(0) % unit.rank)
         after = min(ranks, unit.rank - start)
@@ -195,85 +236,95 @@ def _product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _Stre
     else:
         chosen = stream.distinct(unit.rank, ranks)
     if by_rank:
-        return _whole_ranks(unit, chosen, count, wide, up_width)
-    down = min(max(round(count * wide / (wide + up_width)), ranks), ranks * wide, count - ranks)
+        return _draw_whole_ranks(unit, chosen, count, down_width, up_width)
+    down = min(max(round(count * down_width / (down_width + up_width)), ranks), ranks * down_width, count - ranks)
     down = max(down, count - ranks * up_width)
-    kept: dict[str, list[np.ndarray]] = {}
+    positions: dict[str, list[np.ndarray]] = {}
     for sides, part in ((unit.down, down), (unit.up, count - down)):
         if pattern == "adjacent":
-            rank, entry = _columns(sides, ranks, part, stream)
+            rank, entry = _draw_columns(sides, ranks, part, stream)
         else:
-            rank, entry = _scattered(sides, ranks, part, stream)
-        _place(kept, sides, chosen[rank], entry)
-    return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+            rank, entry = _draw_scattered(sides, ranks, part, stream)
+        _add_positions(positions, sides, chosen[rank], entry)
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
 
 
-def _columns(sides: Sequence[Factor], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
-    width = _width(sides)
-    first = min(int(stream.number(width) % width), _varying(sides) - 1) * ranks  # no rank has a constant alone
+def _draw_columns(
+    sides: Sequence[Factor], ranks: int, part: int, stream: _RandomStream
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ranks and entries of whole columns of a product's side: every chosen rank, entry after entry."""
+    width = _total_width(sides)
+    first = min(int(stream.number(width) % width), _varying_width(sides) - 1) * ranks  # no rank has a constant alone
     flat = min(first, width * ranks - part) + np.arange(part)
     return flat % ranks, flat // ranks
 
 
-def _scattered(sides: Sequence[Factor], ranks: int, part: int, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
-    """One entry for every chosen rank, none of them a constant, and the rest anywhere within these ranks."""
-    width, varying = _width(sides), _varying(sides)
+def _draw_scattered(
+    sides: Sequence[Factor], ranks: int, part: int, stream: _RandomStream
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return one entry for every chosen rank, none of them a constant, and the others anywhere in these ranks."""
+    width, varying = _total_width(sides), _varying_width(sides)
     rank = np.arange(ranks)
     entry = stream.numbers(width, ranks) % width
     entry = np.where(entry < varying, entry, entry % varying)
     anchors = np.sort(rank * width + entry)
     drawn = stream.distinct(ranks * width, min(ranks * width, part))
-    rest = drawn[~np.isin(drawn, anchors)][: part - ranks]
-    flat = np.concatenate([anchors, rest])
+    others = drawn[~np.isin(drawn, anchors)][: part - ranks]
+    flat = np.concatenate([anchors, others])
     return flat // width, flat % width
 
 
-def _varying(sides: Sequence[Factor]) -> int:
-    """Entries a rank whose effect depends on the input; constants come after them."""
+def _varying_width(sides: Sequence[Factor]) -> int:
+    """Return the entries of a rank whose effect depends on the input; constants come after them."""
     return sum(side.width for side in sides if not side.constant)
 
 
-def _whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, wide: int, up_width: int) -> Indices:
-    """Consecutive whole ranks, the last one ragged but with both sides live."""
-    kept: dict[str, list[np.ndarray]] = {}
-    full, left = len(chosen) - 1, count - (len(chosen) - 1) * (wide + up_width)
-    short = 1 if left == 1 else 0  # a lone scalar is dead: one of the rank before joins it
+def _draw_whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, down_width: int, up_width: int) -> Indices:
+    """Return consecutive whole ranks; the last is taken in part, with entries on both sides."""
+    positions: dict[str, list[np.ndarray]] = {}
+    last, in_last = len(chosen) - 1, count - (len(chosen) - 1) * (down_width + up_width)
+    borrowed = 1 if in_last == 1 else 0  # a lone scalar is dead: one of the rank before joins it
     for position, rank in enumerate(chosen):
-        have = left + short if position == full else wide + up_width - (short if position == full - 1 else 0)
-        down = min(max(round(have * wide / (wide + up_width)), 1), wide, have - 1)
-        down = max(down, have - up_width)
-        for sides, part in ((unit.down, down), (unit.up, have - down)):
-            _place(kept, sides, np.full(part, rank), np.arange(part))
-    return {leaf: np.sort(np.concatenate(index)) for leaf, index in kept.items()}
+        quota = (
+            in_last + borrowed
+            if position == last
+            else down_width + up_width - (borrowed if position == last - 1 else 0)
+        )
+        down = min(max(round(quota * down_width / (down_width + up_width)), 1), down_width, quota - 1)
+        down = max(down, quota - up_width)
+        for sides, part in ((unit.down, down), (unit.up, quota - down)):
+            _add_positions(positions, sides, np.full(part, rank), np.arange(part))
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
 
 
-def _place(kept: dict[str, list[np.ndarray]], sides: Sequence[Factor], ranks: np.ndarray, entries: np.ndarray) -> None:
-    """Flat indices of (rank, entry) pairs, the sides' tensors laid end to end."""
+def _add_positions(
+    positions: dict[str, list[np.ndarray]], sides: Sequence[Factor], ranks: np.ndarray, entries: np.ndarray
+) -> None:
+    """Add the flat indices of (rank, entry) pairs; entries are counted through the side's tensors one after another."""
     start = 0
     for side in sides:
-        here = (entries >= start) & (entries < start + side.width)
-        if here.any():
-            kept.setdefault(side.leaf, []).append(side.positions(ranks[here], entries[here] - start))
+        in_side = (entries >= start) & (entries < start + side.width)
+        if in_side.any():
+            positions.setdefault(side.leaf, []).append(side.positions(ranks[in_side], entries[in_side] - start))
         start += side.width
 
 
-def _entries(side: Factor, rank: int) -> np.ndarray:
-    """All positions of a side."""
+def _all_positions(side: Factor, rank: int) -> np.ndarray:
+    """Return the flat indices of all entries of a side."""
     return side.positions(np.arange(rank)[:, None], np.arange(side.width)[None]).reshape(-1)
 
 
-class _Stream:
-    """Numbers that depend on (seed, name) and a position alone."""
+class _RandomStream:
+    """Random numbers that depend on (seed, name) and a position alone."""
 
     def __init__(self, seed: int, name: str) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         self.keys = np.frombuffer(digest, dtype=np.uint64)
 
     def numbers(self, start: int, count: int) -> np.ndarray:
-        """Non-negative numbers for the positions start ... start + count - 1."""
+        """Return non-negative numbers for the positions start to start + count - 1."""
         with np.errstate(over="ignore"):
-            return (_mixed(np.arange(start, start + count, dtype=np.uint64), self.keys[0]) >> np.uint64(1)).astype(
+            return (_splitmix(np.arange(start, start + count, dtype=np.uint64), self.keys[0]) >> np.uint64(1)).astype(
                 np.int64
             )
 
@@ -281,26 +332,27 @@ class _Stream:
         return int(self.numbers(position, 1)[0])
 
     def distinct(self, size: int, count: int) -> np.ndarray:
-        """The first `count` values of a fixed permutation of 0 ... size - 1: nested in `count`, memory O(count).
+        """Return the first `count` values of a fixed permutation of 0 to size - 1, in memory O(count).
 
-        A four-round Feistel network on the smallest even number of bits that holds `size`; values beyond it walk on.
+        It is a four-round Feistel network on the smallest even number of bits that holds `size`; values out of range
+        are mapped again.
         """
         half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
         mask = np.uint64((1 << half) - 1)
         values = np.arange(count, dtype=np.uint64)
-        beyond = np.ones(count, dtype=bool)
+        out_of_range = np.ones(count, dtype=bool)
         with np.errstate(over="ignore"):
-            while beyond.any():
-                left, right = values[beyond] >> np.uint64(half), values[beyond] & mask
+            while out_of_range.any():
+                left, right = values[out_of_range] >> np.uint64(half), values[out_of_range] & mask
                 for key in self.keys:
-                    left, right = right, left ^ (_mixed(right, key) & mask)
-                values[beyond] = (left << np.uint64(half)) | right
-                beyond = values >= np.uint64(size)
+                    left, right = right, left ^ (_splitmix(right, key) & mask)
+                values[out_of_range] = (left << np.uint64(half)) | right
+                out_of_range = values >= np.uint64(size)
         return values.astype(np.int64)
 
 
-def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """splitmix64's finaliser, keyed."""
+def _splitmix(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Apply splitmix64's finaliser with a key."""
     z = (values + key) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,10 +1,10 @@
-"""The safe parser of method expressions: Python's grammar through `ast`, nothing evaluated.
+"""Parses method expressions with Python's grammar, by `ast`; nothing is evaluated.
 
     prefix(length=16) + layernorm
     Modification(site='ffn', form=Bottleneck(512), insertion='parallel', compose=Scale(4)) + lora(at=('query', 'key'))
 
-Allowed: calls of known names, sums of them, and literals (numbers, strings, True, False, None, tuples, lists). Every
-mistake is collected and reported at once, each with a caret under its place.
+Allowed are calls of known names, sums of them, and literals (numbers, strings, True, False, None, tuples, lists). All
+mistakes are collected and reported at once, each with a caret under its place.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from .arguments import fits_type, number_problem, type_mismatch
 
 Vocabulary = Mapping[str, Callable[..., Any]]
 
-ELSEWHERE = {
+OTHER_LIBRARIES_NAMES = {
     "r": "rank",
     "num_virtual_tokens": "length",
     "target_modules": "at",
     "layers_to_transform": "layers",
     "non_linearity": "activation",
 }
-"""What PEFT and AdapterHub call an argument -> our word for it, where the two are not alike."""
+"""For arguments that PEFT and AdapterHub call otherwise, our name by theirs."""
 
-LONGEST = 100_000
-"""Characters of an expression."""
-DEEPEST = 30
-"""Brackets within brackets."""
-MOST_TERMS = 1_000
-"""Terms of one sum."""
+MAX_CHARACTERS = 100_000
+"""The most characters of an expression."""
+MAX_DEPTH = 30
+"""The most brackets inside each other."""
+MAX_TERMS = 1_000
+"""The most terms of a sum."""
 
 
 def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
-    """Message for an argument that does not exist: the nearest, or what others' word is here, and all there are."""
-    there, parameters = ELSEWHERE.get(key), signature(make).parameters
-    guess = there if there in parameters else closest_match(key, parameters)
-    hint = f" Did you mean {guess!r}?" if guess else ""
+    """Return the message for an argument that does not exist: the nearest name, and all that exist."""
+    our_name, parameters = OTHER_LIBRARIES_NAMES.get(key), signature(make).parameters
+    suggestion = our_name if our_name in parameters else closest_match(key, parameters)
+    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
     return f"{name} has no argument {key!r}.{hint} It takes: {signature_text(make)}"
 
 
@@ -53,14 +53,20 @@ class _Problem:
     message: str
 
 
-class _Failed(Exception):
-    """Raised inside one term once its problem is noted, so that the other terms are still read."""
+class _TermFailed(Exception):
+    """Ends the reading of one term whose problem is recorded, so that the other terms are still read."""
 
 
 def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
-    """The value of an expression over `vocabulary`; bare names in `words` (sites) stand for themselves.
+    """Return the value of an expression.
 
-    Errors: DeltuneError with every problem of the text, its place marked by a caret.
+    Args:
+        text: The expression.
+        vocabulary: What may be called, by name.
+        words: Names that stand for themselves, such as sites.
+
+    Raises:
+        DeltuneError: The expression has mistakes; the message has all of them, each with a caret under its place.
     """
     if not isinstance(text, str):
         raise DeltuneError(f"a method is an expression (text) or a method object, not {type(text).__name__}")
@@ -76,10 +82,10 @@ def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection
         reason = "nested too deeply" if deep else getattr(error, "msg", None) or str(error)
         reason = "a size is left open (?); deltune.fit solves it for a budget" if "?" in source else reason
         raise DeltuneError(f"the method expression cannot be read: {reason}\n{_caret(source, at)}") from None
-    reader = _Reader(vocabulary, words)
+    reader = _ExpressionReader(vocabulary, words)
     try:
         value = reader.value(tree.body, top=True)
-    except _Failed:
+    except _TermFailed:
         value = None
     except RecursionError:
         raise DeltuneError("the method expression is nested too deeply") from None
@@ -92,9 +98,9 @@ def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection
 
 
 def _check_limits(source: str) -> None:
-    """Error for a text that is longer or nested deeper than any method, before it is parsed."""
-    if len(source) > LONGEST:
-        raise DeltuneError(f"the method expression has {len(source):,} characters; at most {LONGEST:,} are read")
+    """Raise a DeltuneError for a text that is longer or nested deeper than any method, before it is parsed."""
+    if len(source) > MAX_CHARACTERS:
+        raise DeltuneError(f"the method expression has {len(source):,} characters; at most {MAX_CHARACTERS:,} are read")
     depth, quote = 0, ""
     for column, character in enumerate(source):
         if character in "'\"":
@@ -103,15 +109,15 @@ def _check_limits(source: str) -> None:
             depth += 1
         elif not quote and character in ")]}":
             depth -= 1
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise DeltuneError(
-                f"the method expression is nested too deeply: more than {DEEPEST} brackets are open\n"
+                f"the method expression is nested too deeply: more than {MAX_DEPTH} brackets are open\n"
                 + _caret(source, column)
             )
 
 
 def _column(source: str, node: ast.AST) -> int:
-    """ast counts bytes; a caret needs characters."""
+    """Return the column of a node in characters, which ast counts in bytes."""
     offset: int = getattr(node, "col_offset", 0)
     return len(source.encode()[:offset].decode(errors="ignore"))
 
@@ -121,14 +127,16 @@ def _caret(source: str, column: int) -> str:
     return f"    {source[start : start + 100]}\n    {' ' * (column - start)}^"
 
 
-class _Reader:
+class _ExpressionReader:
+    """Computes the value of an expression from its syntax tree, and collects the problems."""
+
     def __init__(self, vocabulary: Vocabulary, words: typing.Collection[str]) -> None:
         self.vocabulary, self.words = vocabulary, words
         self.problems: list[_Problem] = []
 
     def fail(self, node: ast.AST, message: str) -> typing.NoReturn:
         self.problems.append(_Problem(node, message))
-        raise _Failed
+        raise _TermFailed
 
     def value(self, node: ast.expr, top: bool = False) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -140,11 +148,13 @@ class _Reader:
                 return self.build(node, node, [], {})
             if not top and node.id in self.words:
                 return node.id
-            quoted = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
-            self.fail(node, unknown_name("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quoted)
+            quote_hint = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
+            self.fail(
+                node, unknown_name("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quote_hint
+            )
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
-            if isinstance(node.value, int | float) and (why := number_problem(node.value)):
-                self.fail(node, f"{excerpt(node.value)} is too large: {why}")
+            if isinstance(node.value, int | float) and (problem := number_problem(node.value)):
+                self.fail(node, f"{excerpt(node.value)} is too large: {problem}")
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):
             return tuple(self.value(item) for item in node.elts)
@@ -156,20 +166,20 @@ class _Reader:
 
     def sum(self, node: ast.BinOp) -> Any:
         terms: list[ast.expr] = []
-        rest: ast.expr = node
-        while isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.Add):
-            terms.append(rest.right)
-            rest = rest.left
-        if len(terms) >= MOST_TERMS:
-            self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MOST_TERMS:,} are read")
+        remaining: ast.expr = node
+        while isinstance(remaining, ast.BinOp) and isinstance(remaining.op, ast.Add):
+            terms.append(remaining.right)
+            remaining = remaining.left
+        if len(terms) >= MAX_TERMS:
+            self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MAX_TERMS:,} are read")
         values = []
-        for term in [rest, *reversed(terms)]:
+        for term in [remaining, *reversed(terms)]:
             try:
                 values.append(self.value(term, top=True))
-            except _Failed:
+            except _TermFailed:
                 continue
         if self.problems:
-            raise _Failed
+            raise _TermFailed
         total = values[0]
         for term_value in values[1:]:
             try:
@@ -189,7 +199,7 @@ class _Reader:
         for argument in node.args:
             try:
                 positional.append((argument, self.value(argument)))
-            except _Failed:
+            except _TermFailed:
                 continue
         for keyword in node.keywords:
             if keyword.arg is None:
@@ -197,10 +207,10 @@ class _Reader:
                 continue
             try:
                 named[keyword.arg] = (keyword, self.value(keyword.value))
-            except _Failed:
+            except _TermFailed:
                 continue
         if len(self.problems) > before:
-            raise _Failed
+            raise _TermFailed
         return self.build(node, node.func, positional, named)
 
     def build(
@@ -210,7 +220,7 @@ class _Reader:
         positional: list[tuple[ast.AST, Any]],
         named: dict[str, tuple[ast.AST, Any]],
     ) -> Any:
-        """Bind the arguments against the signature, check their types, and make the value."""
+        """Bind arguments to the signature, check their types, and call."""
         make = self.vocabulary[name.id]
         parameters = signature(make).parameters
         hints = typing.get_type_hints(make)
@@ -231,7 +241,7 @@ class _Reader:
         if missing:
             self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {signature_text(make)}"))
         if len(self.problems) > before:
-            raise _Failed
+            raise _TermFailed
         try:
             return make(**bound)
         except DeltuneError as error:
@@ -245,17 +255,17 @@ class _Reader:
 
 
 def signature_text(make: Callable[..., Any]) -> str:
-    """The signature as it is written in an expression."""
+    """Return a signature as it is written in an expression, without types."""
     excerpt: Signature = signature(make)
     parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
     return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
 def to_expression(value: Any) -> str:
-    """The text that the parser reads back as `value`; arguments at their defaults are left out."""
-    given = [
+    """Return the expression that makes a dataclass value; arguments at their defaults are left out."""
+    arguments = [
         f"{f.name}={getattr(value, f.name)!r}"
         for f in dataclasses.fields(value)
         if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
     ]
-    return f"{type(value).__name__}({', '.join(given)})"
+    return f"{type(value).__name__}({', '.join(arguments)})"

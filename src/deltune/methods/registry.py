@@ -1,4 +1,4 @@
-"""The table of named methods, the vocabulary of expressions, and parsing."""
+"""The registry of named methods, the names that expressions may use, and `deltune.parse`."""
 
 from __future__ import annotations
 
@@ -36,94 +36,113 @@ from .library import (
 )
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
-RATE = 1e-3
-"""The learning rate of what has none of its own."""
+DEFAULT_RATE = 1e-3
+"""The learning rate of methods that have none of their own."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A row of the table: the function, its paper, what it trains a layer, an expression with it, and the learning rate
-    where none is given.
+class RegistryEntry:
+    """What is known of a named method.
 
-    scalars: of a layer with one self-attention and a plain FFN, biases apart. d: width, m: the FFN's inner width, r:
-    rank, l: length, b: bottleneck, L: layers, N_h: heads.
+    Attributes:
+        make: The function that makes the method.
+        paper: Where it was published.
+        scalars: What it trains in a layer with one self-attention and a plain FFN, biases apart, as a formula: d is the
+            width, m the inner width of the FFN, r the rank, l the length, b the bottleneck, L the number of layers, and
+            N_h the number of heads.
+        example: An expression with it.
+        rate: The learning rate where the user gives none.
     """
 
     make: Callable[..., Method]
     paper: str
     scalars: str
     example: str
-    rate: float = RATE
+    rate: float = DEFAULT_RATE
 
     @property
     def plain(self) -> Method:
-        """The method with every argument at its default; the example where it has none."""
+        """The method with every argument at its default; the example where an argument has none."""
         needed = any(p.default is p.empty for p in signature(self.make).parameters.values())
         return parse(self.example) if needed else self.make()
 
     @property
     def formula(self) -> str:
-        """The first sentence of its text."""
+        """The first sentence of the function's docstring, with the formula."""
         return " ".join((self.make.__doc__ or "").split("\n\n")[0].split())
 
 
-TABLE: Mapping[str, Entry] = {
-    "full": Entry(full, "all three", "all", "full", rate=5e-5),
-    "head": Entry(head, "LN, table 1", "0", "head"),
-    "layernorm": Entry(layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2),
-    "bitfit": Entry(bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
-    "adapter": Entry(
+REGISTRY: Mapping[str, RegistryEntry] = {
+    "full": RegistryEntry(full, "all three", "all", "full", rate=5e-5),
+    "head": RegistryEntry(head, "LN, table 1", "0", "head"),
+    "layernorm": RegistryEntry(layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2),
+    "bitfit": RegistryEntry(bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
+    "adapter": RegistryEntry(
         adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "4dr", "adapter(style='pfeiffer', rank=32)"
     ),
-    "parallel_adapter": Entry(parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
-    "scaled_parallel_adapter": Entry(
+    "parallel_adapter": RegistryEntry(parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
+    "scaled_parallel_adapter": RegistryEntry(
         scaled_parallel_adapter, "UV §3.3, §4.5", "2dr", "scaled_parallel_adapter(rank=512, scale='learned')"
     ),
-    "multi_head_parallel_adapter": Entry(
+    "multi_head_parallel_adapter": RegistryEntry(
         multi_head_parallel_adapter,
         "UV §3.3, table 4",
         "2ld; (N_h + 1)·l·d with own_down",
         "multi_head_parallel_adapter(length=30)",
     ),
-    "prefix": Entry(prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm", rate=1e-2),
-    "p_tuning_v2": Entry(p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2),
-    "prompt": Entry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2),
-    "lora": Entry(lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
-    "mam": Entry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
-    "prefix_layernorm": Entry(prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2),
-    "unipelt": Entry(unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"),
-    "three_vectors": Entry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors"),
-    "ia3": Entry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm"),
-    "diff_pruning": Entry(
+    "prefix": RegistryEntry(prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm", rate=1e-2),
+    "p_tuning_v2": RegistryEntry(p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2),
+    "prompt": RegistryEntry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2),
+    "lora": RegistryEntry(lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
+    "mam": RegistryEntry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
+    "prefix_layernorm": RegistryEntry(
+        prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2
+    ),
+    "unipelt": RegistryEntry(
+        unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"
+    ),
+    "three_vectors": RegistryEntry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors"),
+    "ia3": RegistryEntry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm"),
+    "diff_pruning": RegistryEntry(
         diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m", "diff_pruning(sparsity=0.01)", rate=5e-5
     ),
-    "apet": Entry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
+    "apet": RegistryEntry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
 }
-"""Every named method."""
+"""Every named method, by name."""
 
 FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
 
 VOCABULARY: Mapping[str, Callable[..., Any]] = {
-    **{name: entry.make for name, entry in TABLE.items()},
+    **{name: entry.make for name, entry in REGISTRY.items()},
     **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate)},
     **{kind.__name__: kind for kind in FORMS},
 }
-"""What an expression may name."""
+"""Everything that an expression may call, by name."""
 
 
 def parse(text: str | Method) -> Method:
-    """The method of an expression such as "prefix(length=16) + layernorm"; a method is returned as is.
+    """Parse an expression such as "prefix(length=16) + layernorm" to a method.
 
-    Errors: DeltuneError with every unknown name, argument, site and value, its place and the nearest that exists.
+    Args:
+        text: The expression; a method is returned as it is.
+
+    Returns:
+        The method.
+
+    Raises:
+        DeltuneError: The expression has mistakes. The message lists all of them, each with a caret under its place and
+            the nearest name that exists.
     """
     if isinstance(text, Method):
         return text
-    return _read(text) if isinstance(text, str) else _read.__wrapped__(text)  # what cannot be hashed is refused there
+    return (
+        _parse_cached(text) if isinstance(text, str) else _parse_cached.__wrapped__(text)
+    )  # an unhashable value is refused there
 
 
 @lru_cache(maxsize=4096)
-def _read(text: str) -> Method:
-    """Kept, because a study reads the same few expressions for each of its runs; a method cannot change."""
+def _parse_cached(text: str) -> Method:
+    """Parse an expression; cached, because a study reads the same few expressions for each of its runs."""
     value = parser.parse_expression(text, VOCABULARY, spec.SITES)
     if not isinstance(value, Method):
         raise DeltuneError(f"{text!r} is a {type(value).__name__}, a part of a method; wrap it in Modification(...)")
@@ -131,19 +150,24 @@ def _read(text: str) -> Method:
 
 
 def default_learning_rate(method: str | Method) -> float:
-    """The learning rate where none is given: the smallest rate of the terms, so that none of them diverges.
+    """Return the learning rate of a method where the user gives none.
 
-    full and diff_pruning 5e-5; layernorm, prefix and so their sum 1e-2; prompt 3e-2; everything else 1e-3.
+    It is the smallest rate of the method's terms, so that none of them diverges: 5e-5 for full and diff_pruning, 1e-2
+    for layernorm and prefix and so for their sum, 3e-2 for prompt, and 1e-3 for everything else.
     """
-    return min(_rate(term) for term in parse(method).terms)
+    return min(_term_rate(term) for term in parse(method).terms)
 
 
-def _rate(term: Method) -> float:
+def _term_rate(term: Method) -> float:
     if isinstance(term, MaskedMethod):
         return default_learning_rate(term.method)
-    return TABLE[term.name].rate if isinstance(term, NamedMethod) else RATE
+    return REGISTRY[term.name].rate if isinstance(term, NamedMethod) else DEFAULT_RATE
 
 
 def methods() -> tuple[str, ...]:
-    """Names of all methods of the table."""
-    return tuple(TABLE)
+    """List the named methods.
+
+    Returns:
+        Their names, each of which can be called in an expression.
+    """
+    return tuple(REGISTRY)

@@ -1,4 +1,4 @@
-"""What a method comes down to on one model: its edits with their places, and the tensors it selects."""
+"""Resolves a method on one model: the edits with their places, and the parameters that are trained in place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from .spec import MaskedMethod, Method, Modification, Selection
 
 @dataclass(frozen=True)
 class ResolvedEdit:
-    """A modification at one place. `key`: its name in modules and files; `origin`: the number of the first part of its
-    term in the sum; `mask`: which of its scalars are trained."""
+    """A modification at one place of a model.
+
+    Attributes:
+        key: Its name in modules and files.
+        modification: The modification.
+        place: Where it acts.
+        origin: The number of its term's first part among all parts of the method.
+        mask: Which of its scalars are trained; None for all of them.
+    """
 
     key: str
     modification: Modification
@@ -26,18 +33,24 @@ class ResolvedEdit:
 
     @property
     def term(self) -> str:
-        """The part of the method it comes from."""
+        """The number of its part among all parts of the method."""
         return self.key.partition("_")[0]
 
     @property
     def tied(self) -> str:
-        """The name of what the places of its sub-module share, a gate."""
+        """The name of the tensors that the places of its sub-module share, those of a gate."""
         return f"{self.origin}_{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
 
 
 @dataclass(frozen=True)
 class ResolvedGates:
-    """Tensors of which exactly `keep` scalars change, which ones is learned. `key`: the number of its part."""
+    """Parameters of which exactly `keep` scalars change in the end; training finds which.
+
+    Attributes:
+        key: The number of its part among all parts of the method.
+        tensors: The parameters.
+        keep: The number of scalars that change.
+    """
 
     key: str
     tensors: tuple[Tensor, ...]
@@ -45,117 +58,145 @@ class ResolvedGates:
 
     @property
     def size(self) -> int:
+        """All scalars of the parameters."""
         return sum(t.numel for t in self.tensors)
 
 
 @dataclass(frozen=True)
 class ResolvedMethod:
-    """What a method comes down to on one model: its edits, the tensors it selects whole, and those it selects in part.
+    """A method on one model.
 
-    `tied`: masks on what places share, by name; `gated`: tensors whose mask is learned.
+    Attributes:
+        edits: The modifications, each at one place.
+        selected: The parameters that are trained whole.
+        masked: The parameters that are trained under a fixed mask.
+        tied: Masks on tensors that places share, by the names of `ResolvedEdit.tied`.
+        gated: The parameters whose mask is learned.
     """
 
     edits: tuple[ResolvedEdit, ...]
     selected: tuple[Tensor, ...]
-    partly: tuple[tuple[Tensor, Mask], ...] = ()
+    masked: tuple[tuple[Tensor, Mask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
     gated: tuple[ResolvedGates, ...] = ()
 
+    @property
+    def trained_in_part(self) -> list[Tensor]:
+        """The parameters of which some scalars are trained."""
+        return [tensor for tensor, _ in self.masked] + [tensor for gates in self.gated for tensor in gates.tensors]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ResolvedMethod:
-        return self  # a value; copies of a tuned model share it
+        """Return itself: it is a value, which copies of a tuned model share."""
+        return self
 
 
-def resolve(anatomy: Anatomy, method: Method, base: Callable[[], int]) -> ResolvedMethod:
-    """Resolve a method on a model; base() is the size of AutoModel, for a mask that is a share of it.
+def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> ResolvedMethod:
+    """Resolve a method on a model.
 
-    Errors: DeltuneError with every term that cannot be had and why.
+    Args:
+        anatomy: The model's anatomy.
+        method: The method.
+        base_size: Returns the scalars of AutoModel; called only for a mask that is a share of it.
+
+    Returns:
+        The resolved method.
+
+    Raises:
+        DeltuneError: The model does not have what the method needs; the message lists every such term and why.
     """
     problems: list[str] = []
     plans: list[ResolvedMethod] = []
     index = 0
     for term in method.terms:
-        found = _term(anatomy, term, index, problems)
+        term_plan = _resolve_term(anatomy, term, index, problems)
         index += len(term.parts)
         if isinstance(term, MaskedMethod) and not problems:
             try:
-                found = _masked(found, term, base)
+                term_plan = _draw_masks(term_plan, term, base_size)
             except DeltuneError as error:
                 problems.append(f"{term!r}: {error}")
-            inner = term.method.terms
-            problems += _idle([_term(anatomy, one, index, problems) for one in inner] if len(inner) > 1 else [], inner)
-        plans.append(found)
+            inner_terms = term.method.terms
+            if len(inner_terms) > 1:
+                inner_plans = [_resolve_term(anatomy, inner_term, index, problems) for inner_term in inner_terms]
+                problems += _terms_without_effect(inner_plans, inner_terms)
+        plans.append(term_plan)
     problems = problems or list(_conflicts(plans, method.terms))
     if problems:
         raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
-    selected = {t.name: t for p in plans for t in p.selected}
-    partly = {t.name: (t, mask) for p in plans for t, mask in p.partly}
+    selected = {t.name: t for plan in plans for t in plan.selected}
+    masked = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
     return ResolvedMethod(
-        tuple(e for p in plans for e in p.edits), tuple(selected.values()), tuple(partly.values()),
-        tuple(t for p in plans for t in p.tied), tuple(g for p in plans for g in p.gated),
+        tuple(e for plan in plans for e in plan.edits), tuple(selected.values()), tuple(masked.values()),
+        tuple(t for plan in plans for t in plan.tied), tuple(g for plan in plans for g in plan.gated),
     )  # fmt: skip
 
 
 def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
-    """What terms would take from one another: every scalar that is counted must be used and trained."""
-    names = [t.name for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
-    whole = {t.name for p in plans for t in p.selected}
-    if twice := sorted({name for name in names if names.count(name) > 1 or name in whole}):
+    """Yield why terms cannot be combined: every scalar that is counted must be used and trained."""
+    in_part = [tensor for plan in plans for tensor in plan.trained_in_part]
+    names = [tensor.name for tensor in in_part]
+    trained_whole = {t.name for plan in plans for t in plan.selected}
+    if twice := sorted({name for name in names if names.count(name) > 1 or name in trained_whole}):
         yield (
             f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
             "apet(A + B, …), or one of the two"
         )
     replaced: dict[ModuleSide, ResolvedEdit] = {}
-    for edit in (e for p in plans for e in p.edits if e.modification.form.replaces):
+    for edit in (e for plan in plans for e in plan.edits if e.modification.form.replaces):
         if edit.place.target in replaced:
             yield (
                 f"two terms put {edit.modification.form!r} in place of what is at {edit.place.name}: the first of them "
                 "would have no effect; give one"
             )
         replaced[edit.place.target] = edit
-    yield from _idle(plans, terms)
-    in_part = [t for p in plans for t in (*(t for t, _ in p.partly), *(t for g in p.gated for t in g.tensors))]
+    yield from _terms_without_effect(plans, terms)
     if unreached := sorted({t.name for t in in_part if t.direct}):
         yield (
             f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
             "module, so that what is trained of it would never be used; choose a method without it, or train it whole"
         )
-    forms = [e.modification.form for p in plans for e in p.edits]
+    forms = [e.modification.form for plan in plans for e in plan.edits]
     if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
         yield "shift_positions beside a prompt: both would move the positions of the text"
 
 
-def _idle(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
-    """Terms that only select tensors, all of which other terms select too."""
-    selected = [{t.name for t in p.selected} for p in plans]
-    for number, (one, term) in enumerate(zip(plans, terms, strict=False)):
-        rest = {name for other, names in enumerate(selected) if other != number for name in names}
-        if selected[number] and selected[number] <= rest and not (one.edits or one.gated or one.partly):
-            others = [repr(terms[i]) for i, names in enumerate(selected) if i != number and names & selected[number]]
-            beside = " and ".join(dict.fromkeys(others))
-            yield f"{term!r} has no effect beside {beside}, which trains all of it: leave it out"
+def _terms_without_effect(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
+    """Yield that a term only selects parameters all of which other terms select too."""
+    selected = [{t.name for t in other_plan.selected} for other_plan in plans]
+    for number, (plan, term) in enumerate(zip(plans, terms, strict=False)):
+        other_names = {name for other, names in enumerate(selected) if other != number for name in names}
+        if selected[number] and selected[number] <= other_names and not (plan.edits or plan.gated or plan.masked):
+            overlapping = [
+                repr(terms[i]) for i, names in enumerate(selected) if i != number and names & selected[number]
+            ]
+            other_terms = " and ".join(dict.fromkeys(overlapping))
+            yield f"{term!r} has no effect beside {other_terms}, which trains all of it: leave it out"
             return
 
 
-def _term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> ResolvedMethod:
-    """One term of a sum, its parts numbered from `index` on; what cannot be had is added to the problems."""
+def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str]) -> ResolvedMethod:
+    """Resolve one term, whose parts are numbered from `index` on; what is not possible is added to `problems`."""
     edits: list[ResolvedEdit] = []
     selected: list[Tensor] = []
     gated: list[ResolvedGates] = []
     for number, part in enumerate(term.parts, index):
         try:
             if isinstance(part, Modification):
-                found = resolve_locations(anatomy, part)
-                edits += [ResolvedEdit(f"{number}_{p.name.replace('.', '_')}", part, p, index) for p in found]
+                locations = resolve_locations(anatomy, part)
+                edits += [
+                    ResolvedEdit(f"{number}_{location.name.replace('.', '_')}", part, location, index)
+                    for location in locations
+                ]
             elif part.sparsity is None:
                 selected += selected_tensors(anatomy, part)
-            elif chosen := selected_tensors(anatomy, part):
-                gated.append(_gated(chosen, part.sparsity, str(number)))
+            elif tensors := selected_tensors(anatomy, part):
+                gated.append(_resolve_gates(tensors, part.sparsity, str(number)))
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
     return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
 
 
-def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates:
+def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates:
     unique = tuple(dict.fromkeys(chosen))
     size = sum(t.numel for t in unique)
     keep = int(size * sparsity)
@@ -164,44 +205,44 @@ def _gated(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates
     return ResolvedGates(key, unique, keep)
 
 
-def _masked(whole: ResolvedMethod, masked: MaskedMethod, base: Callable[[], int]) -> ResolvedMethod:
-    """The plan with exactly N scalars (METHODS §4): quotas over all units, edits without any left out.
+def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Callable[[], int]) -> ResolvedMethod:
+    """Return the resolved method with masks on exactly N scalars (METHODS §4), and without edits that get none.
 
-    A learned scale acts through the form of its edit, and a gate through the edits that it is tied to: they get none
-    where those have none.
+    A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
+    scalars, the scale or gate gets none either.
     """
     owners: list[tuple[str, str, MaskUnit]] = []
-    needs: dict[int, list[int]] = {}
-    forms: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
-    for edit in whole.edits:
+    depends_on: dict[int, list[int]] = {}
+    gated_units: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
+    for edit in unmasked.edits:
         composing = edit.modification.compose.shapes(edit.place.widths)
-        units = _units(edit)
+        units = _mask_units(edit)
         numbered = dict(enumerate(units, len(owners)))
-        form = [i for i, unit in numbered.items() if unit.leaf not in composing]
-        needs |= {i: form for i, unit in numbered.items() if unit.leaf in composing}
+        form_units = [i for i, unit in numbered.items() if unit.leaf not in composing]
+        depends_on |= {i: form_units for i, unit in numbered.items() if unit.leaf in composing}
         if edit.modification.compose.tied(edit.place.widths):
-            forms.setdefault(edit.tied, []).extend(form)
+            gated_units.setdefault(edit.tied, []).extend(form_units)
         owners += [("edit", edit.key, unit) for unit in units]
-    for key, edit in {e.tied: e for e in whole.edits if e.tied in forms}.items():
-        needs[len(owners)] = forms[key]
+    for key, edit in {e.tied: e for e in unmasked.edits if e.tied in gated_units}.items():
+        depends_on[len(owners)] = gated_units[key]
         shape = edit.modification.compose.tied(edit.place.widths)["gate"]
         owners.append(("tied", key, MaskUnit(f"tied.{key}", shape, "gate")))
-    owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in whole.selected]
-    quotas = split_budget([unit for _, _, unit in owners], masked.wanted(base), needs)
-    kept: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
+    owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in unmasked.selected]
+    quotas = split_budget([unit for _, _, unit in owners], masked.target_count(base_size), depends_on)
+    kept_units: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
     for (kind, name, unit), count in zip(owners, quotas, strict=True):
         if count:
-            kept.setdefault((kind, name), []).append((unit, count))
-    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept.items()}
+            kept_units.setdefault((kind, name), []).append((unit, count))
+    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept_units.items()}
     return ResolvedMethod(
-        tuple(replace(e, mask=masks["edit", e.key]) for e in whole.edits if ("edit", e.key) in masks), (),
-        tuple((t, masks["base", t.name]) for t in whole.selected if ("base", t.name) in masks),
+        tuple(replace(e, mask=masks["edit", e.key]) for e in unmasked.edits if ("edit", e.key) in masks), (),
+        tuple((t, masks["base", t.name]) for t in unmasked.selected if ("base", t.name) in masks),
         tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
     )  # fmt: skip
 
 
-def _units(edit: ResolvedEdit) -> list[MaskUnit]:
-    """What is drawn of an edit: its product, if it has one, and every other tensor alone."""
+def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
+    """Return the units that a mask is drawn on: the product of an edit, if it has one, and every other tensor."""
     widths, form = edit.place.widths, edit.modification.form
     shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
     product = form.product(widths)
@@ -214,10 +255,14 @@ def _units(edit: ResolvedEdit) -> list[MaskUnit]:
 
 
 def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
-    """Every tensor of a selection, each once; an error where none exists, saying what there is."""
-    layers = {anatomy.layers.index(la) for la in select_layers(anatomy, selection.layers, selection.stack)}
-    belongs = {norm.path: norm for _, norm in anatomy.all_norms()}
-    found = []
+    """Return the parameters of a selection, each once.
+
+    Raises:
+        DeltuneError: There is none; the message says which roles exist.
+    """
+    layers = {anatomy.layers.index(layer) for layer in select_layers(anatomy, selection.layers, selection.stack)}
+    norms = {norm.path: norm for _, norm in anatomy.all_norms()}
+    tensors = []
     for tensor in anatomy.tensors:
         if (
             tensor.computed
@@ -225,33 +270,33 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
             or (tensor.layer is not None and tensor.layer not in layers)
         ):
             continue
-        if tensor.layer is None and selection.stack not in ("all", *_stacks_of(anatomy, tensor)):
+        if tensor.layer is None and selection.stack not in ("all", *_stacks_containing(anatomy, tensor)):
             continue
-        if not any(_is(tensor, role) for role in selection.roles):
+        if not any(_has_role(tensor, role) for role in selection.roles):
             continue
-        norm: Norm | None = belongs.get(tensor.name.rpartition(".")[0])
+        norm: Norm | None = norms.get(tensor.name.rpartition(".")[0])
         if selection.of != "both" and norm is not None and norm.of and selection.of not in norm.of:
             continue
-        found.append(tensor)
-    missing = [r for r in selection.roles if not any(_is(t, r) for t in anatomy.tensors)]
-    if not selection.optional and (not found or len(missing) == len(selection.roles)):
-        raise DeltuneError(_nothing(anatomy, selection))
-    return found
+        tensors.append(tensor)
+    missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
+    if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
+        raise DeltuneError(_nothing_selected(anatomy, selection))
+    return tensors
 
 
-def _stacks_of(anatomy: Anatomy, tensor: Tensor) -> list[str]:
-    """The stacks that a tensor outside the layers stands in; shared embeddings stand in both."""
+def _stacks_containing(anatomy: Anatomy, tensor: Tensor) -> list[str]:
+    """Return the stacks that a parameter outside of the layers belongs to; shared embeddings belong to both."""
     names = (tensor.name, *tensor.aliases)
     return [s.name for s in anatomy.stacks if any(n.startswith(f"{s.entry}." if s.entry else "") for n in names)]
 
 
-def _is(tensor: Tensor, role: str) -> bool:
+def _has_role(tensor: Tensor, role: str) -> bool:
     return role == "all" or tensor.role == role or (role == "bias" and tensor.role.rpartition(".")[2] == "bias")
 
 
-def _nothing(anatomy: Anatomy, selection: Selection) -> str:
+def _nothing_selected(anatomy: Anatomy, selection: Selection) -> str:
     roles = sorted({t.role for t in anatomy.tensors if t.area in selection.areas})
-    wanted = " or ".join(selection.roles)
+    requested = " or ".join(selection.roles)
     if selection.roles == ("norm.bias",):
         return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
-    return f"this model has no {wanted} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"
+    return f"this model has no {requested} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"

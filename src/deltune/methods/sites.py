@@ -1,7 +1,8 @@
-"""Where: the places of one model that a modification means.
+"""Finds the places of a model at which a modification acts.
 
-Reads the anatomy only (no weights), so that counting, attaching and refusing agree by construction. Each site's rule
-says what it is on one layer, a Spot; insertion and composition then decide what is read there, the same for all sites.
+Only the anatomy is read, no weights, so that counting, attaching and refusing agree by construction. For each site a
+function says where it is in one layer (a SiteLocation). What is read there follows from insertion and composition, in
+the same way for all sites.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from .spec import LayersArg, Modification
 
 @dataclass(frozen=True)
 class ModuleSide:
-    """One side of one module. side: "input" (its first argument), "output", "attention" (inside the attention's call),
-    "tokens" (around a stack), "states" (all hidden states of a stack). columns: the part of a fused projection."""
+    """One side of one module, where hidden states can be read or changed.
+
+    Attributes:
+        path: The path of the module.
+        side: "input" (its first argument), "output", "attention" (inside the call of the attention), "tokens" (the
+            input embeddings of a stack) or "states" (all hidden states of a stack).
+        columns: The part of a fused projection; None for all of it.
+    """
 
     path: str
     side: str
@@ -27,11 +34,19 @@ class ModuleSide:
 
 @dataclass(frozen=True)
 class EditLocation:
-    """One concrete place of a modification: h is written at `target`, x read at `source` (None: nothing but h is read).
+    """One place of a model at which a modification acts.
 
-    `name` is unique and stable, "encoder.3.self.query"; `sublayer` the sub-module it is in; `group` what shares a
-    reparameterisation; `again`: the target is a norm, applied to h before the form reads it (x="normed"); `linear`: the
-    projection, where it is one; `biased`: whether a bias is there already; `moves`: the stack whose positions move on.
+    Attributes:
+        name: A unique and stable name, such as "encoder.3.self.query".
+        target: Where h is changed.
+        source: Where x is read; None where only h is read.
+        widths: The sizes there.
+        sublayer: The name of the sub-module that it is in.
+        group: The name of what shares a reparameterisation.
+        apply_norm_first: Whether the target is a norm that is applied to h before the form reads it (x="normed").
+        linear: The projection, at a site that is one.
+        has_bias: Whether the projection or norm has a bias.
+        shifted_stack: The stack whose positions are shifted, or "".
     """
 
     name: str
@@ -40,15 +55,29 @@ class EditLocation:
     widths: Widths
     sublayer: str
     group: str
-    again: bool = False
+    apply_norm_first: bool = False
     linear: Linear | None = None
-    biased: bool = False
-    moves: str = ""
+    has_bias: bool = False
+    shifted_stack: str = ""
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A site on one layer before insertion and composition: h at `target` (h_width), x at `x` (x_width)."""
+class SiteLocation:
+    """A site in one layer, before insertion and composition.
+
+    Attributes:
+        name: A unique and stable name, such as "encoder.3.self.query".
+        target: Where h is.
+        h_width: The width of h.
+        sublayer: The name of the sub-module that it is in.
+        group: The name of what shares a reparameterisation.
+        x: Where x is read; None at a site without an input of its own.
+        x_width: The width of x.
+        apply_norm_first: Whether the target is a norm that is applied to h before the form reads it (x="normed").
+        linear: The projection, at a site that is one.
+        has_bias: Whether the projection or norm has a bias.
+        attention: The attention, at sites of its heads.
+    """
 
     name: str
     target: ModuleSide
@@ -57,128 +86,140 @@ class Spot:
     group: str
     x: ModuleSide | None = None
     x_width: int = 0
-    again: bool = False
+    apply_norm_first: bool = False
     linear: Linear | None = None
-    biased: bool = False
+    has_bias: bool = False
     attention: Attention | None = None
 
 
 def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
-    """The layers that `layers` and `stack` name; indices count within each stack."""
+    """Return the layers that `layers` and `stack` choose; indices count within each stack.
+
+    Raises:
+        DeltuneError: The model has no such layer or stack, or shares its modules between the layers.
+    """
     names = [s.name for s in anatomy.stacks]
     if stack != "all" and stack not in names:
         raise DeltuneError(f"stack={stack!r}: this model has {' and '.join(names)} only")
     if layers != "all" and anatomy.shared:
         raise DeltuneError(f"layers={layers!r}: this model shares one set of modules between its layers; use 'all'")
-    found: list[Layer] = []
-    for part in anatomy.stacks:
-        if stack in ("all", part.name):
-            own = [layer for layer in anatomy.layers if layer.stack == part.name]
-            half = len(own) // 2
+    selected: list[Layer] = []
+    for candidate in anatomy.stacks:
+        if stack in ("all", candidate.name):
+            stack_layers = [layer for layer in anatomy.layers if layer.stack == candidate.name]
+            half = len(stack_layers) // 2
             if layers == "all":
-                found += own
+                selected += stack_layers
             elif layers == "lower half":
-                found += own[:half]
+                selected += stack_layers[:half]
             elif layers == "upper half":
-                found += own[half:]
+                selected += stack_layers[half:]
             else:
-                beyond = [i for i in layers if int(i) >= len(own)]
-                if beyond:
-                    raise DeltuneError(f"layers={layers!r}: the {part.name} has layers 0 to {len(own) - 1}")
-                found += [layer for layer in own if layer.index in layers]
-    if not found:
+                out_of_range = [i for i in layers if int(i) >= len(stack_layers)]
+                if out_of_range:
+                    raise DeltuneError(
+                        f"layers={layers!r}: the {candidate.name} has layers 0 to {len(stack_layers) - 1}"
+                    )
+                selected += [layer for layer in stack_layers if layer.index in layers]
+    if not selected:
         raise DeltuneError(f"layers={layers!r} names no layer of this model")
-    return found
+    return selected
 
 
 def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
-    """Every place of a modification, in the order of execution; an error where there is none or it cannot be seen."""
+    """Return every place of a modification, in the order of execution.
+
+    Raises:
+        DeltuneError: The model has no such place, or it cannot be observed.
+    """
     if modification.site in ("embedding", "hidden_states"):
-        whole = _embedding if modification.site == "embedding" else _hidden_states
-        return [whole(anatomy, modification)]
-    spots = [
-        spot
+        locate = _embedding_location if modification.site == "embedding" else _hidden_states_location
+        return [locate(anatomy, modification)]
+    sites = [
+        site
         for layer in select_layers(anatomy, modification.layers, modification.stack)
-        for spot in _spots(anatomy, layer, modification)
+        for site in _layer_sites(anatomy, layer, modification)
     ]
     if isinstance(modification.form, Vector) and modification.form.where != "all":
-        wanted = modification.form.where == "biased"
-        spots = [spot for spot in spots if spot.biased == wanted]
-        if not spots and not modification.optional:
-            which = "has a bias" if wanted else "lacks a bias"
+        needs_bias = modification.form.where == "biased"
+        sites = [site for site in sites if site.has_bias == needs_bias]
+        if not sites and not modification.optional:
+            which = "has a bias" if needs_bias else "lacks a bias"
             raise DeltuneError(f"no {modification.site} of this model {which}")
-    elif not spots and not modification.optional:
+    elif not sites and not modification.optional:
         kinds = sorted({a.kind for layer in anatomy.layers for a in layer.attentions})
         if modification.attention not in ("all", *kinds):
-            asked = modification.attention
-            raise DeltuneError(f"attention={asked!r}: this model has {' and '.join(kinds)} attention only")
+            requested = modification.attention
+            raise DeltuneError(f"attention={requested!r}: this model has {' and '.join(kinds)} attention only")
         raise DeltuneError(f"this model has no site {modification.site!r} that can be seen")
-    return [_moving(anatomy, _place(spot, modification), spot, modification) for spot in spots]
+    return [_with_position_shift(anatomy, _edit_location(site, modification), site, modification) for site in sites]
 
 
-def _place(spot: Spot, modification: Modification) -> EditLocation:
-    """u is x (parallel) or h (sequential); a gate reads x in either case."""
+def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
+    """Return the place of an edit: the form reads x (parallel) or h (sequential), and a gate reads x in either case."""
     parallel = modification.insertion == "parallel"
-    reads = parallel or modification.compose.reads_x
-    if reads and spot.x is None:
-        raise DeltuneError(f"{spot.name} has no input of its own to read")
-    a = spot.attention
+    reads_x = parallel or modification.compose.reads_x
+    if reads_x and site.x is None:
+        raise DeltuneError(f"{site.name} has no input of its own to read")
+    attention = site.attention
     widths = Widths(
-        spot.x_width if parallel else spot.h_width, spot.h_width, spot.x_width,
-        (a.heads or 0) if a else 0, (a.kv_heads or 0) if a else 0, (a.head_width or 0) if a else 0,
-        (a.value_width or 0) if a else 0,
+        site.x_width if parallel else site.h_width, site.h_width, site.x_width, (attention.heads or 0) if attention else
+        0, (attention.kv_heads or 0) if attention else 0, (attention.head_width or 0) if attention else 0,
+        (attention.value_width or 0) if attention else 0,
     )  # fmt: skip
-    if why := modification.form.fits(widths):
-        raise DeltuneError(why)
-    inside = modification.form.needs == "attention" and not modification.compose.reads_x
+    if problem := modification.form.incompatibility(widths):
+        raise DeltuneError(problem)
+    inside_attention = modification.form.needs == "attention" and not modification.compose.reads_x
     return EditLocation(
-        spot.name, spot.target, spot.x if reads and not inside else None, widths, spot.sublayer, spot.group, spot.again,
-        spot.linear, spot.biased,
+        site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group,
+        site.apply_norm_first, site.linear, site.has_bias,
     )  # fmt: skip
 
 
-def _moving(anatomy: Anatomy, place: EditLocation, spot: Spot, modification: Modification) -> EditLocation:
-    """The place of a form that moves the positions of its stack's tokens on, if it is in their own attention."""
-    if not modification.form.shift or spot.attention is None or spot.attention.kind != "self":
-        return place
-    stack = anatomy.stack(place.name.partition(".")[0])
+def _with_position_shift(
+    anatomy: Anatomy, location: EditLocation, site: SiteLocation, modification: Modification
+) -> EditLocation:
+    """Return the place of a form that shifts positions with its stack, if it is in the stack's self-attention."""
+    if not modification.form.shift or site.attention is None or site.attention.kind != "self":
+        return location
+    stack = anatomy.stack(location.name.partition(".")[0])
     if not stack.position_ids and stack.positions is None:
         raise DeltuneError(
             f"shift_positions moves absolute positions, which the {stack.name} of this model does not have"
         )
-    return replace(place, moves=stack.name)
+    return replace(location, shifted_stack=stack.name)
 
 
-def _spots(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[Spot]:
+def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[SiteLocation]:
     site, stem = modification.site, f"{layer.stack}.{layer.index}"
     if site == "block":
         width = anatomy.stack(layer.stack).width
         target, x = ModuleSide(layer.path, "output"), ModuleSide(layer.path, "input")
-        yield Spot(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
+        yield SiteLocation(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
     elif site == "norm":
         for number, norm in enumerate(layer.norms):
             name = f"{stem}.norm{number}"
-            yield Spot(name, ModuleSide(norm.path, "output"), norm.width, name, layer.stack, biased=norm.bias)
+            yield SiteLocation(name, ModuleSide(norm.path, "output"), norm.width, name, layer.stack, has_bias=norm.bias)
     elif site.startswith("ffn"):
         for number, ffn in enumerate(layer.ffns):
-            yield from _ffn(f"{stem}.{number}" if number else stem, layer, ffn, modification)
+            yield from _ffn_sites(f"{stem}.{number}" if number else stem, layer, ffn, modification)
     else:
         for attention in layer.attentions:
             if modification.attention in ("all", attention.kind):
-                yield _attention(f"{stem}.{attention.kind}", layer, attention, modification)
+                yield _attention_site(f"{stem}.{attention.kind}", layer, attention, modification)
 
 
-def _attention(stem: str, layer: Layer, attention: Attention, modification: Modification) -> Spot:
+def _attention_site(stem: str, layer: Layer, attention: Attention, modification: Modification) -> SiteLocation:
     site, output = modification.site, attention.output
     name, group = f"{stem}.{site}", f"{layer.stack}_{attention.kind}"
-    x = ModuleSide(_read(attention, modification), "input")
+    x = ModuleSide(_x_path(attention, modification), "input")
     x_width = attention.query.in_width if attention.query else output.out_width
     if site == "output":
-        return _projection(name, output, stem, group)
+        return _projection_site(name, output, stem, group)
     if site == "attention":
-        return Spot(name, ModuleSide(output.path, "output"), output.out_width, stem, group, x, x_width)
+        return SiteLocation(name, ModuleSide(output.path, "output"), output.out_width, stem, group, x, x_width)
     if site == "heads" and modification.form.needs == "hidden":
-        return Spot(
+        return SiteLocation(
             name, ModuleSide(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention
         )
     if attention.query is None or attention.key is None or attention.value is None:
@@ -188,58 +229,62 @@ def _attention(stem: str, layer: Layer, attention: Attention, modification: Modi
         )
     if site == "heads":
         target = ModuleSide(attention.path, "attention")
-        return Spot(name, target, output.in_width, stem, group, x, x_width, attention=attention)
+        return SiteLocation(name, target, output.in_width, stem, group, x, x_width, attention=attention)
     linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
-    return _projection(name, linear, stem, group)
+    return _projection_site(name, linear, stem, group)
 
 
-def _projection(name: str, linear: Linear, sublayer: str, group: str) -> Spot:
+def _projection_site(name: str, linear: Linear, sublayer: str, group: str) -> SiteLocation:
     target, x = ModuleSide(linear.path, "output", linear.columns), ModuleSide(linear.path, "input")
-    return Spot(
-        name, target, linear.out_width, sublayer, group, x, linear.in_width, linear=linear, biased=linear.bias
+    return SiteLocation(
+        name, target, linear.out_width, sublayer, group, x, linear.in_width, linear=linear, has_bias=linear.bias
     )  # fmt: skip
 
 
-def _ffn(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[Spot]:
+def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[SiteLocation]:
     site, sublayer, group = modification.site, f"{stem}.ffn", layer.stack
     hidden, x_width = ffn.output.out_width, ffn.inputs[0].in_width
-    x = ModuleSide(_read(ffn, modification), "input")
+    x = ModuleSide(_x_path(ffn, modification), "input")
     if site == "ffn_up":
         for number, linear in enumerate(ffn.inputs):
-            yield _projection(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
+            yield _projection_site(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
     elif site == "ffn_down":
-        yield _projection(f"{stem}.ffn_down", ffn.output, sublayer, group)
+        yield _projection_site(f"{stem}.ffn_down", ffn.output, sublayer, group)
     elif site == "ffn_inner":
         target = ModuleSide(ffn.output.path, "input")
-        yield Spot(f"{stem}.ffn_inner", target, ffn.output.in_width, sublayer, group, linear=ffn.output)
+        yield SiteLocation(f"{stem}.ffn_inner", target, ffn.output.in_width, sublayer, group, linear=ffn.output)
     elif modification.x == "normed" and ffn.post is not None:
         # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
-        yield Spot(f"{stem}.ffn", ModuleSide(ffn.post, "input"), hidden, sublayer, group, x, x_width, again=True)
+        yield SiteLocation(
+            f"{stem}.ffn", ModuleSide(ffn.post, "input"), hidden, sublayer, group, x, x_width, apply_norm_first=True
+        )
     else:
-        yield Spot(f"{stem}.ffn", ModuleSide(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
+        yield SiteLocation(f"{stem}.ffn", ModuleSide(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
 
 
-def _read(part: Attention | FFN, modification: Modification) -> str:
-    """Where x is read: the sub-layer's own input, or the residual stream before its pre-norm (post-norm: the same)."""
-    return part.pre if modification.x == "residual" and part.pre is not None else part.reads
+def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
+    """Return where x is read: the sub-layer's input, or for x="residual" the input of the norm before it."""
+    return sublayer.pre if modification.x == "residual" and sublayer.pre is not None else sublayer.reads
 
 
-def _embedding(anatomy: Anatomy, modification: Modification) -> EditLocation:
+def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
     stack = anatomy.stacks[0]
     if stack.words is None:
         raise DeltuneError("the word embeddings of this model cannot be seen")
     if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
         raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
-    words = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
-    rows, width = words.shape
-    first = modification.form.init_from if isinstance(modification.form, Prompt) else None
-    if beyond := [i for i in first or () if not 0 <= i < rows]:
-        raise DeltuneError(f"init_from={first!r}: {beyond} are no token ids of this model, which has 0 to {rows - 1}")
+    word_embeddings = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
+    rows, width = word_embeddings.shape
+    init_from = modification.form.init_from if isinstance(modification.form, Prompt) else None
+    if out_of_range := [i for i in init_from or () if not 0 <= i < rows]:
+        raise DeltuneError(
+            f"init_from={init_from!r}: {out_of_range} are no token ids of this model, which has 0 to {rows - 1}"
+        )
     name = f"{stack.name}.embedding"
     return EditLocation(name, ModuleSide(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
 
 
-def _hidden_states(anatomy: Anatomy, modification: Modification) -> EditLocation:
+def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
     stack = anatomy.stacks[-1]
     if anatomy.answers in ("words", "choices"):
         raise DeltuneError(

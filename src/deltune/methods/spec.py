@@ -1,8 +1,8 @@
-"""Methods as values: a method is a sum of modifications of hidden states and selections of existing tensors.
+"""Methods as values: a method is a sum of modifications of hidden states and selections of existing parameters.
 
-Modification: a point of the design space (UV table 1): site, form, insertion, composition, and where it applies.
-Selection: existing tensors, by role. Named: a method of the table with its arguments. Sum: several of them.
-All are frozen, comparable and hashable; their repr is the expression that makes them.
+A Modification is a point of the design space (UV table 1): site, form, insertion and composition, and where it applies.
+A Selection trains existing parameters, chosen by role. All methods are frozen, comparable and hashable, and their repr
+is the expression that makes them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any, Literal, get_type_hints
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..notebook import html_table
 from .arguments import check_fields, fits_type, parse_percentage, type_mismatch
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
@@ -36,22 +37,22 @@ SITES = {
     "block": "a layer's output",
     "hidden_states": "all layers' outputs, read together by the head",
 }
-"""Sites of UV's third dimension, with what each one is."""
+"""The sites that a modification can act at (UV's third dimension), with what each is."""
 
-INSIDE_ATTENTION = ("heads", "attention", "query", "key", "value", "output")
+ATTENTION_SITES = ("heads", "attention", "query", "key", "value", "output")
 """The sites that each attention has, where attention= chooses."""
 
 PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 LAYERS = ("all", "lower half", "upper half")
 STACKS = ("all", "encoder", "decoder")
 ATTENTIONS = ("all", "self", "cross")
-READS = ("input", "residual", "normed")
+X_CHOICES = ("input", "residual", "normed")
 
 LayersArg = str | tuple[int, ...]
 
 
 class Method:
-    """Anything that can be attached. `a + b` is their sum."""
+    """Anything that can be attached to a model. `a + b` is the sum of two methods."""
 
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
@@ -63,30 +64,45 @@ class Method:
 
     @property
     def terms(self) -> tuple[Method, ...]:
-        """What is joined by +."""
+        """The methods that are joined by +, in order; one for a method that is no sum."""
         return (self,)
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
-        """The modifications and selections it comes down to, in order."""
+        """The modifications and selections that the method consists of, in order."""
         raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        rows = [part._table_row() for part in self.parts]
+        return html_table(repr(self), ("what", "where", "layers", "how"), rows)
 
 
 ADD = Add()
 
-SITE_OF = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
-"""Which sites offer what a form needs beyond one representation."""
+SITES_FOR_NEED = {"attention": ("heads",), "tokens": ("embedding",), "states": ("hidden_states",)}
+"""The sites that offer what `Form.needs` names, where it is more than hidden states at one point."""
 
 
 @dataclass(frozen=True, repr=False)
 class Modification(Method):
-    """h <- compose(h, form(u)) at every place of `site`; u = x (parallel) or h (sequential).
+    """Change the hidden states at every place of a site, h <- compose(h, form(u)).
 
-    site: one of SITES; layers: "all", "lower half", "upper half" or 0-based indices; stack: all, encoder, decoder;
-    attention: all, self, cross (attention sites only); x: "input" (what the frozen sub-module reads), "residual" (the
-    stream before its norm), "normed" (sequential after the FFN's add & norm, with that norm applied again);
-    optional: a model without such a place is no error.
-    Errors: every value that does not exist, and combinations without a meaning, with the reason.
+    u, what the form reads, is the input x of the frozen sub-module (parallel) or the hidden states h (sequential).
+
+    Args:
+        site: The place in a layer, one of `SITES`, such as "query" or "ffn".
+        form: What Δh is computed by, such as `LowRank(8)`.
+        insertion: "parallel" or "sequential".
+        compose: How Δh joins h.
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        attention: "all", "self" or "cross", at the sites inside attentions.
+        x: "input" (what the frozen sub-module reads), "residual" (the residual stream before its norm) or "normed"
+            (sequential after the FFN's add & norm, with that norm applied again).
+        optional: Whether a model without such a place is accepted.
+
+    Raises:
+        DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
     """
 
     site: str
@@ -101,33 +117,33 @@ class Modification(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_where(self.layers, self.stack, self.attention)
-        for name, value, known in (
+        check_scope(self.layers, self.stack, self.attention)
+        for name, value, allowed in (
             ("site", self.site, SITES),
             ("insertion", self.insertion, ("parallel", "sequential")),
-            ("x", self.x, READS),
+            ("x", self.x, X_CHOICES),
         ):
-            if value not in known:
-                raise DeltuneError(unknown_name(name, value, known))
-        if self.attention != "all" and self.site not in INSIDE_ATTENTION:
+            if value not in allowed:
+                raise DeltuneError(unknown_name(name, value, allowed))
+        if self.attention != "all" and self.site not in ATTENTION_SITES:
             raise DeltuneError(f"attention={self.attention!r} chooses attentions; site {self.site!r} is in none")
         needs, form = self.form.needs, type(self.form).__name__
-        if needs in SITE_OF and self.site not in SITE_OF[needs]:
-            raise DeltuneError(f"{form} acts at site {SITE_OF[needs][0]!r}, not at {self.site!r}")
-        if self.site in ("embedding", "hidden_states") and self.site not in SITE_OF.get(needs, ()):
-            raise DeltuneError(f"{form} cannot act at site {self.site!r}: it needs one representation to change")
+        if needs in SITES_FOR_NEED and self.site not in SITES_FOR_NEED[needs]:
+            raise DeltuneError(f"{form} acts at site {SITES_FOR_NEED[needs][0]!r}, not at {self.site!r}")
+        if self.site in ("embedding", "hidden_states") and self.site not in SITES_FOR_NEED.get(needs, ()):
+            raise DeltuneError(f"{form} cannot act at site {self.site!r}: it changes hidden states at one point")
         if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
-            raise DeltuneError(f"site {self.site!r} has no x of its own: insertion is 'sequential'")
+            raise DeltuneError(f"site {self.site!r} has no input x of its own: give insertion='sequential'")
         if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
             raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
-        if needs in SITE_OF and self.insertion == "sequential":
-            raise DeltuneError(f"{type(self.form).__name__} reads the input (x): insertion is 'parallel'")
+        if needs in SITES_FOR_NEED and self.insertion == "sequential":
+            raise DeltuneError(f"{type(self.form).__name__} reads the input x: give insertion='parallel'")
         if self.x == "residual" and (self.site not in ("attention", "ffn", "heads") or self.insertion != "parallel"):
             raise DeltuneError("x='residual' is for a parallel insertion at 'attention', 'ffn' or 'heads'")
         if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
         if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
-            raise DeltuneError(f"a Vector that minds biases acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
+            raise DeltuneError(f"Vector(where={self.form.where!r}) acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
         if self.site in ("embedding", "hidden_states") and (self.layers, self.stack) != ("all", "all"):
             raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
         if self.site == "embedding" and self.compose != ADD:
@@ -137,18 +153,23 @@ class Modification(Method):
                 "one prefix vector without the gate of UV eq. 8: its softmax is 1 whatever its key is, so that the key "
                 "would never be trained; give a length of at least 2"
             )
-        if isinstance(self.compose, Scale) and not self.compose.value and self.form.silent:
+        if isinstance(self.compose, Scale) and not self.compose.value and self.form.starts_at_zero:
             raise DeltuneError(
                 f"a learned scale that starts at 0 on {self.form!r}, which starts at 0 too: neither would ever have a "
                 "gradient; start the scale at another number"
             )
-        inputless = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
-        if isinstance(self.compose, SigmoidGate) and inputless:
+        without_x = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
+        if isinstance(self.compose, SigmoidGate) and without_x:
             raise DeltuneError(f"SigmoidGate reads a sub-module's input, which site {self.site!r} does not have")
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
         return (self,)
+
+    def _table_row(self) -> tuple[str, ...]:
+        """Return the row that a notebook shows: what, where, layers and how."""
+        where = self.site if self.attention == "all" else f"{self.site} of {self.attention} attention"
+        return repr(self.form), where, _scope_text(self.layers, self.stack), f"{self.insertion}, {self.compose!r}"
 
     def __repr__(self) -> str:
         return to_expression(self)
@@ -156,12 +177,20 @@ class Modification(Method):
 
 @dataclass(frozen=True, repr=False)
 class Selection(Method):
-    """Existing tensors trained in place, by role and area, never by name.
+    """Train existing parameters in place, chosen by role and area and never by name.
 
-    roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all"; areas: "layers",
-    "embedding", "final", "pooler", "vocabulary", "other"; of: "both", "attention", "ffn" (norms only); layers, stack as
-    in Modification. sparsity: only that share of their scalars changes in the end, and training finds which (W + z ⊙ δ
-    with gates z under an L0 penalty; Guo et al. 2021); None: all of them.
+    Args:
+        roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all".
+        areas: "layers", "embedding", "final", "pooler", "vocabulary" or "other".
+        of: Norms of the "attention", of the "ffn", or "both".
+        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        stack: "all", "encoder" or "decoder".
+        sparsity: The share of the scalars that differ in the end, which training finds: W + z ⊙ δ with gates z under an
+            L0 penalty (Guo et al. 2021). None: all of them are trained.
+        optional: Whether a model without such parameters is accepted.
+
+    Raises:
+        DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
     """
 
     roles: tuple[str, ...]
@@ -174,7 +203,7 @@ class Selection(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_where(self.layers, self.stack)
+        check_scope(self.layers, self.stack)
         if self.sparsity is not None and not 0 < self.sparsity < 1:
             raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
@@ -192,8 +221,19 @@ class Selection(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return (self,)
 
+    def _table_row(self) -> tuple[str, ...]:
+        """Return the row that a notebook shows: what, where, layers and how."""
+        where = ", ".join(self.areas) if self.of == "both" else f"{', '.join(self.areas)} ({self.of})"
+        how = "in place" if self.sparsity is None else f"a share of {self.sparsity:g} in place"
+        return ", ".join(self.roles), where, _scope_text(self.layers, self.stack), how
+
     def __repr__(self) -> str:
         return to_expression(self)
+
+
+def _scope_text(layers: LayersArg, stack: str) -> str:
+    text = layers if isinstance(layers, str) else ", ".join(map(str, layers))
+    return text if stack == "all" else f"{text} of the {stack}"
 
 
 ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "all")
@@ -202,57 +242,71 @@ AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 @dataclass(frozen=True)
 class NamedMethod(Method):
-    """A method of the table with all its arguments; `given` holds those that differ from their defaults."""
+    """A method of the registry, such as `lora(rank=8)`.
+
+    Attributes:
+        name: Its name.
+        non_defaults: The arguments that differ from their defaults.
+        arguments: All arguments.
+        built_parts: The modifications and selections that it consists of.
+    """
 
     name: str
-    given: tuple[tuple[str, Any], ...]
+    non_defaults: tuple[tuple[str, Any], ...]
     arguments: tuple[tuple[str, Any], ...]
-    built: tuple[Modification | Selection, ...]
+    built_parts: tuple[Modification | Selection, ...]
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
-        return self.built
+        return self.built_parts
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NamedMethod) and (self.name, self.given) == (other.name, other.given)
+        return isinstance(other, NamedMethod) and (self.name, self.non_defaults) == (other.name, other.non_defaults)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.given))
+        return hash((self.name, self.non_defaults))
 
     def __repr__(self) -> str:
-        return _call(self.name, self.given)
+        return _call_text(self.name, self.non_defaults)
 
 
 def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., NamedMethod]:
-    """A function that returns parts becomes one that returns the named method, with its arguments on record."""
-    shape = signature(make)
-    hints = cache(lambda: get_type_hints(make))  # asked for at the first call: all modules are there then
+    """Turn a function that returns modifications and selections into one that returns a named method.
+
+    The new function checks its arguments against the type hints, as expressions are checked.
+    """
+    accepted = signature(make)
+    hints = cache(lambda: get_type_hints(make))  # resolved at the first call, when all modules are imported
 
     @wraps(make)
     def method(*args: Any, **kwargs: Any) -> NamedMethod:
-        if unheard := [unknown_argument(make.__name__, key, make) for key in kwargs if key not in shape.parameters]:
-            raise DeltuneError("; ".join(unheard))
+        if unknown := [key for key in kwargs if key not in accepted.parameters]:
+            raise DeltuneError("; ".join(unknown_argument(make.__name__, key, make) for key in unknown))
         try:
-            bound = shape.bind(*args, **kwargs)
+            bound = accepted.bind(*args, **kwargs)
         except TypeError as error:
             raise DeltuneError(f"{make.__name__}: {error}; it takes {signature_text(make)}") from None
         bound.apply_defaults()
         arguments = {key: tuple(v) if isinstance(v, list) else v for key, v in bound.arguments.items()}
-        wrong = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
-        if wrong:
-            raise error_from_problems(make.__name__, wrong)
-        given = tuple((key, v) for key, v in arguments.items() if v != shape.parameters[key].default)
-        return NamedMethod(make.__name__, given, tuple(arguments.items()), make(**arguments))
+        problems = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
+        if problems:
+            raise error_from_problems(make.__name__, problems)
+        non_defaults = tuple((key, v) for key, v in arguments.items() if v != accepted.parameters[key].default)
+        return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), make(**arguments))
 
     return method
 
 
 @dataclass(frozen=True, repr=False)
 class MaskedMethod(Method):
-    """Exactly `parameters` scalars of a method are trained, W ⊙ m; the rest stay zero, or pretrained (AP §5.1).
+    """Train exactly N scalars of a method, W ⊙ m; the others stay zero, or pretrained (AP §5.1).
 
-    parameters: a number, or a share of the base model such as "0.05%"; pattern: "discrete" or "adjacent"; along: "rows"
-    or "columns"; seed.
+    Args:
+        method: The method.
+        parameters: N, or a share of the base model such as "0.05%".
+        pattern: "discrete" or "adjacent".
+        along: "rows" or "columns".
+        seed: The seed of the draw.
     """
 
     method: Method
@@ -263,21 +317,25 @@ class MaskedMethod(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, value, known in (
+        for name, value, allowed in (
             ("pattern", self.pattern, ("discrete", "adjacent")),
             ("along", self.along, ("rows", "columns")),
         ):
-            if value not in known:
-                raise DeltuneError(unknown_name(name, value, known))
+            if value not in allowed:
+                raise DeltuneError(unknown_name(name, value, allowed))
         if any(isinstance(term, MaskedMethod) for term in self.method.terms):
-            raise DeltuneError("a mask on a mask: give apet(...) one method with all its terms")
+            raise DeltuneError("a mask on a mask: give one apet(...) a method with all terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
             raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
         if isinstance(self.parameters, str) and parse_percentage(self.parameters) is None:
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
 
-    def wanted(self, base: Callable[[], int]) -> int:
-        """N for a base model of base() scalars; a share is rounded down."""
+    def target_count(self, base: Callable[[], int]) -> int:
+        """Return N.
+
+        Args:
+            base: Returns the scalars of the base model; called only where N is a share. The result is rounded down.
+        """
         share = parse_percentage(self.parameters) if isinstance(self.parameters, str) else None
         return int(self.parameters) if share is None else int(base() * share)
 
@@ -285,18 +343,18 @@ class MaskedMethod(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return self.method.parts
 
-    def written(self, method: str) -> str:
-        """The expression around an inner one."""
+    def expression_around(self, method: str) -> str:
+        """Return the expression that masks the method of another expression."""
         arguments = [("parameters", self.parameters), ("pattern", self.pattern), ("along", self.along)]
         return f"apet({method}, {', '.join(f'{k}={v!r}' for k, v in [*arguments, ('seed', self.seed)])})"
 
     def __repr__(self) -> str:
-        return self.written(repr(self.method))
+        return self.expression_around(repr(self.method))
 
 
 @dataclass(frozen=True, repr=False)
 class MethodSum(Method):
-    """Several methods at once; + is associative, and the order of the terms is kept."""
+    """Several methods at once. + is associative, and the terms stay in their order."""
 
     members: tuple[Method, ...]
 
@@ -312,24 +370,28 @@ class MethodSum(Method):
         return " + ".join(repr(member) for member in self.members)
 
 
-def _call(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
-    inside = ", ".join(f"{key}={value!r}" for key, value in arguments)
-    return f"{name}({inside})" if inside else name
+def _call_text(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
+    text = ", ".join(f"{key}={value!r}" for key, value in arguments)
+    return f"{name}({text})" if text else name
 
 
 def explicit_expression(method: Method) -> str:
-    """The expression with every argument of its named methods written out, for files that must outlive a default."""
-    return " + ".join(_explicit(term) for term in method.terms)
+    """Return the expression with all arguments of its named methods, for files that must outlive changed defaults."""
+    return " + ".join(_explicit_term(term) for term in method.terms)
 
 
-def _explicit(term: Method) -> str:
+def _explicit_term(term: Method) -> str:
     if isinstance(term, MaskedMethod):
-        return term.written(explicit_expression(term.method))
-    return _call(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
+        return term.expression_around(explicit_expression(term.method))
+    return _call_text(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
 
 
-def check_where(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
-    """Errors for a layers, stack or attention argument that means nothing."""
+def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
+    """Check the arguments that choose layers, a stack and attentions.
+
+    Raises:
+        DeltuneError: One of them does not exist.
+    """
     if isinstance(layers, str):
         if layers not in LAYERS:
             raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "a list of 0-based indices"]))

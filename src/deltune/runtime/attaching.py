@@ -217,7 +217,7 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
         named = found.labels or tuple(label for _, label in labels.id2label)
         named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
         labels = HeadLabels(tuple(enumerate(named)), labels.problem_type)
-    numbers = found.numbers | {f"base.{n}": t for n, t in own.items()}
+    numbers = found.tensors | {f"base.{n}": t for n, t in own.items()}
     untouched = {f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
     _check_file(handle, planned, head, tensor_facts(numbers) | untouched, labels, where)
     check_memory(model, handle.anatomy, planned, found.method)

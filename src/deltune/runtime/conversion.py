@@ -17,8 +17,8 @@ from transformers.models.auto import modeling_auto
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
-from ..interop.base import CONFIG, ExportedDelta, ForeignFolder, Translation, has_file, read_options, read_tensors
-from ..interop.schemas import HubHead, HubOptions, PeftOptions, check_options
+from ..interop.base import CONFIG_FILE, ExportedDelta, ForeignFolder, Translation, has_file, read_options, read_tensors
+from ..interop.schemas import AdapterHubHead, AdapterHubOptions, PeftOptions, check_options
 from .handle import Tuned
 
 FORMATS = ("peft",)
@@ -49,16 +49,16 @@ def open_folder(folder: str | Path) -> ForeignFolder:
     where = Path(folder)
     options = read_options(where)
     if "peft_type" in options:
-        check_options(PeftOptions, options, where / CONFIG)
-        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHTS))
+        check_options(PeftOptions, options, where / CONFIG_FILE)
+        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES))
     if "config" not in options or "model_type" not in options:
-        raise DeltuneError(f"{where / CONFIG} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
-    check_options(HubOptions, options, where / CONFIG)
-    tensors = read_tensors(where, adapterhub.WEIGHTS)
+        raise DeltuneError(f"{where / CONFIG_FILE} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
+    check_options(AdapterHubOptions, options, where / CONFIG_FILE)
+    tensors = read_tensors(where, adapterhub.WEIGHT_FILES)
     if not has_file(where, adapterhub.HEAD_CONFIG):
         return ForeignFolder(where, options, tensors)
     head_options = read_options(where, adapterhub.HEAD_CONFIG)
-    check_options(HubHead, head_options, where / adapterhub.HEAD_CONFIG)
+    check_options(AdapterHubHead, head_options, where / adapterhub.HEAD_CONFIG)
     return ForeignFolder(where, options, tensors, head_options, read_tensors(where, adapterhub.HEAD_WEIGHTS))
 
 
@@ -66,9 +66,9 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """What a folder of PEFT or AdapterHub says on this model. Errors: whatever has no translation, with the reason."""
     found = open_folder(folder)
     if "peft_type" in found.options:
-        return peft_read.read(handle.anatomy, found, _windowed(handle.model))
+        return peft_read.read_peft(handle.anatomy, found, _windowed(handle.model))
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
-    return adapterhub.read(handle.anatomy, found, relative)
+    return adapterhub.read_adapterhub(handle.anatomy, found, relative)
 
 
 def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
@@ -82,7 +82,7 @@ def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
 
 def _of_head(name: str) -> bool:
     """Whether a tensor is one of a classifier's last linear, by the names of transformers' classes."""
-    stem = name.removeprefix(peft_read.PREFIX).rpartition(".")[0]
+    stem = name.removeprefix(peft_read.NAME_PREFIX).rpartition(".")[0]
     return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
         "." not in stem or stem.endswith("out_proj")
     )
@@ -109,7 +109,7 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
     """
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
-    options, tensors = peft_write.write(content(handle, name))
+    options, tensors = peft_write.write_peft(content(handle, name))
     model = handle.model
     options |= {
         "task_type": _task(type(model).__name__), "base_model_name_or_path": model.config.name_or_path,
@@ -118,8 +118,8 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
     target = user_path(folder, "folder")
     with atomic_new_folder(target) as fresh:
         whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
-        save_file(whole, fresh / peft_read.WEIGHTS[0], metadata={"format": "pt"})
-        (fresh / CONFIG).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(whole, fresh / peft_read.WEIGHT_FILES[0], metadata={"format": "pt"})
+        (fresh / CONFIG_FILE).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return target
 
 

@@ -176,7 +176,7 @@ def expected_tensors(
                 needed.shapes[f"{stem}{leaf}.dense"] = shape
             elif not any(drawn.stem == stem for drawn in needed.drawn):
                 needed.drawn.append(Drawn(stem, mask.count if mask else 0, {f"{leaf}.sparse": math.prod(shape)}))
-    for tensor, mask in planned.partly:
+    for tensor, mask in planned.masked:
         needed.drawn.append(Drawn("partly.", mask.count, {tensor.name: tensor.numel}))
     for gates in planned.gated:
         needed.drawn.append(Drawn("gated.", gates.keep, {gates.key: gates.size}))

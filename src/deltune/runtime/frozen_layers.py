@@ -67,9 +67,9 @@ def _trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, str]]:
     for edit in plan.edits:
         ports = [edit.place.target, *([edit.place.source] if edit.place.source else [])]
         first = min(_before(anatomy, port.path, port.side) for port in ports)
-        moved = [_first(anatomy, edit.place.moves)] if edit.place.moves else []
+        moved = [_first(anatomy, edit.place.shifted_stack)] if edit.place.shifted_stack else []
         yield min([first, *moved]), edit.place.name
-    own: list[Tensor] = [*plan.selected, *(t for t, _ in plan.partly), *(t for g in plan.gated for t in g.tensors)]
+    own: list[Tensor] = [*plan.selected, *(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors)]
     own += [t for t in anatomy.tensors if t.name in delta.head]
     for tensor in own:
         for name in (tensor.name, *tensor.aliases):

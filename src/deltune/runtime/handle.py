@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..anatomy.quantization import check_not_quantized
-from ..anatomy.skeleton import HANDLE
+from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs, trace_forward
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-NAME = HANDLE
+NAME = HANDLE_NAME
 """The handle's name in the model, and so the prefix of every key it adds to the state dict."""
 
 

@@ -260,8 +260,8 @@ def required_hooks(
             if edit.elsewhere is not None:
                 needed[edit.elsewhere, "input"] = partial(InputHook, passes, anatomy, edit.elsewhere)
                 entries.setdefault(_around(target.path, edit.elsewhere), False)
-            if edit.place.moves:
-                entry = anatomy.stack(edit.place.moves).entry
+            if edit.place.shifted_stack:
+                entry = anatomy.stack(edit.place.shifted_stack).entry
                 needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
         for tensor, _ in delta.masked():
             for path, _ in owning_modules(anatomy, tensor):

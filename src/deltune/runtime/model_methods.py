@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..anatomy.skeleton import HANDLE
+from ..anatomy.skeleton import HANDLE_NAME
 from ..errors import DeltuneError, error_from_problems
 from .pass_manager import PassManager
 
@@ -71,7 +71,7 @@ class ModelMethod:
         with passes.changing(self.method):
             try:
                 passes.state.stand(name)
-                yield passes.model._modules[HANDLE]
+                yield passes.model._modules[HANDLE_NAME]
             finally:
                 passes.settle(passes.assigned())
 
@@ -107,8 +107,8 @@ class SavePretrained(ModelMethod):
                 bound.arguments["state_dict"] = self.passes.state.at_rest(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
         beside = (
-            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE}.', which from_pretrained "
-            "ignores."
+            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE_NAME}.', which "
+            "from_pretrained ignores."
         )
         warnings.warn(
             "save_pretrained wrote the base model as it was before attaching, with the base's own head and not a "
@@ -192,7 +192,7 @@ class Reduce(ModelMethod):
         if self.passes.is_pickled:
             return self.original(protocol)
         twin = self.passes.read(self._with_the_same_tensors, to_copy=True)
-        twin._modules[HANDLE].passes.is_pickled = True
+        twin._modules[HANDLE_NAME].passes.is_pickled = True
         return _itself, (twin,)
 
     def _with_the_same_tensors(self) -> Any:

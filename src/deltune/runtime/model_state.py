@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.skeleton import HANDLE
+from ..anatomy.skeleton import HANDLE_NAME
 from ..compat import delete_from_parameter_dict, parameters_of_dict, set_in_parameter_dict
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key
 from .rows import refuse_late_gradients
 from .sparse_params import parameter_slots
 
-_BASE = f"{HANDLE}.base."
+_BASE = f"{HANDLE_NAME}.base."
 """How the names of displaced tensors begin in a state dict."""
 
 _UNSETTLED = "/"
@@ -176,4 +176,4 @@ class ModelState:
 
 def _held(name: str, keys: Iterable[str]) -> set[str]:
     """The names in a state dict of tensors that a resting delta holds."""
-    return {f"{HANDLE}.deltas.{name}.held.{key}" for key in keys}
+    return {f"{HANDLE_NAME}.deltas.{name}.held.{key}" for key in keys}

@@ -90,8 +90,8 @@ class Edit(nn.Module):
         with torch.no_grad():
             own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
             own.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse()})
-            self.modification.form.start({n: t for n, t in own.items() if n not in self.composing})
-            self.modification.compose.start({n: t for n, t in own.items() if n in self.composing})
+            self.modification.form.initialize({n: t for n, t in own.items() if n not in self.composing})
+            self.modification.compose.initialize({n: t for n, t in own.items() if n in self.composing})
             for name, sparse in self._sparse():
                 sparse.start(own[name])
 
@@ -115,8 +115,8 @@ class Edit(nn.Module):
             like = next(s.values for _, s in self._sparse())
             rest = {name: like.new_empty(s.shape) for name, s in self._sparse()}
             with torch.no_grad():
-                self.modification.form.rest({n: t for n, t in rest.items() if n not in self.composing})
-                self.modification.compose.start({n: t for n, t in rest.items() if n in self.composing})
+                self.modification.form.fill_untrained({n: t for n, t in rest.items() if n not in self.composing})
+                self.modification.compose.initialize({n: t for n, t in rest.items() if n in self.composing})
             own |= {name: sparse.on(rest[name]) for name, sparse in self._sparse()}
         return {n: t for n, t in own.items() if (n not in self.composing) == of_form}
 
@@ -180,13 +180,13 @@ class Edit(nn.Module):
         """
         x = self.input(inputs, read)
         if not self.parallel:
-            u = again(h) if self.place.again else h
+            u = again(h) if self.place.apply_norm_first else h
         else:
             assert x is not None
             u = x
         if self.factor is None:
             return self.change(h, self.form(self.tensors(), u, self.training), x)
-        return self.form.onto(h, self.tensors(), u, self.training, self.factor, out)
+        return self.form.add_to(h, self.tensors(), u, self.training, self.factor, out)
 
     def multiplies(self) -> bool:
         """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
@@ -222,7 +222,7 @@ class Delta(nn.Module):
             shared = _shared(self.shared, f"{edit.term}_{edit.place.group}", shapes)
             tied = _tied(self.tied, edit, compose.tied(widths), masks.get(edit.tied))
             self.edits[edit.key] = Edit(edit, shared, tied, folded)
-        for tensor, mask in planned.partly:
+        for tensor, mask in planned.masked:
             self.partly[parameter_key(tensor.name)] = SparseParameter(tensor.shape, mask.indices()[tensor.name])
         for gates in planned.gated:
             self.gated[gates.key] = HardConcreteGates(gates.tensors, gates.keep, folded)
@@ -236,7 +236,7 @@ class Delta(nn.Module):
                 shared, tied = edit.__dict__["shared"], edit.__dict__["tied"]
                 if shared is not None and id(shared) not in started:
                     started.add(id(shared))
-                    edit.modification.form.start(shared)
+                    edit.modification.form.initialize(shared)
                 for name, tensor in (tied or {}).items():
                     tensor.start(edit.modification.compose, name)
 

@@ -156,7 +156,11 @@ def parameter_names(module: nn.Module) -> list[str]:
 def _shifts(uses: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]]]:
     shifts: dict[str, list[tuple[DeltaRows, int]]] = {}
     for use in uses:
-        each = {(e.place.moves, e.origin): e.modification.form.shift for e in use.delta.all_edits() if e.place.moves}
+        each = {
+            (e.place.shifted_stack, e.origin): e.modification.form.shift
+            for e in use.delta.all_edits()
+            if e.place.shifted_stack
+        }
         for stack in dict.fromkeys(stack for stack, _ in each):
             if total := sum(shift for (of, _), shift in each.items() if of == stack):
                 shifts.setdefault(stack or "", []).append((use, total))

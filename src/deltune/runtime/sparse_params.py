@@ -56,7 +56,7 @@ class SharedParameter(nn.Module):
 
     def start(self, compose: Composition, name: str) -> None:
         dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
-        compose.start({name: dense})
+        compose.initialize({name: dense})
         if self.sparse is not None:
             self.sparse.start(dense)
 

@@ -1,0 +1,102 @@
+"""The public names of deltune. `__init__.py` reads this list, and type checkers read it in place of that file."""
+
+from .anatomy.inspection import inspect as inspect
+from .errors import DeltuneError as DeltuneError
+from .methods.attention_forms import MultiHead as MultiHead
+from .methods.attention_forms import OwnMultiHead as OwnMultiHead
+from .methods.attention_forms import Prefix as Prefix
+from .methods.budget import fit as fit
+from .methods.compositions import Add as Add
+from .methods.compositions import Gate as Gate
+from .methods.compositions import Scale as Scale
+from .methods.compositions import SigmoidGate as SigmoidGate
+from .methods.counting import Count as Count
+from .methods.counting import count as count
+from .methods.forms import (
+    Bottleneck as Bottleneck,
+)
+from .methods.forms import (
+    LowRank as LowRank,
+)
+from .methods.forms import (
+    Mixture as Mixture,
+)
+from .methods.forms import (
+    Prompt as Prompt,
+)
+from .methods.forms import (
+    Rescale as Rescale,
+)
+from .methods.forms import (
+    Vector as Vector,
+)
+from .methods.library import (
+    adapter as adapter,
+)
+from .methods.library import (
+    apet as apet,
+)
+from .methods.library import (
+    bitfit as bitfit,
+)
+from .methods.library import (
+    diff_pruning as diff_pruning,
+)
+from .methods.library import (
+    full as full,
+)
+from .methods.library import (
+    head as head,
+)
+from .methods.library import (
+    ia3 as ia3,
+)
+from .methods.library import (
+    layernorm as layernorm,
+)
+from .methods.library import (
+    lora as lora,
+)
+from .methods.library import (
+    mam as mam,
+)
+from .methods.library import (
+    multi_head_parallel_adapter as multi_head_parallel_adapter,
+)
+from .methods.library import (
+    p_tuning_v2 as p_tuning_v2,
+)
+from .methods.library import (
+    parallel_adapter as parallel_adapter,
+)
+from .methods.library import (
+    prefix as prefix,
+)
+from .methods.library import (
+    prefix_layernorm as prefix_layernorm,
+)
+from .methods.library import (
+    prompt as prompt,
+)
+from .methods.library import (
+    scaled_parallel_adapter as scaled_parallel_adapter,
+)
+from .methods.library import (
+    three_vectors as three_vectors,
+)
+from .methods.library import (
+    unipelt as unipelt,
+)
+from .methods.registry import methods as methods
+from .methods.registry import parse as parse
+from .methods.spec import Modification as Modification
+from .methods.spec import Selection as Selection
+from .runtime.attaching import attach as attach
+from .runtime.attaching import export as export
+from .runtime.attaching import load as load
+from .runtime.attaching import tuned as tuned
+from .runtime.attention import prefix_attention as prefix_attention
+from .runtime.attention import prefix_report as prefix_report
+from .runtime.handle import Tuned as Tuned
+
+__version__: str
