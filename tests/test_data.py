@@ -291,7 +291,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_jsonl": ROWS, "test_jsonl": "\n"}, ["test.jsonl is empty"]),
         ({"train_jsonl": lines(ROWS) + '{"text": "a"\n'}, ["train.jsonl line 5: broken JSON"]),
         ({"train_jsonl": [*ROWS, 3]}, ["train.jsonl line 5: not a JSON object but 3 (int)"]),
-        ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; wanted is one JSON object a line"]),
+        ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; give one JSON object on each line"]),
         ({"train_csv": "text,label\na,x\nb\n"}, ["train.csv line 3: 1 fields, the header has 2"]),
         ({"train_csv": 'text,label\na,x\n"b,y\n'}, ["train.csv line 3: cannot be read from here to its end"]),
         ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),
@@ -399,7 +399,7 @@ def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:
     for part in ("max_rows of train must be at least 1", "train.jsonl line 5", "dev.jsonl is empty", "label 'other'"):
         assert part in said
     said = message(write(tmp_path, train_jsonl=[*ROWS, *[{"text": i, "label": "refund"} for i in range(50)]]))
-    assert "has 52 problems; the first of them" in said and said.count("\n") == readers.SHOWN
+    assert "has 52 problems; the first of them" in said and said.count("\n") == readers.MAX_LISTED_PROBLEMS
 
 
 def test_no_such_folder(tmp_path: Path) -> None:

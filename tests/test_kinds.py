@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.tasks.base import InferenceContext, Limits
-from deltune.tasks.encoding import IGNORED, collate
-from deltune.tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
+from deltune.tasks.base import InferenceContext, TaskOptions
+from deltune.tasks.encoding import IGNORE_INDEX, collate
+from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
 from deltune.tasks.multiple_choice import CHOICE
 from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.text_inputs import fill_template
+from deltune.tasks.templates import fill_template
 from deltune.tasks.token_classification import TAGGING
 from deltune.training import checkpoints
 from deltune.training.inference import evaluate, predict_rows, rescore
@@ -28,7 +28,7 @@ from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
-LIMITS = Limits(max_length=16, target_length=8)
+LIMITS = TaskOptions(max_length=16, max_target_length=8)
 
 
 def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def test_a_run_goes_on(
             raise KeyboardInterrupt
 
         save = checkpoints.save_checkpoint
-        patch.setattr(checkpoints, "save", stopped)
+        patch.setattr(checkpoints, "save_checkpoint", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(spec, tmp_path / "run")
     again = train(spec, tmp_path / "run")
@@ -178,20 +178,22 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
     """A tokenizer that cuts words: the first piece has the tag, the others and the special tokens none."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    from deltune.models import packaged
+    from deltune.models import packaged_minilm
 
-    tokenizer = AutoTokenizer.from_pretrained(packaged())
-    model = AutoModelForTokenClassification.from_pretrained(packaged(), num_labels=3)
+    tokenizer = AutoTokenizer.from_pretrained(packaged_minilm())
+    model = AutoModelForTokenClassification.from_pretrained(packaged_minilm(), num_labels=3)
     columns = {"tokens": [["Schwarzenegger", "visited", "Ouagadougou", "."], ["Hi"]], "tags": [[1, 0, 2, 0], [0]]}
-    found = TAGGING.encode(tokenizer, model, columns, Limits(max_length=64), True)
+    found = TAGGING.encode(tokenizer, model, columns, TaskOptions(max_length=64), True)
     for row, tokens, tags in zip(found.rows, columns["tokens"], columns["tags"], strict=True):
         pieces = tokenizer.convert_ids_to_tokens(row["input_ids"])
-        shown = [(piece, tag) for piece, tag in zip(pieces, row["labels"], strict=True) if tag != IGNORED]
+        shown = [(piece, tag) for piece, tag in zip(pieces, row["labels"], strict=True) if tag != IGNORE_INDEX]
         assert [tag for _, tag in shown] == tags
         assert all(word.lower().startswith(piece) for word, (piece, _) in zip(tokens, shown, strict=True))
-    cut = TAGGING.encode(tokenizer, model, columns, Limits(max_length=5), True)
+    cut = TAGGING.encode(tokenizer, model, columns, TaskOptions(max_length=5), True)
     assert cut.truncated == 1
-    answers = TAGGING.answers(InferenceContext(model, tokenizer, ("O", "B-A", "B-B"), Limits(max_length=5), 2), cut)
+    answers = TAGGING.predict(
+        InferenceContext(model, tokenizer, ("O", "B-A", "B-B"), TaskOptions(max_length=5), 2), cut
+    )
     assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
 
 
@@ -201,41 +203,47 @@ def test_a_target_ends(shared: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(shared / "models" / name)
         model = AutoModelForSeq2SeqLM.from_pretrained(shared / "models" / name)
         columns = {"source": ["hello", "hi"], "targets": [["hello"], ["a" * 20]]}
-        for row in SEQ2SEQ.encode(tokenizer, model, columns, LIMITS, True).rows:
+        for row in SEQ2SEQ_GENERATION.encode(tokenizer, model, columns, LIMITS, True).rows:
             assert row["labels"][-1] == tokenizer.eos_token_id and row["labels"].count(tokenizer.eos_token_id) == 1
-            assert len(row["labels"]) <= LIMITS.target_length
+            assert len(row["labels"]) <= LIMITS.max_target_length
 
 
 def test_the_loss_is_on_the_target_alone(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(places / "gpt2")
     columns = {"source": ["the old fig is near", "a saw"], "targets": [["fig", "the fig"], ["saw"]]}
-    training = CAUSAL.encode(tokenizer, model, columns, LIMITS, True)
+    training = CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, True)
     assert len(training) == 3, "a row for every reference"
     for row, target in zip(training.rows, ("fig", "the fig", "saw"), strict=True):
-        said = [label for label in row["labels"] if label != IGNORED]
+        said = [label for label in row["labels"] if label != IGNORE_INDEX]
         assert said == [*tokenizer(target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        assert row["input_ids"][-len(said) :] == said and row["labels"][: row["prompt"]] == [IGNORED] * row["prompt"]
-    assert len(CAUSAL.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
+        assert (
+            row["input_ids"][-len(said) :] == said
+            and row["labels"][: row["prompt_length"]] == [IGNORE_INDEX] * row["prompt_length"]
+        )
+    assert len(CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
     batch = collate(tokenizer, training.rows)
     own = model(**batch).loss
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
-    shown = batch["labels"][:, 1:] != IGNORED
+    shown = batch["labels"][:, 1:] != IGNORE_INDEX
     by_hand = -logits.gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[..., 0][shown].mean()
     assert torch.isclose(own, by_hand)
-    long = CAUSAL.encode(tokenizer, model, {"source": ["the old fig " * 9]}, Limits(5, 4), False)
-    assert (long.truncated, long.rows[0]["prompt"]) == (1, 5)
+    long = CAUSAL_GENERATION.encode(tokenizer, model, {"source": ["the old fig " * 9]}, TaskOptions(5, 4), False)
+    assert (long.truncated, long.rows[0]["prompt_length"]) == (1, 5)
 
 
 def test_generated_answers_do_not_depend_on_the_batch(places: Path) -> None:
     """Prompts of different lengths, padded on the left: alone and together the same text."""
     columns = {name: [row[name] for row in rows("generation", 8, 5)] for name in ("source", "targets")}
-    for folder, auto, kind in (("gpt2", AutoModelForCausalLM, CAUSAL), ("t5", AutoModelForSeq2SeqLM, SEQ2SEQ)):
+    for folder, auto, kind in (
+        ("gpt2", AutoModelForCausalLM, CAUSAL_GENERATION),
+        ("t5", AutoModelForSeq2SeqLM, SEQ2SEQ_GENERATION),
+    ):
         tokenizer, model = AutoTokenizer.from_pretrained(places / folder), auto.from_pretrained(places / folder)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         encoded = kind.encode(tokenizer, model, columns, LIMITS, False)
         together, alone = (
-            kind.answers(InferenceContext(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1)
+            kind.predict(InferenceContext(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1)
         )
         assert together.predictions == alone.predictions
         assert together.loss == pytest.approx(alone.loss, rel=1e-5)
@@ -251,8 +259,8 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
     batch = collate(tokenizer, encoded.rows)
     assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
-    together = CHOICE.answers(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
-    alone = CHOICE.answers(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
+    together = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
+    alone = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
     assert together.predictions == alone.predictions and sum(together.scores[0]) == pytest.approx(1)
     columns["choices"][1] = ["one", "two"]
     with pytest.raises(DeltuneError, match="2 or 3 choices"):
@@ -263,9 +271,9 @@ def test_no_token_of_running_text_is_lost(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(places / "gpt2")
     texts = ["the old fig " * 7, "a saw", "the"]
-    encoded = LANGUAGE.encode(tokenizer, model, {"text": texts}, Limits(max_length=8), True)
+    encoded = LANGUAGE_MODELING.encode(tokenizer, model, {"text": texts}, TaskOptions(max_length=8), True)
     for number, text in enumerate(texts):
-        parts = [row["input_ids"] for row in encoded.rows if row["text"] == number]
+        parts = [row["input_ids"] for row in encoded.rows if row["text_index"] == number]
         whole, joined = tokenizer(text)["input_ids"], [token for part in parts for token in part]
         assert joined == whole[: len(joined)] and len(whole) - len(joined) <= 1
         assert all(len(part) <= 8 for part in parts)

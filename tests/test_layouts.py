@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 import tiny
 from deltune.data import loading
-from deltune.data.hub_layouts import Layout, apply_layout
+from deltune.data.hub_layouts import HubLayout, apply_layout
 from deltune.errors import DeltuneError
 from deltune.tasks.registry import TASKS, find_task
 from deltune.training.inference import load_run
@@ -145,9 +145,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def read(name: str) -> loading.Data:
+def read(name: str) -> loading.TaskData:
     task, where = find_task(name, None)
-    assert isinstance(where, Layout)
+    assert isinstance(where, HubLayout)
     return loading.load_data(where.source, kind=task.kind, layout=where)
 
 
@@ -234,7 +234,9 @@ def test_rows_without_a_label_are_left_out_and_said(hub: list[Any]) -> None:
 
 def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeltuneError, match=r"has no validation_matchd split; it has: train, validation_matched"):
-        loading.load_data("nyu-mll/glue:mnli", layout=Layout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"}))
+        loading.load_data(
+            "nyu-mll/glue:mnli", layout=HubLayout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"})
+        )
     monkeypatch.setitem(HUB, "wmt16_en_ro", ({"en": TEXT, "ro": TEXT}, USUAL, {}))
     with pytest.raises(DeltuneError, match=r"train row 1 is not laid out as it was.*Its columns: en, ro. Give data"):
         read("wmt16_en_ro")
@@ -242,7 +244,7 @@ def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.Mon
 
 def test_nothing_is_held_out_of_nothing() -> None:
     files: dict[str, Any] = {}
-    apply_layout(files, Layout("a/b", held_out=5), [])
+    apply_layout(files, HubLayout("a/b", held_out=5), [])
     assert files == {}
 
 

@@ -16,7 +16,7 @@ import transformers
 from deltune import models
 from deltune.errors import DeltuneError
 
-MINILM = models.packaged()
+MINILM = models.packaged_minilm()
 
 
 def small(kind: str = "BertModel", **sizes: object) -> torch.nn.Module:
@@ -120,7 +120,7 @@ def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:
     tokenizer, model = models.load_tokenizer(name), models.load_model(name, "classification", ["a", "b"])
     tokenizer.pad_token = None
     model.config.pad_token_id = None
-    models.fit_padding(model, tokenizer)
+    models.align_padding_token(model, tokenizer)
     assert tokenizer.pad_token == tokenizer.eos_token
     assert model.config.pad_token_id == tokenizer.pad_token_id
     alone = model(**tokenizer(["Once"], return_tensors="pt")).logits
@@ -131,7 +131,7 @@ def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:
 def test_padding_without_any_token(folder: Path) -> None:
     tokenizer = models.load_tokenizer(str(folder))
     tokenizer.pad_token = tokenizer.eos_token = None
-    assert "pad_token" in message(models.fit_padding, models.load_model(str(folder), "base"), tokenizer)
+    assert "pad_token" in message(models.align_padding_token, models.load_model(str(folder), "base"), tokenizer)
 
 
 # --- what can be wrong ------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_cached_hub_model_works_offline(folder: Path, tmp_path: Path, monkeypatc
 
 
 def test_packaged_model_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "PACKAGED", "no_such_package")
+    monkeypatch.setattr(models, "MINILM_PACKAGE", "no_such_package")
     assert "pip install 'deltune[demo]'" in message(models.load_config, "minilm")
 
 

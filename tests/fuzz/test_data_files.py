@@ -74,7 +74,7 @@ def read_again(seed: int, root: Path) -> str:
         mutated_file(path, chance)
 
     def load() -> None:
-        facts = loading.load_data(str(folder), kind=chance.choice((None, kind))).facts
+        facts = loading.load_data(str(folder), kind=chance.choice((None, kind))).summary
         json.dumps(environment({"data": facts}), ensure_ascii=False).encode()
 
     with warnings.catch_warnings():
@@ -231,7 +231,7 @@ def test_a_superscript_is_no_index(tmp_path: Path) -> None:
 
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").mkdir()
-    with pytest.raises(DeltuneError, match="is no file"):
+    with pytest.raises(DeltuneError, match="is not a file"):
         loading.load_data(str(tmp_path))
 
 
@@ -259,7 +259,7 @@ def run(tmp_path: Path) -> Path:
         (b"a\nb\0\n", "line 2 holds a NUL"),
         ("a\n".encode("utf-16"), "the file is UTF-16"),
         (b"", "is empty"),
-        (b"x" * (readers.LONGEST + 1), "line 1 is longer"),
+        (b"x" * (readers.MAX_LINE_LENGTH + 1), "line 1 is longer"),
     ],
     ids=["separators", "BOM", "CR", "blank", "latin-1", "NUL", "UTF-16", "empty", "long"],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltune.metrics.registry import score
+from deltune.metrics.registry import compute_scores
 
 HERE = Path(__file__).parent / "metrics"
 OURS = json.loads((HERE / "outputs.json").read_text())
@@ -29,7 +29,7 @@ TAGS = [(row["prediction"], row["reference"]) for row in OURS["tags"]]
 
 def check(rows: list[tuple[Any, Any]], expected: dict[str, float], digits: int, options: dict | None = None) -> None:
     """Values equal to the printed ones, and re-sampled once with every example they stay."""
-    got = score(list(expected), [p for p, _ in rows], [r for _, r in rows], options=options)
+    got = compute_scores(list(expected), [p for p, _ in rows], [r for _, r in rows], options=options)
     assert not got.omitted
     for name, value in expected.items():
         assert got[name].value == pytest.approx(value, abs=0.5001 * 10**-digits), name
@@ -80,7 +80,7 @@ def test_sacrebleu() -> None:
 def test_sacrebleu_signature_is_its_own() -> None:
     import sacrebleu
 
-    got = score(["bleu"], [p for p, _ in TWO], [r for _, r in TWO])["bleu"].signature
+    got = compute_scores(["bleu"], [p for p, _ in TWO], [r for _, r in TWO])["bleu"].signature
     version = sacrebleu.__version__
     own = f"nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp|version:{version}"
     assert got == f"bleu|{own}|n:{len(TWO)}|sacrebleu:{version}"
@@ -124,5 +124,5 @@ def test_published() -> None:
     check([("the gunman kill police", police)], {"rougeL": 50.0}, 6, {"rougeL": {"stemmer": False}})
     # Papineni 2002, section 2.1.1: seven times "the" has two matches, so every higher order has none
     the = [("the the the the the the the", ["the cat is on the mat", "there is a cat on the mat"])]
-    got = score(["bleu"], [p for p, _ in the], [r for _, r in the])["bleu"]
+    got = compute_scores(["bleu"], [p for p, _ in the], [r for _, r in the])["bleu"]
     assert got.statistics[0].tolist() == [7, 7, 2, 0, 0, 0, 7, 6, 5, 4]
