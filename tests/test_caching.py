@@ -52,12 +52,12 @@ def rows(
 def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
     straight = CLASSIFICATION.encode(*parts, COLUMNS, LIMITS, True)
     for _ in range(2):
-        found = rows(parts)
-        assert list(found.rows) == list(straight.rows) and found.lengths == straight.lengths
-        assert found.truncated == straight.truncated > 0 and len(found) == 30
-        assert found[7] == straight[7] and found.__getitems__([9, 2]) == [straight[9], straight[2]]
-        assert found.rows[3:5] == straight.rows[3:5]
-        assert found.__getitems__([]) == []
+        cached = rows(parts)
+        assert list(cached.rows) == list(straight.rows) and cached.lengths == straight.lengths
+        assert cached.truncated == straight.truncated > 0 and len(cached) == 30
+        assert cached[7] == straight[7] and cached.__getitems__([9, 2]) == [straight[9], straight[2]]
+        assert cached.rows[3:5] == straight.rows[3:5]
+        assert cached.__getitems__([]) == []
     assert len(list(place.glob("*.arrow"))) == 1
 
 
@@ -137,11 +137,11 @@ def test_who_comes_second_waits_and_finds_the_rows(parts: tuple[Any, Any], place
     """Workers that begin a task at once tokenise it once."""
     calls, inside, begun = [], threading.Barrier(2), threading.Barrier(2)
 
-    def encode(*given: Any) -> EncodedRows:
-        calls.append(given)
+    def encode(*arguments: Any) -> EncodedRows:
+        calls.append(arguments)
         with contextlib.suppress(threading.BrokenBarrierError):
             inside.wait(timeout=1)  # there is nobody else
-        return CLASSIFICATION.encode(*given)
+        return CLASSIFICATION.encode(*arguments)
 
     def worker() -> list[Any]:
         begun.wait()

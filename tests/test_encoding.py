@@ -71,9 +71,9 @@ def test_cutting_leaves_a_step_its_rows(processes: int, accumulated: int, tokens
     cut = LengthGroupedBatches(LENGTHS, 16, 1, chunks, tokens)
     shards = [BatchSamplerShard(cut, processes, p, even_batches=False) for p in range(processes)]  # type: ignore[arg-type]
     dealt = [list(shard) for shard in shards]
-    assert {len(own) for own in dealt} == {len(shard) for shard in shards} == {len(whole) * accumulated}
+    assert {len(batches) for batches in dealt} == {len(shard) for shard in shards} == {len(whole) * accumulated}
     for i, step in enumerate(whole):
-        parts = [own[j] for j in range(i * accumulated, (i + 1) * accumulated) for own in dealt]
+        parts = [batches[j] for j in range(i * accumulated, (i + 1) * accumulated) for batches in dealt]
         assert list(itertools.chain(*parts)) == step
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1

@@ -127,16 +127,16 @@ def test_a_constant_has_no_correlation() -> None:
 def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["bertscore", "moverscore", "bleurt", "bleu", "meteor", "cider", "rougeL_coco"]
     monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
-    found = METRICS["bleu"].packages
+    bleu_packages = METRICS["bleu"].packages
     monkeypatch.setattr(
         "deltune.metrics.base.importlib.util.find_spec",
-        lambda name: None if name in found else object(),
+        lambda name: None if name in bleu_packages else object(),
         raising=True,
     )
     got = compute_scores([*names, "exact_match"], ["a"], ["a"])
     assert list(got) == ["exact_match"] and list(got.omitted) == names
     assert got.omitted["bertscore"] == "needs a model: give the option model (a folder or a hub id)"
-    assert got.omitted["bleu"] == "needs sacrebleu: pip install deltune[metrics]"
+    assert got.omitted["bleu"] == "needs sacrebleu: pip install 'deltune[metrics]'"
 
 
 def test_without_java(monkeypatch: pytest.MonkeyPatch) -> None:

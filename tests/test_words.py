@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "tokens": ("classification", "gpt2", {"words": "fruit=xx,tool=yy,beast=fig"}, "same tokens.*: 'xx' and 'yy'"),
     "role": ("classification", "t5", {"template": "{txt} is"}, "unknown role 'txt' in template. Did you mean 'text'"),
     "label": ("classification", "t5", {"template": "{label}"}, "unknown role 'label'"),
-    "brace": ("choice", "gpt2", {"template": "{question"}, "a brace that is meant is doubled"),
+    "brace": ("choice", "gpt2", {"template": "{question"}, "write a literal brace twice"),
     "decoder": ("tagging", "gpt2", {}, "tagging in words is for an encoder-decoder.*or answer=head"),
     "mute": ("classification", "bert", {}, "cannot generate text: .*language-model head"),
     "encoder": ("classification", "masked", {}, "is an encoder: its tokens attend to those after them"),
@@ -245,7 +245,7 @@ def test_tags_that_are_no_entities(places: Path) -> None:
     )
     from deltune.tasks.entity_generation import SEQ2SEQ_TAGGING
 
-    with pytest.raises(DeltuneError, match="here are NOUN, VERB"):
+    with pytest.raises(DeltuneError, match="the labels are NOUN, VERB"):
         SEQ2SEQ_TAGGING.encode(
             tokenizer, model, {"tokens": [["a"]]}, TaskOptions(label_words={"NOUN": "", "VERB": "", "O": ""}), False
         )

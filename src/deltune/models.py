@@ -140,7 +140,7 @@ def locate_model(name: str) -> ModelSource:
         return ModelSource(str(path), file)
     if path.is_dir():
         contents = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
-        raise DeltuneError(f"folder {path} has no config.json, so it is no model; it holds: {contents}.")
+        raise DeltuneError(f"folder {path} has no config.json, so it is not a model; it holds: {contents}.")
     reason = why_not_on_hub(name)
     try:
         file = Path(hf_hub_download(name, "config.json", local_files_only=bool(reason)))
@@ -353,7 +353,7 @@ def silent_loading() -> Iterator[None]:
 def _weights_problem(source: ModelSource, error: BaseException) -> str:
     """Return the message for weights that are missing, truncated or stored as pickle."""
     if not source.local:
-        return f"the weights of {source.name!r} cannot be had from the hub as safetensors: {error_summary(error)}"
+        return f"the weights of {source.name!r} cannot be loaded from the hub as safetensors: {error_summary(error)}"
     folder = source.name
     names = sorted(p.name for p in Path(folder).iterdir())
     pickles = ", ".join(n for n in names if n.endswith((".bin", ".pt", ".pth")))

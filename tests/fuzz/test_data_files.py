@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, bytes | Callable[[Path], bytes], str]] = {
         PLAIN + b'{"text": "a", "label": "\\ud800"}\n',
         "line 4: column 'label' holds half",
     ),
-    "fields that are no names": ("meta.json", b'{"fields": {"text": ["a"]}}', "fields names the columns"),
+    "fields that are no names": ("meta.json", b'{"fields": {"text": ["a"]}}', "fields must name the columns"),
     "deep facts": ("meta.json", b"[" * 10**6, "meta.json is not a JSON object"),
 }
 """What cannot be read: a file, its bytes, and what is said of it."""
@@ -240,12 +240,12 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    found = RunDir(tmp_path / "run")
-    with found.locked():
-        found.begin(
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.locked():
+        run_dir.begin(
             RunSpec(model="m", data="d", method="lora"), {"data": {"fingerprint": "abc", "columns": {"text": "text"}}}
         )
-    return found.folder
+    return run_dir.folder
 
 
 @pytest.mark.parametrize(

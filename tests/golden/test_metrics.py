@@ -20,8 +20,8 @@ LOWER = {"bleu": {"lowercase": True}}  # e2e-metrics counts without case
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="no java")
 
 ALL = [(row["prediction"], row["references"]) for row in OURS["texts"]]
-TWO = [(p, several[:2]) for p, several in ALL if len(several) > 1]
-ONE = [(p, several[0]) for p, several in ALL]
+TWO = [(p, accepted[:2]) for p, accepted in ALL if len(accepted) > 1]
+ONE = [(p, accepted[0]) for p, accepted in ALL]
 FLAT = [(p.replace("\n", " "), r.replace("\n", " ")) for p, r in ONE]
 ANSWERS = [(row["prediction"], row["references"]) for row in OURS["answers"]]
 TAGS = [(row["prediction"], row["reference"]) for row in OURS["tags"]]
@@ -82,8 +82,8 @@ def test_sacrebleu_signature_is_its_own() -> None:
 
     got = compute_scores(["bleu"], [p for p, _ in TWO], [r for _, r in TWO])["bleu"].signature
     version = sacrebleu.__version__
-    own = f"nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp|version:{version}"
-    assert got == f"bleu|{own}|n:{len(TWO)}|sacrebleu:{version}"
+    expected = f"nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp|version:{version}"
+    assert got == f"bleu|{expected}|n:{len(TWO)}|sacrebleu:{version}"
 
 
 def test_rouge() -> None:

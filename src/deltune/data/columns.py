@@ -154,7 +154,7 @@ def _explicit_columns(columns: Sequence[Column], names: ColumnNames, problems: l
     mistakes = [unknown_name("role of a column", role, roles) for role in chosen if role not in roles]
     if required - set(chosen) or len(set(chosen.values())) < len(names):
         listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
-        mistakes.append(f"columns are different ones for {listed}; given were {excerpt(names)}")
+        mistakes.append(f"columns must name a different column for each of {listed}; {excerpt(names)} was given")
     problems += mistakes
     return {} if mistakes else {role: chosen[role] for role in roles if role in chosen}
 
@@ -252,7 +252,7 @@ def row_problems(row: Mapping[str, Any], columns: Mapping[str, str], kind: str) 
         counts = f"{len(row[columns['tokens']])} tokens and {len(row[columns['tags']])} tags"
         return [f"{counts}; give one tag for each token"]
     if kind == "choice" and not 0 <= int(row[columns["answer"]]) < len(row[columns["choices"]]):
-        return [f"answer {row[columns['answer']]} is no index of its {len(row[columns['choices']])} choices"]
+        return [f"answer {row[columns['answer']]} is not an index of its {len(row[columns['choices']])} choices"]
     return []
 
 

@@ -195,7 +195,7 @@ def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
     problems += [f"label {name!r} has no new name" for name in data.labels if name not in names]
     labels = tuple(sorted(set(names.values())))
     if data.kind != "classification":
-        problems = [f"{data.kind} has no labels to be named anew"]
+        problems = [f"{data.kind} has no labels that could be renamed"]
     elif len(labels) < 2 and not problems:
         problems.append(f"all labels become {labels[0]!r}; two are needed")
     if problems:
@@ -234,7 +234,7 @@ def encode_labels(
     numeric = all(map(_is_integer, train))
     names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
-        problems.append(f"label names are different strings, not {excerpt(list(names))}")
+        problems.append(f"label names must be different strings, not {excerpt(list(names))}")
         return (), {}
     if len(train) == 1:
         problems.append(
@@ -278,7 +278,7 @@ def _row_labels(file: DataFile, column: str, problems: list[str]) -> list[tuple[
         if all(isinstance(v, str | int) and v != "" for v in values):
             labels.append((number, [str(v) for v in values]))
         elif column in row:
-            problems.append(f"{file.location(number)}: a label is text or a whole number, not {short_repr(value)}")
+            problems.append(f"{file.location(number)}: a label must be text or a whole number, not {short_repr(value)}")
     return labels
 
 
@@ -339,11 +339,11 @@ def _read_meta(path: Path, raw: _RawData, problems: list[str]) -> None:
     elif columns is None or (isinstance(columns, list | dict) and all(isinstance(name, str) for name in names)):
         raw.column_names = columns
     else:
-        problems.append(f"meta.json: fields names the columns, it is not {short_repr(columns)}")
+        problems.append(f"meta.json: fields must name the columns, but it is {short_repr(columns)}")
     if isinstance(labels, list) and not any(isinstance(name, str) and has_lone_surrogate(name) for name in labels):
         raw.label_names[""] = labels
     elif labels is not None:
-        problems.append(f"meta.json: label_names is a list, not {short_repr(labels)}")
+        problems.append(f"meta.json: label_names must be a list, not {short_repr(labels)}")
 
 
 def _split_names(listed: str) -> list[str]:

@@ -118,7 +118,7 @@ class Metric:
         """Return why the metric cannot be computed here with these options, or None if it can."""
         missing = [p for p in self.packages if importlib.util.find_spec(IMPORT_NAMES.get(p, p)) is None]
         if missing:
-            origin = f"pip install deltune[{self.extra}]" if self.extra else "pip install deltune"
+            origin = f"pip install 'deltune[{self.extra}]'" if self.extra else "pip install deltune"
             return f"needs {', '.join(missing)}: {origin}"
         return self.unmet_requirement(options)
 

@@ -102,7 +102,7 @@ def encode(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, t
     labels = list(options.label_words)
     if foreign := [label for label in labels if label != OUTSIDE_TAG and not entity_type(label)]:
         raise DeltuneError(
-            f"tagging in words lists entities, by tags O, B-… and I-…; here are {', '.join(foreign[:5])}. "
+            f"tagging by a language model needs the tags O, B-… and I-…, but the labels are {', '.join(foreign[:5])}. "
             "Use answer=head"
         )
     type_words = _type_words(options.label_words)

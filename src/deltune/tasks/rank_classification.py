@@ -222,7 +222,9 @@ def _encode_classes(tokenizer: Any, model: Any, columns: Columns, options: TaskO
         if ids[: len(other_ids)] == other_ids[: len(ids)]
     ]
     if same:
-        raise error_from_problems("to this tokenizer words of labels are the same tokens; give others by words", same)
+        raise error_from_problems(
+            "these label words are the same tokens to this tokenizer; give others with the option words", same
+        )
     num_rows = len(next(iter(columns.values())))
     labels = columns.get("label")
     return encode_candidates(tokenizer, model, columns, options, [words] * num_rows, labels, training)

@@ -92,10 +92,10 @@ def fill_template(columns: Columns, template: str) -> list[str]:
     try:
         fields = [part for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise DeltuneError(f"template {template!r}: {error}; a brace that is meant is doubled") from error
+        raise DeltuneError(f"template {template!r}: {error}; write a literal brace twice") from error
     roles = [str(name) for _, name, _, _ in fields]
     if formatted := [name for _, name, format_spec, conversion in fields if format_spec or conversion]:
-        raise DeltuneError(f"template {template!r}: {{{formatted[0]}}} takes no format after its name")
+        raise DeltuneError(f"template {template!r}: {{{formatted[0]}}} cannot have a format after its name")
     if problems := [unknown_name("role", role, inputs, where="template") for role in roles if role not in inputs]:
         raise DeltuneError(" ".join(problems))
     values = {role: [v if isinstance(v, str) else " ".join(v) for v in inputs[role]] for role in dict.fromkeys(roles)}
