@@ -302,7 +302,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_jsonl": [{"n": 3, "label": 1}]}, ["no column of text", "Its columns: n, label"]),
         (
             {"train_jsonl": [{"x": "a", "y": "b", "z": "c", "label": 1}]},
-            ["3 columns of text (x, y, z) where one or two are wanted", "Say which is which: columns text=…"],
+            ["3 columns of text (x, y, z) and needs one or two", "Say which is which: columns text=…"],
         ),
         (
             {"train_jsonl": ROWS, "test_csv": "txt,label\na,refund\n"},

@@ -185,7 +185,7 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
         )
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
-        problems.append(f"{first.name} has {which} where one or two are wanted. Its columns: {listed}. {todo}")
+        problems.append(f"{first.name} has {which} and needs one or two. Its columns: {listed}. {todo}")
     if not label or len(texts) not in (1, 2):
         return {}
     return {**dict(zip(("text", "pair"), texts, strict=False)), "label": label}

@@ -19,7 +19,14 @@ from .templates import fill_template, join_prompt_and_target, truncate_prompt
 
 
 def encode_sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> EncodedRows:
-    """Encode texts as inputs of an encoder, without labels, each cut to `max_length` tokens."""
+    """Encode texts as inputs of an encoder, without labels.
+
+    Args:
+        tokenizer: The tokenizer.
+        model: The model, whose `forward` tells which of the tokenizer's outputs it takes.
+        texts: One for each row.
+        max_length: Longest row, in tokens; longer ones lose their end.
+    """
     model_inputs = signature(model.forward).parameters
     tokenized, truncated = _tokenize_truncated(tokenizer, texts, max_length, "text")
     rows = [{name: values[i] for name, values in tokenized.items() if name in model_inputs} for i in range(len(texts))]

@@ -64,6 +64,11 @@ def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
 def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int) -> Tokens:
     """Return the last `max_length` tokens of a prompt; for an empty prompt the token that begins a text.
 
+    Args:
+        tokenizer: The tokenizer, for an empty prompt.
+        prompt: The tokens of the prompt.
+        max_length: The most tokens to keep.
+
     Raises:
         DeltuneError: The prompt is empty and the tokenizer has neither a beginning- nor an end-of-text token.
     """
