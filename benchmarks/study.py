@@ -60,14 +60,14 @@ class Watched:
 @contextlib.contextmanager
 def cache(folder: Path) -> Iterator[None]:
     """Tokenised rows are kept there."""
-    before = os.environ.get(token_cache.VARIABLE)
-    os.environ[token_cache.VARIABLE] = str(folder)
+    before = os.environ.get(token_cache.ENVIRONMENT_VARIABLE)
+    os.environ[token_cache.ENVIRONMENT_VARIABLE] = str(folder)
     try:
         yield
     finally:
-        os.environ.pop(token_cache.VARIABLE)
+        os.environ.pop(token_cache.ENVIRONMENT_VARIABLE)
         if before is not None:
-            os.environ[token_cache.VARIABLE] = before
+            os.environ[token_cache.ENVIRONMENT_VARIABLE] = before
 
 
 def task(folder: Path, label: int) -> Path:

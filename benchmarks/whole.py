@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from deltune.models import packaged
+from deltune.models import packaged_minilm
 from deltune.studies.engine.timing import median_interval
 
 from .frame import Piece
@@ -64,7 +64,7 @@ def commands(data: Path, output: Path, columns: Sequence[str], epochs: int, seed
     asked = ["--data", str(data), "--columns", named, "--method", METHOD, "--lr", "1e-3", "--batch-size", "32"]
     return {
         "ours": [*run, "deltune", "train", "--model", "minilm", "--output", str(output / "ours"), *asked, *shared],
-        "theirs": [*run, "benchmarks.whole_peft", str(packaged()), str(data), str(output / "theirs"), *shared],
+        "theirs": [*run, "benchmarks.whole_peft", str(packaged_minilm()), str(data), str(output / "theirs"), *shared],
     }
 
 

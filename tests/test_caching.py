@@ -16,12 +16,12 @@ import pytest
 import tiny
 from deltune.models import load_model, load_tokenizer
 from deltune.tasks import token_cache
-from deltune.tasks.base import Limits
+from deltune.tasks.base import TaskOptions
 from deltune.tasks.classification import CLASSIFICATION
 from deltune.tasks.encoding import EncodedRows
 from deltune.training.train import train
 
-LIMITS = Limits(max_length=8)
+LIMITS = TaskOptions(max_length=8)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "rows"))
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "rows"))
     return tmp_path / "rows"
 
 
@@ -44,7 +44,7 @@ COLUMNS = {
 
 
 def rows(
-    parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: Limits = LIMITS, content: str = "x"
+    parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: TaskOptions = LIMITS, content: str = "x"
 ) -> EncodedRows:
     return token_cache.encode_cached(kind, *parts, COLUMNS, limits, True, content)
 
@@ -52,12 +52,12 @@ def rows(
 def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
     straight = CLASSIFICATION.encode(*parts, COLUMNS, LIMITS, True)
     for _ in range(2):
-        found = rows(parts)
-        assert list(found.rows) == list(straight.rows) and found.lengths == straight.lengths
-        assert found.truncated == straight.truncated > 0 and len(found) == 30
-        assert found[7] == straight[7] and found.__getitems__([9, 2]) == [straight[9], straight[2]]
-        assert found.rows[3:5] == straight.rows[3:5]
-        assert found.__getitems__([]) == []
+        cached = rows(parts)
+        assert list(cached.rows) == list(straight.rows) and cached.lengths == straight.lengths
+        assert cached.truncated == straight.truncated > 0 and len(cached) == 30
+        assert cached[7] == straight[7] and cached.__getitems__([9, 2]) == [straight[9], straight[2]]
+        assert cached.rows[3:5] == straight.rows[3:5]
+        assert cached.__getitems__([]) == []
     assert len(list(place.glob("*.arrow"))) == 1
 
 
@@ -74,7 +74,7 @@ def test_found_again_by_content(parts: tuple[Any, Any], place: Path, tmp_path: P
     tokenizer, model = parts
     rows(parts, kind)
     rows(parts, kind)
-    rows(parts, kind, replace(LIMITS, generate={"num_beams": 3}))
+    rows(parts, kind, replace(LIMITS, generate_kwargs={"num_beams": 3}))
     rows((load_tokenizer(tokenizer.name_or_path), model), kind)
     assert len(calls) == 1
     rows(parts, kind, replace(LIMITS, max_length=9))
@@ -99,10 +99,10 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
     parts: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert len(rows(parts)) == 30
-    monkeypatch.setenv(token_cache.VARIABLE, "off")
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, "off")
     assert isinstance(rows(parts).rows, list)
 
 
@@ -113,7 +113,7 @@ def test_what_was_used_longest_ago_goes(parts: tuple[Any, Any], place: Path, mon
             os.utime(file, (file.stat().st_atime - 10, file.stat().st_mtime - 10))
     size = max(file.stat().st_size for file in place.glob("*.arrow"))
     rows(parts, content="0")  # used again
-    monkeypatch.setattr(token_cache, "KEPT", 2 * size + size // 2)
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 2 * size + size // 2)
     rows(parts, content="new")
     calls: list[int] = []
     kind = replace(CLASSIFICATION, encode=lambda *a: calls.append(1) or CLASSIFICATION.encode(*a))
@@ -125,7 +125,7 @@ def test_what_was_used_longest_ago_goes(parts: tuple[Any, Any], place: Path, mon
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny.spec(tmp_path, epochs=2)
     results = [train(spec, tmp_path / name)["test"] for name in ("first", "again")]
-    monkeypatch.setenv(token_cache.VARIABLE, "off")
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, "off")
     assert results == [train(spec, tmp_path / "off")["test"]] * 2
 
 
@@ -143,11 +143,11 @@ def test_who_comes_second_waits_and_finds_the_rows(parts: tuple[Any, Any], place
     """Workers that begin a task at once tokenise it once."""
     calls, inside, begun = [], threading.Barrier(2), threading.Barrier(2)
 
-    def encode(*given: Any) -> EncodedRows:
-        calls.append(given)
+    def encode(*arguments: Any) -> EncodedRows:
+        calls.append(arguments)
         with contextlib.suppress(threading.BrokenBarrierError):
             inside.wait(timeout=1)  # there is nobody else
-        return CLASSIFICATION.encode(*given)
+        return CLASSIFICATION.encode(*arguments)
 
     def worker() -> list[Any]:
         begun.wait()
@@ -163,7 +163,7 @@ def test_files_of_others_stay(parts: tuple[Any, Any], place: Path) -> None:
     """The folder may be anyone's: what is old and hidden, or in Arrow, but not ours, is not touched."""
     place.mkdir()
     others = [place / name for name in (".bashrc", ".env", "table.arrow")]
-    ours = place / f"{token_cache.PART}half"
+    ours = place / f"{token_cache.TEMPORARY_PREFIX}half"
     for path in (*others, ours):
         path.touch()
         os.utime(path, (0, 0))

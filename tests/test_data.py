@@ -224,8 +224,8 @@ def test_labels(
 
 
 def test_ids(tmp_path: Path) -> None:
-    own = [{"id": f"q{i}", **row} for i, row in enumerate(ROWS)]
-    got = loading.load_data(write(tmp_path, train_jsonl=own, test_jsonl=[{**row, "id": 1} for row in own]))
+    rows = [{"id": f"q{i}", **row} for i, row in enumerate(ROWS)]
+    got = loading.load_data(write(tmp_path, train_jsonl=rows, test_jsonl=[{**row, "id": 1} for row in rows]))
     assert got.splits["train"]["id"][:] == ["q0", "q1", "q2", "q3"]
     assert got.splits["test"]["id"][:] == ["test-1", "test-2", "test-3", "test-4"]  # the file's own are not distinct
 
@@ -260,17 +260,17 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
     features = Features({"idx": Value("int32"), "sentence": Value("string"), "label": ClassLabel(names=["no", "yes"])})
     table = Dataset.from_dict({"idx": [0, 1], "sentence": ["ay", "nay"], "label": [1, 0]}, features)
-    asked = []
+    requests = []
 
     def load_dataset(*args: object, revision: str | None) -> DatasetDict:
-        asked.append((*args, revision))
+        requests.append((*args, revision))
         return DatasetDict(train=table, dev=table, other=table)
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr(loading, "why_not_on_hub", lambda name, kind: "")
     got = loading.load_data("some/set:part")
     loading.load_data("some/set@refs/pr/4")
-    assert asked == [("some/set", "part", None), ("some/set", None, "refs/pr/4")]
+    assert requests == [("some/set", "part", None), ("some/set", None, "refs/pr/4")]
     assert got.labels == ("no", "yes") and got.columns == {"text": "sentence", "label": "label"}
     assert {split: d["label"][:] for split, d in got.splits.items()} == {"train": [1, 0], "validation": [1, 0]}
 
@@ -291,7 +291,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_jsonl": ROWS, "test_jsonl": "\n"}, ["test.jsonl is empty"]),
         ({"train_jsonl": lines(ROWS) + '{"text": "a"\n'}, ["train.jsonl line 5: broken JSON"]),
         ({"train_jsonl": [*ROWS, 3]}, ["train.jsonl line 5: not a JSON object but 3 (int)"]),
-        ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; wanted is one JSON object a line"]),
+        ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; give one JSON object on each line"]),
         ({"train_csv": "text,label\na,x\nb\n"}, ["train.csv line 3: 1 fields, the header has 2"]),
         ({"train_csv": 'text,label\na,x\n"b,y\n'}, ["train.csv line 3: cannot be read from here to its end"]),
         ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),
@@ -302,7 +302,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_jsonl": [{"n": 3, "label": 1}]}, ["no column of text", "Its columns: n, label"]),
         (
             {"train_jsonl": [{"x": "a", "y": "b", "z": "c", "label": 1}]},
-            ["3 columns of text (x, y, z) where one or two are wanted", "Say which is which: columns text=…"],
+            ["3 columns of text (x, y, z) and needs one or two", "Say which is which: columns text=…"],
         ),
         (
             {"train_jsonl": ROWS, "test_csv": "txt,label\na,refund\n"},
@@ -316,12 +316,18 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"train_jsonl": [*ROWS, {"text": None, "label": "refund"}]}, ["line 5: column 'text' is not text but None"]),
         ({"train_jsonl": [*ROWS, {"text": "\ud83d", "label": "refund"}]}, ["line 5: column 'text' holds half a char"]),
-        ({"train_jsonl": [*ROWS, {"text": "a", "label": 0.5}]}, ["line 5: a label is text or a whole number, not 0.5"]),
+        (
+            {"train_jsonl": [*ROWS, {"text": "a", "label": 0.5}]},
+            ["line 5: a label must be text or a whole number, not 0.5"],
+        ),
         (
             {"train_jsonl": [*ROWS, {"text": "a", "label": None}]},
-            ["line 5: a label is text or a whole number, not None"],
+            ["line 5: a label must be text or a whole number, not None"],
         ),
-        ({"train_csv": "text,label\na,x\nb,y\nc,\n"}, ["train.csv line 4: a label is text or a whole number, not ''"]),
+        (
+            {"train_csv": "text,label\na,x\nb,y\nc,\n"},
+            ["train.csv line 4: a label must be text or a whole number, not ''"],
+        ),
         ({"train_jsonl": ROWS[:1]}, ["train.jsonl has one label only, 'delivery'"]),
         (
             {
@@ -342,21 +348,24 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
             {"train_jsonl": ROWS, "meta_json": '{"label_names": ["deliver", "refund"]}'},
             ["unknown label 'delivery' in train.jsonl line 1 and 1 more.", "'deliver'? Known: deliver, refund."],
         ),
-        ({"train_jsonl": ROWS, "meta_json": '{"label_names": ["refund", "refund"]}'}, ["label names are different"]),
-        ({"train_jsonl": ROWS, "meta_json": '{"label_names": {"0": "a"}}'}, ["meta.json: label_names is a list"]),
+        (
+            {"train_jsonl": ROWS, "meta_json": '{"label_names": ["refund", "refund"]}'},
+            ["label names must be different"],
+        ),
+        ({"train_jsonl": ROWS, "meta_json": '{"label_names": {"0": "a"}}'}, ["meta.json: label_names must be a list"]),
         (
             {"train_jsonl": ROWS, "meta_json": '{"fields": 3}'},
-            ["meta.json: fields names the columns, it is not 3 (int)"],
+            ["meta.json: fields must name the columns, but it is 3 (int)"],
         ),
         ({"train_jsonl": ROWS, "meta_json": "{"}, ["meta.json is not a JSON object"]),
         ({"train_jsonl": ROWS, "meta_json": "[]"}, ["meta.json is not a JSON object"]),
     ],
 )
 def test_error(tmp_path: Path, texts: dict[str, Any], expected: list[str]) -> None:
-    said = message(write(tmp_path, **texts))
-    assert said.startswith(f"data {tmp_path}")
+    text = message(write(tmp_path, **texts))
+    assert text.startswith(f"data {tmp_path}")
     for part in expected:
-        assert part in said
+        assert part in text
 
 
 @pytest.mark.parametrize(
@@ -364,10 +373,10 @@ def test_error(tmp_path: Path, texts: dict[str, Any], expected: list[str]) -> No
     [
         ({"text": "tekst", "label": "label"}, "unknown column 'tekst' in train.jsonl. Did you mean 'text'?"),
         ({"txt": "text", "label": "label"}, "unknown role of a column 'txt'. Did you mean 'text'?"),
-        ({"text": "text"}, "columns are different ones for text, (pair,) label"),
-        (["text"], "columns are different ones for text, (pair,) label"),
-        (["text", "text"], "columns are different ones for text, (pair,) label"),
-        (["a", "b", "c", "d"], "columns are different ones for text, (pair,) label"),
+        ({"text": "text"}, "columns must name a different column for each of text, (pair,) label"),
+        (["text"], "columns must name a different column for each of text, (pair,) label"),
+        (["text", "text"], "columns must name a different column for each of text, (pair,) label"),
+        (["a", "b", "c", "d"], "columns must name a different column for each of text, (pair,) label"),
     ],
 )
 def test_wrong_columns(tmp_path: Path, columns: Any, expected: str) -> None:
@@ -386,7 +395,7 @@ def test_not_utf8(tmp_path: Path) -> None:
 
 
 def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:
-    said = message(
+    text = message(
         write(
             tmp_path,
             train_jsonl=[*ROWS, {"text": 1, "label": "refund"}],
@@ -395,18 +404,18 @@ def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:
         ),
         max_rows={"train": 0},
     )
-    assert "4 problems" in said
+    assert "4 problems" in text
     for part in ("max_rows of train must be at least 1", "train.jsonl line 5", "dev.jsonl is empty", "label 'other'"):
-        assert part in said
-    said = message(write(tmp_path, train_jsonl=[*ROWS, *[{"text": i, "label": "refund"} for i in range(50)]]))
-    assert "has 52 problems; the first of them" in said and said.count("\n") == readers.SHOWN
+        assert part in text
+    text = message(write(tmp_path, train_jsonl=[*ROWS, *[{"text": i, "label": "refund"} for i in range(50)]]))
+    assert "has 52 problems; the first of them" in text and text.count("\n") == readers.MAX_LISTED_PROBLEMS
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     (tmp_path / "tickets").mkdir()
-    said = message(str(tmp_path / "tikets"))
-    assert f"unknown data set '{tmp_path / 'tikets'}'. Did you mean '{tmp_path / 'tickets'}'?" in said
-    assert "no such folder here" in said and "Give a folder with train.jsonl" in said
+    text = message(str(tmp_path / "tikets"))
+    assert f"unknown data set '{tmp_path / 'tikets'}'. Did you mean '{tmp_path / 'tickets'}'?" in text
+    assert "no such folder here" in text and "Give a folder with train.jsonl" in text
 
 
 def test_hub_id_that_cannot_be_had() -> None:
@@ -414,9 +423,9 @@ def test_hub_id_that_cannot_be_had() -> None:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    said = message("deltune-tests/no-such-data")
-    assert "'deltune-tests/no-such-data'" in said and "no such folder here" in said
-    assert "cannot be reached" in said or "hub has no such dataset" in said
+    text = message("deltune-tests/no-such-data")
+    assert "'deltune-tests/no-such-data'" in text and "no such folder here" in text
+    assert "cannot be reached" in text or "hub has no such dataset" in text
     assert before == constants.HF_HUB_OFFLINE
 
 

@@ -46,7 +46,7 @@ def test_lengths_within_a_step_are_similar() -> None:
 
 @pytest.mark.parametrize("tokens", [None, 600])
 def test_the_order_of_steps_is_random(tokens: int | None) -> None:
-    steps = list(LengthGroupedBatches(LENGTHS, 16, seed=1, tokens=tokens))[:-1]
+    steps = list(LengthGroupedBatches(LENGTHS, 16, seed=1, max_tokens=tokens))[:-1]
     means = [sum(LENGTHS[i] for i in step) / len(step) for step in steps]
     rising = sum(a < b for a, b in itertools.pairwise(means))
     assert 12 < rising < len(means) - 12
@@ -55,10 +55,10 @@ def test_the_order_of_steps_is_random(tokens: int | None) -> None:
 @pytest.mark.parametrize("tokens", [None, 1, 300, 10**6])
 @pytest.mark.parametrize("size", [1, 16, 1003, 5000])
 def test_seed_and_epoch_decide(size: int, tokens: int | None) -> None:
-    one, two = (LengthGroupedBatches(LENGTHS, size, seed=1, tokens=tokens) for _ in range(2))
+    one, two = (LengthGroupedBatches(LENGTHS, size, seed=1, max_tokens=tokens) for _ in range(2))
     assert list(one) == list(two) == list(one), "not how often it was asked"
     two.set_epoch(1)
-    assert list(one) != list(two) != list(LengthGroupedBatches(LENGTHS, size, seed=2, tokens=tokens))
+    assert list(one) != list(two) != list(LengthGroupedBatches(LENGTHS, size, seed=2, max_tokens=tokens))
     assert len(list(one)) == len(list(two)) == len(one), "every epoch has as many steps"
 
 
@@ -67,24 +67,24 @@ def test_seed_and_epoch_decide(size: int, tokens: int | None) -> None:
 def test_cutting_leaves_a_step_its_rows(processes: int, accumulated: int, tokens: int | None) -> None:
     """Dealt by accelerate, as many batches to each process, the processes' batches of a step are the step."""
     chunks = processes * accumulated
-    whole = list(LengthGroupedBatches(LENGTHS, 16, seed=1, tokens=tokens))
+    whole = list(LengthGroupedBatches(LENGTHS, 16, seed=1, max_tokens=tokens))
     cut = LengthGroupedBatches(LENGTHS, 16, 1, chunks, tokens)
     shards = [BatchSamplerShard(cut, processes, p, even_batches=False) for p in range(processes)]  # type: ignore[arg-type]
     dealt = [list(shard) for shard in shards]
-    assert {len(own) for own in dealt} == {len(shard) for shard in shards} == {len(whole) * accumulated}
+    assert {len(batches) for batches in dealt} == {len(shard) for shard in shards} == {len(whole) * accumulated}
     for i, step in enumerate(whole):
-        parts = [own[j] for j in range(i * accumulated, (i + 1) * accumulated) for own in dealt]
+        parts = [batches[j] for j in range(i * accumulated, (i + 1) * accumulated) for batches in dealt]
         assert list(itertools.chain(*parts)) == step
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1
 
 
 def test_as_many_rows_as_fit() -> None:
-    steps = list(LengthGroupedBatches(LENGTHS, 0, seed=1, tokens=300))
+    steps = list(LengthGroupedBatches(LENGTHS, 0, seed=1, max_tokens=300))
     assert sorted(itertools.chain(*steps)) == list(range(1003))
     assert all(len(step) * max(LENGTHS[i] for i in step) <= 300 for step in steps)
     assert padded(steps) < 1.1 * real(steps) and len(steps) < 1.2 * real(steps) / 300
-    one = list(LengthGroupedBatches([4, 50, 4, 60, 4], 0, seed=1, tokens=40))
+    one = list(LengthGroupedBatches([4, 50, 4, 60, 4], 0, seed=1, max_tokens=40))
     assert sorted(map(sorted, one)) == [[0, 2, 4], [1], [3]], "what is larger is a step by itself"
 
 

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.tasks.base import InferenceContext, Limits
-from deltune.tasks.encoding import IGNORED, collate
-from deltune.tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
+from deltune.tasks.base import InferenceContext, TaskOptions
+from deltune.tasks.encoding import IGNORE_INDEX, collate
+from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
 from deltune.tasks.multiple_choice import CHOICE
 from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.text_inputs import fill_template
+from deltune.tasks.templates import fill_template
 from deltune.tasks.token_classification import TAGGING
 from deltune.training import checkpoints
 from deltune.training.inference import evaluate, predict_rows, rescore
@@ -28,20 +28,20 @@ from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
-LIMITS = Limits(max_length=16, target_length=8)
+LIMITS = TaskOptions(max_length=16, max_target_length=8)
 
 
 def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
     """A task of each kind that a child can do: name the word that is no filler."""
-    found = []
+    result = []
     for i, row in enumerate(tiny.sentences(count, seed)):
         words = row["text"].split()
-        names = {word: label for label, own in tiny.WORDS.items() for word in own}
+        names = {word: label for label, label_words in tiny.WORDS.items() for word in label_words}
         named = next(word for word in words if word in names)
         chance = random.Random(f"{seed} {i}")
         choices = [named, *chance.sample(sorted(set(names) - {named}), 2)]
         chance.shuffle(choices)
-        found.append(
+        result.append(
             {
                 "classification": row,
                 "tagging": {"tokens": words, "tags": [f"B-{names[w]}" if w in names else "O" for w in words]},
@@ -50,7 +50,7 @@ def rows(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
                 "language": {"text": f"the old {named} is near my table" + " and very small" * (i % 3)},
             }[kind]
         )
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,8 @@ RUNS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 def _close(value: Any) -> Any:
     """Numbers to four digits, anything else as it is."""
-    several = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(several[0], float) else value
+    values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(values[0], float) else value
 
 
 @pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)
@@ -115,11 +115,11 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         lines = tiny.objects(run.predictions / f"{split}.jsonl")
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
-    given = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
-    for own, line in zip(given, lines, strict=True):
-        assert set(own) == {"id", "input", "prediction", "scores"}
-        assert own["input"] == line["input"] and own["scores"] == _close(line["scores"])
-        assert own["prediction"] == _close(line["prediction"])
+    predicted = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
+    for answer, line in zip(predicted, lines, strict=True):
+        assert set(answer) == {"id", "input", "prediction", "scores"}
+        assert answer["input"] == line["input"] and answer["scores"] == _close(line["scores"])
+        assert answer["prediction"] == _close(line["prediction"])
     scored = {split: {n: v for n, v in metrics[split].items() if n != "loss"} for split in ("validation", "test")}
     assert {s: pytest.approx(v, rel=1e-9) for s, v in scored.items()} == rescore(run.folder)
     losses = tiny.objects(run.log_file)
@@ -178,20 +178,22 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
     """A tokenizer that cuts words: the first piece has the tag, the others and the special tokens none."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    from deltune.models import packaged
+    from deltune.models import packaged_minilm
 
-    tokenizer = AutoTokenizer.from_pretrained(packaged())
-    model = AutoModelForTokenClassification.from_pretrained(packaged(), num_labels=3)
+    tokenizer = AutoTokenizer.from_pretrained(packaged_minilm())
+    model = AutoModelForTokenClassification.from_pretrained(packaged_minilm(), num_labels=3)
     columns = {"tokens": [["Schwarzenegger", "visited", "Ouagadougou", "."], ["Hi"]], "tags": [[1, 0, 2, 0], [0]]}
-    found = TAGGING.encode(tokenizer, model, columns, Limits(max_length=64), True)
-    for row, tokens, tags in zip(found.rows, columns["tokens"], columns["tags"], strict=True):
+    encoded = TAGGING.encode(tokenizer, model, columns, TaskOptions(max_length=64), True)
+    for row, tokens, tags in zip(encoded.rows, columns["tokens"], columns["tags"], strict=True):
         pieces = tokenizer.convert_ids_to_tokens(row["input_ids"])
-        shown = [(piece, tag) for piece, tag in zip(pieces, row["labels"], strict=True) if tag != IGNORED]
+        shown = [(piece, tag) for piece, tag in zip(pieces, row["labels"], strict=True) if tag != IGNORE_INDEX]
         assert [tag for _, tag in shown] == tags
         assert all(word.lower().startswith(piece) for word, (piece, _) in zip(tokens, shown, strict=True))
-    cut = TAGGING.encode(tokenizer, model, columns, Limits(max_length=5), True)
+    cut = TAGGING.encode(tokenizer, model, columns, TaskOptions(max_length=5), True)
     assert cut.truncated == 1
-    answers = TAGGING.answers(InferenceContext(model, tokenizer, ("O", "B-A", "B-B"), Limits(max_length=5), 2), cut)
+    answers = TAGGING.predict(
+        InferenceContext(model, tokenizer, ("O", "B-A", "B-B"), TaskOptions(max_length=5), 2), cut
+    )
     assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
 
 
@@ -201,44 +203,50 @@ def test_a_target_ends(shared: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(shared / "models" / name)
         model = AutoModelForSeq2SeqLM.from_pretrained(shared / "models" / name)
         columns = {"source": ["hello", "hi"], "targets": [["hello"], ["a" * 20]]}
-        for row in SEQ2SEQ.encode(tokenizer, model, columns, LIMITS, True).rows:
+        for row in SEQ2SEQ_GENERATION.encode(tokenizer, model, columns, LIMITS, True).rows:
             assert row["labels"][-1] == tokenizer.eos_token_id and row["labels"].count(tokenizer.eos_token_id) == 1
-            assert len(row["labels"]) <= LIMITS.target_length
+            assert len(row["labels"]) <= LIMITS.max_target_length
 
 
 def test_the_loss_is_on_the_target_alone(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(places / "gpt2")
     columns = {"source": ["the old fig is near", "a saw"], "targets": [["fig", "the fig"], ["saw"]]}
-    training = CAUSAL.encode(tokenizer, model, columns, LIMITS, True)
+    training = CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, True)
     assert len(training) == 3, "a row for every reference"
     for row, target in zip(training.rows, ("fig", "the fig", "saw"), strict=True):
-        said = [label for label in row["labels"] if label != IGNORED]
-        assert said == [*tokenizer(target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        assert row["input_ids"][-len(said) :] == said and row["labels"][: row["prompt"]] == [IGNORED] * row["prompt"]
-    assert len(CAUSAL.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
+        target_ids = [label for label in row["labels"] if label != IGNORE_INDEX]
+        assert target_ids == [*tokenizer(target, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        assert (
+            row["input_ids"][-len(target_ids) :] == target_ids
+            and row["labels"][: row["prompt_length"]] == [IGNORE_INDEX] * row["prompt_length"]
+        )
+    assert len(CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
     batch = collate(tokenizer, training.rows)
-    own = model(**batch).loss
+    loss = model(**batch).loss
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
-    shown = batch["labels"][:, 1:] != IGNORED
+    shown = batch["labels"][:, 1:] != IGNORE_INDEX
     by_hand = -logits.gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[..., 0][shown].mean()
-    assert torch.isclose(own, by_hand)
-    long = CAUSAL.encode(tokenizer, model, {"source": ["the old fig " * 9]}, Limits(5, 4), False)
-    assert (long.truncated, long.rows[0]["prompt"]) == (1, 5)
+    assert torch.isclose(loss, by_hand)
+    long = CAUSAL_GENERATION.encode(tokenizer, model, {"source": ["the old fig " * 9]}, TaskOptions(5, 4), False)
+    assert (long.truncated, long.rows[0]["prompt_length"]) == (1, 5)
 
 
 def test_generated_answers_do_not_depend_on_the_batch(places: Path) -> None:
     """Prompts of different lengths, padded on the left: alone and together the same text."""
     columns = {name: [row[name] for row in rows("generation", 8, 5)] for name in ("source", "targets")}
-    for folder, auto, kind in (("gpt2", AutoModelForCausalLM, CAUSAL), ("t5", AutoModelForSeq2SeqLM, SEQ2SEQ)):
+    for folder, auto, kind in (
+        ("gpt2", AutoModelForCausalLM, CAUSAL_GENERATION),
+        ("t5", AutoModelForSeq2SeqLM, SEQ2SEQ_GENERATION),
+    ):
         tokenizer, model = AutoTokenizer.from_pretrained(places / folder), auto.from_pretrained(places / folder)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
         encoded = kind.encode(tokenizer, model, columns, LIMITS, False)
-        together, alone = (
-            kind.answers(InferenceContext(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1)
+        batched, alone = (
+            kind.predict(InferenceContext(model, tokenizer, (), LIMITS, size), encoded) for size in (8, 1)
         )
-        assert together.predictions == alone.predictions
-        assert together.loss == pytest.approx(alone.loss, rel=1e-5)
+        assert batched.predictions == alone.predictions
+        assert batched.loss == pytest.approx(alone.loss, rel=1e-5)
 
 
 def test_choices_stand_side_by_side(places: Path) -> None:
@@ -246,14 +254,14 @@ def test_choices_stand_side_by_side(places: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(places / "bert")
     model = AutoModelForMultipleChoice.from_pretrained(places / "bert").eval()
-    made = rows("choice", 3, 1)
-    columns = {name: [row[name] for row in made] for name in ("question", "choices", "answer")}
+    columns_of_rows = rows("choice", 3, 1)
+    columns = {name: [row[name] for row in columns_of_rows] for name in ("question", "choices", "answer")}
     encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
     batch = collate(tokenizer, encoded.rows)
     assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
-    together = CHOICE.answers(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
-    alone = CHOICE.answers(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
-    assert together.predictions == alone.predictions and sum(together.scores[0]) == pytest.approx(1)
+    batched = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
+    alone = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
+    assert batched.predictions == alone.predictions and sum(batched.scores[0]) == pytest.approx(1)
     columns["choices"][1] = ["one", "two"]
     with pytest.raises(DeltuneError, match="2 or 3 choices"):
         CHOICE.encode(tokenizer, model, columns, LIMITS, True)
@@ -263,9 +271,9 @@ def test_no_token_of_running_text_is_lost(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "gpt2")
     model = AutoModelForCausalLM.from_pretrained(places / "gpt2")
     texts = ["the old fig " * 7, "a saw", "the"]
-    encoded = LANGUAGE.encode(tokenizer, model, {"text": texts}, Limits(max_length=8), True)
+    encoded = LANGUAGE_MODELING.encode(tokenizer, model, {"text": texts}, TaskOptions(max_length=8), True)
     for number, text in enumerate(texts):
-        parts = [row["input_ids"] for row in encoded.rows if row["text"] == number]
+        parts = [row["input_ids"] for row in encoded.rows if row["text_index"] == number]
         whole, joined = tokenizer(text)["input_ids"], [token for part in parts for token in part]
         assert joined == whole[: len(joined)] and len(whole) - len(joined) <= 1
         assert all(len(part) <= 8 for part in parts)
@@ -281,15 +289,15 @@ def test_a_template_names_roles() -> None:
 def test_tasks_by_name(shared: Path) -> None:
     """Every folder of the shared data is a task of the table, with the columns that its files have."""
     folders = {task.folder for task in TASKS.values()}
-    there = {p.name for p in (shared / "data").iterdir() if p.is_dir()}
-    assert there <= folders
+    available = {p.name for p in (shared / "data").iterdir() if p.is_dir()}
+    assert available <= folders
     for name, task in TASKS.items():
-        if task.folder in there:
-            found, where = find_task(name, str(shared / "data"))
+        if task.folder in available:
+            known_task, where = find_task(name, str(shared / "data"))
             assert isinstance(where, str)
-            assert found is task and Path(where).name == task.folder
-            told = json.loads((Path(where) / "meta.json").read_text())["fields"]
-            listed = told if isinstance(told, list) else [f.split("(")[0].strip() for f in told.split(",")]
+            assert known_task is task and Path(where).name == task.folder
+            fields = json.loads((Path(where) / "meta.json").read_text())["fields"]
+            listed = fields if isinstance(fields, list) else [f.split("(")[0].strip() for f in fields.split(",")]
             assert set(task.columns.values()) <= set(listed) | {"summary", "targets"}, name
     with pytest.raises(DeltuneError, match="Did you mean 'sst2'"):
         find_task("sst-2", None)
@@ -299,13 +307,15 @@ def test_tasks_by_name(shared: Path) -> None:
 
 def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
     """BERTScore: left out and said without a model, there with one, and so in its name."""
-    given = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
-    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **given)
+    values = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
+    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **values)
     assert "bertscore" in train(spec, tmp_path / "without")["omitted"]
     options = {"bertscore": {"model": str(places / "bert"), "layers": 1}}
-    other = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, metric_options=options, **given)
+    other = tiny.spec(
+        places, model=str(places / "t5"), target_length=4, max_length=16, metric_options=options, **values
+    )
     metrics = train(other, tmp_path / "with")
     assert not metrics["omitted"] and spec.name != other.name
     assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics["test"]["bertscore"])
     with pytest.raises(DeltuneError, match="unknown option"):
-        tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **given)
+        tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **values)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets.fingerprint import Hasher
 from transformers import (
     AutoTokenizer,
     M2M100Config,
@@ -21,10 +22,9 @@ from transformers import (
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.tasks.base import Limits
+from deltune.tasks.base import TaskOptions
 from deltune.tasks.languages import forced_bos_options, language_code, language_codes, set_languages
 from deltune.tasks.registry import TASKS
-from deltune.tasks.token_cache import _identity
 from deltune.training.inference import load_run, predict
 from deltune.training.model_cache import ModelCache
 from deltune.training.run_dir import RunDir
@@ -40,14 +40,14 @@ def pieces() -> list[tuple[str, float]]:
 
     import sentencepiece
 
-    made = io.BytesIO()
+    proto = io.BytesIO()
     texts = [f"{row['source']} {row['targets'][0]}" for row in ROWS]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=made, vocab_size=40, model_type="unigram", minloglevel=2,
+        sentence_iterator=iter(texts), model_writer=proto, vocab_size=40, model_type="unigram", minloglevel=2,
         hard_vocab_limit=False,
     )  # fmt: skip
-    found = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
-    return [(found.id_to_piece(i), found.get_score(i)) for i in range(found.get_piece_size())]
+    processor = sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
+    return [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
 
 
 KINDS: dict[str, tuple[Any, Any, Any]] = {
@@ -69,8 +69,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("languages")
     for name, (tokenizing, configured, modelled) in KINDS.items():
         letters = {letter: 4 + i for i, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz0123456789")}
-        told = {"vocab": {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **letters}, "merges": []}
-        tokenizer = tokenizing(**(told if name == "three letters" else {"vocab": pieces()}))
+        model_data = {"vocab": {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **letters}, "merges": []}
+        tokenizer = tokenizing(**(model_data if name == "three letters" else {"vocab": pieces()}))
         tokenizer.save_pretrained(root / name)
         torch.manual_seed(0)
         modelled(configured(**SIZES, vocab_size=len(tokenizer) + 1)).save_pretrained(root / name)
@@ -81,11 +81,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def spec(places: Path, name: str, **given: Any) -> Any:
-    data = {"data": None, "task": "wmt16_en_ro", "data_root": str(places)} if "data" not in given else {}
+def spec(places: Path, name: str, **values: Any) -> Any:
+    data = {"data": None, "task": "wmt16_en_ro", "data_root": str(places)} if "data" not in values else {}
     return tiny.spec(
         places, **{"model": str(places / name), "method": "lora(rank=2)", "max_length": 16, "target_length": 6,
-                   "epochs": 1, "metrics": ("exact",), **data, **given},
+                   "epochs": 1, "metrics": ("exact",), **data, **values},
     )  # fmt: skip
 
 
@@ -105,25 +105,26 @@ def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
     tokenizer: Any = load_task_tokenizer(spec(places, name))
     model = KINDS[name][2].from_pretrained(places / name).eval()
     labels = torch.tensor([tokenizer(text_target="pisica")["input_ids"]])
-    told = forced_bos_options(tokenizer, model)
+    options = forced_bos_options(tokenizer, model)
     target = tokenizer.convert_tokens_to_ids(OWN[name][1])
-    found = model.generate(torch.tensor([[5, 2]]), max_new_tokens=3, do_sample=False, num_beams=1, **told)[0].tolist()
+    prompt = torch.tensor([[5, 2]])
+    generated = model.generate(prompt, max_new_tokens=3, do_sample=False, num_beams=1, **options)[0].tolist()
     if name == "code last":
-        assert told == {"forced_bos_token_id": None, "decoder_start_token_id": target} and found[0] == target
+        assert options == {"forced_bos_token_id": None, "decoder_start_token_id": target} and generated[0] == target
     else:
-        assert told["forced_bos_token_id"] == target and found[:2] == [2, target]
+        assert options["forced_bos_token_id"] == target and generated[:2] == [2, target]
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         shifted = model.prepare_decoder_input_ids_from_labels(labels)[0].tolist()
-        assert shifted[: 1 if name == "code last" else 2] == found[: 1 if name == "code last" else 2]
+        assert shifted[: 1 if name == "code last" else 2] == generated[: 1 if name == "code last" else 2]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kept_rows_know_their_languages(name: str, places: Path) -> None:
     """A language is set after a tokenizer was made, and stands in none of its files."""
     tokenizer: Any = load_task_tokenizer(spec(places, name))
-    before = _identity(tokenizer)
+    before = Hasher.hash(tokenizer)
     tokenizer.tgt_lang = tokenizer.src_lang
-    assert _identity(tokenizer) != before
+    assert Hasher.hash(tokenizer) != before
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -131,8 +132,8 @@ def test_a_whole_run(name: str, places: Path, tmp_path: Path) -> None:
     """Trained, generated, and the same answers from the delta on the disk."""
     train(spec(places, name), tmp_path / "run", progress=False)
     lines = (RunDir(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
-    said = [json.loads(line)["prediction"] for line in lines]
-    assert [one["prediction"] for one in predict(tmp_path / "run", [row["source"] for row in ROWS])] == said
+    predictions = [json.loads(line)["prediction"] for line in lines]
+    assert [one["prediction"] for one in predict(tmp_path / "run", [row["source"] for row in ROWS])] == predictions
 
 
 def test_runs_of_other_languages_are_not_mixed(places: Path, tmp_path: Path) -> None:
@@ -166,9 +167,9 @@ def test_shared_parts_keep_languages_apart(places: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_task_s_languages_are_found(name: str, places: Path) -> None:
-    there = language_codes(AutoTokenizer.from_pretrained(places / name))
+    codes = language_codes(AutoTokenizer.from_pretrained(places / name))
     for task in TASKS.values():
-        assert all(language_code(language, there) for language in task.languages if language)
+        assert all(language_code(language, codes) for language in task.languages if language)
 
 
 def test_codes() -> None:
@@ -183,4 +184,4 @@ def test_a_tokenizer_without_languages_is_left_alone(places: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(places / "plain")
     set_languages(tokenizer, None, None)
     assert language_codes(tokenizer) == [] and forced_bos_options(tokenizer, None) == {}
-    assert Limits().generate == {}
+    assert TaskOptions().generate_kwargs == {}

@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 import tiny
 from deltune.data import loading
-from deltune.data.hub_layouts import Layout, apply_layout
+from deltune.data.hub_layouts import HubLayout, apply_layout
 from deltune.errors import DeltuneError
 from deltune.tasks.registry import TASKS, find_task
 from deltune.training.inference import load_run
@@ -110,44 +110,44 @@ HUB: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
 def on_hub(name: str) -> tuple[DatasetDict, int]:
     """The data set of a task as the hub has it, with a few made-up rows; its layout's held-out rows fit in them."""
     features, splits, values = HUB[name]
-    found = {}
+    splits_by_name = {}
     for split in splits:
         rows = [words(features, i) for i in range(12)]
-        for column, own in values.items():
+        for column, column_values in values.items():
             for i, row in enumerate(rows):
-                row[column] = own[i % len(own)]
+                row[column] = column_values[i % len(column_values)]
         if split.startswith("-"):
             for row in rows:
                 row |= {"label": -1} if "label" in row else {"answerKey": ""}
-        found[split.lstrip("-")] = Dataset.from_list(rows, Features(features))
-    return DatasetDict(found), len(splits)
+        splits_by_name[split.lstrip("-")] = Dataset.from_list(rows, Features(features))
+    return DatasetDict(splits_by_name), len(splits)
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A hub with the data sets of all tasks, at the one place where it is asked; what it was asked for."""
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
     by_source = {task.hub.source: name for name, task in TASKS.items() if task.hub}
 
     def load_dataset(path: str, part: str | None = None, **options: Any) -> DatasetDict:
-        asked.append((path, part, options))
+        requests.append((path, part, options))
         files = options.get("data_files")
         if files is None:
             source = path + (f"@{options['revision']}" if options["revision"] else "") + (f":{part}" if part else "")
             return on_hub(by_source[source])[0]
         folder = {file.removeprefix("hf://datasets/") for file in files.values()}
         source = next(s for s in by_source if all(file.startswith(f"{s}/") for file in folder))
-        found = on_hub(by_source[source])[0]
-        return DatasetDict({split: found[split] for split in files})
+        datasets = on_hub(by_source[source])[0]
+        return DatasetDict({split: datasets[split] for split in files})
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr(loading, "why_not_on_hub", lambda name, kind: "")
-    return asked
+    return requests
 
 
-def read(name: str) -> loading.Data:
+def read(name: str) -> loading.TaskData:
     task, where = find_task(name, None)
-    assert isinstance(where, Layout)
+    assert isinstance(where, HubLayout)
     return loading.load_data(where.source, kind=task.kind, layout=where)
 
 
@@ -167,8 +167,10 @@ def test_the_hub_gives_the_rows_of_a_folder(name: str, hub: list[Any], shared: P
     task, got = TASKS[name], read(name)
     assert set(got.splits) == {"train", "validation", "test"} and all(len(rows) for rows in got.splits.values())
     for split, rows in got.splits.items():
-        prefix = "id " if "id" in HUB[name][0] else f"{split}-"  # the data set's own column of ids, where it has one
-        assert len(set(rows["id"])) == len(rows["id"]) and all(row_id.startswith(prefix) for row_id in rows["id"])
+        if "id" in HUB[name][0]:  # the hub's own ids
+            assert len(set(rows["id"])) == len(rows) and set(rows["id"]) <= {f"id {i}" for i in range(12)}, split
+        else:
+            assert rows["id"][:] == [f"{split}-{i + 1}" for i in range(len(rows))]
     if task.words:
         assert set(got.labels) == set(task.words)
     folder = shared / "data" / task.folder
@@ -202,10 +204,10 @@ def test_the_hub_gives_the_rows_of_a_folder(name: str, hub: list[Any], shared: P
 )  # fmt: skip
 def test_a_row(name: str, split: str, row: dict[str, Any], hub: list[Any]) -> None:
     got = read(name)
-    found = {key: value for key, value in got.splits[split][0].items() if key != "id"}
-    if "tags" in found:
-        found["tags"] = " ".join(got.labels[i] for i in found["tags"])
-    assert found == row
+    first = {key: value for key, value in got.splits[split][0].items() if key != "id"}
+    if "tags" in first:
+        first["tags"] = " ".join(got.labels[i] for i in first["tags"])
+    assert first == row
 
 
 def test_what_is_asked_of_the_hub(hub: list[Any]) -> None:
@@ -235,7 +237,9 @@ def test_rows_without_a_label_are_left_out_and_said(hub: list[Any]) -> None:
 
 def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeltuneError, match=r"has no validation_matchd split; it has: train, validation_matched"):
-        loading.load_data("nyu-mll/glue:mnli", layout=Layout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"}))
+        loading.load_data(
+            "nyu-mll/glue:mnli", layout=HubLayout("nyu-mll/glue:mnli", splits={"test": "validation_matchd"})
+        )
     monkeypatch.setitem(HUB, "wmt16_en_ro", ({"en": TEXT, "ro": TEXT}, USUAL, {}))
     with pytest.raises(DeltuneError, match=r"train row 1 is not laid out as it was.*Its columns: en, ro. Give data"):
         read("wmt16_en_ro")
@@ -243,7 +247,7 @@ def test_a_layout_that_is_no_longer_true(hub: list[Any], monkeypatch: pytest.Mon
 
 def test_nothing_is_held_out_of_nothing() -> None:
     files: dict[str, Any] = {}
-    apply_layout(files, Layout("a/b", held_out=5), [])
+    apply_layout(files, HubLayout("a/b", held_out=5), [])
     assert files == {}
 
 
@@ -252,6 +256,6 @@ def test_a_run_of_a_task_of_the_hub(hub: list[Any], tmp_path: Path) -> None:
     spec = tiny.spec(tmp_path, data=None, task="cb", method="head", epochs=1)
     metrics = train(spec, tmp_path / "run", progress=False)
     assert {"validation", "test"} <= set(metrics)
-    told = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
-    assert told["source"] == "aps/super_glue:cb" and told["rows"] == {"train": 6, "validation": 6, "test": 12}
+    recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
+    assert recorded["source"] == "aps/super_glue:cb" and recorded["rows"] == {"train": 6, "validation": 6, "test": 12}
     assert load_run(tmp_path / "run").labels == ("entailment", "contradiction", "neutral")

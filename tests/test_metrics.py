@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.metrics.registry import METRICS, score
+from deltune.metrics.registry import METRICS, compute_scores
 
-CLASSES = [name for name, metric in METRICS.items() if metric.kind == "classes"]
+CLASSES = [name for name, metric in METRICS.items() if metric.input_type == "classes"]
 
 REFERENCES = [0, 0, 0, 1, 1, 1]
 PREDICTIONS = [0, 0, 1, 1, 1, 0]  # class 1: 2 hits, 1 false alarm, 1 miss; class 0 likewise
@@ -47,7 +47,7 @@ THREE = ([0, 1, 2, 2], [0, 1, 1, 2])  # predictions, references
     ],
 )
 def test_value(name: str, predictions: list, references: list, labels: list | None, expected: float) -> None:
-    got = score([name], predictions, references, labels)[name]
+    got = compute_scores([name], predictions, references, labels)[name]
     assert got.value == pytest.approx(expected)
     assert METRICS[name].range[0] <= got.value <= METRICS[name].range[1]
 
@@ -67,7 +67,7 @@ def test_value(name: str, predictions: list, references: list, labels: list | No
     ],
 )
 def test_option(name: str, options: dict, predictions: list, references: list, expected: float) -> None:
-    got = score([name], predictions, references, options={name: options})[name]
+    got = compute_scores([name], predictions, references, options={name: options})[name]
     assert got.value == pytest.approx(expected)
     assert all(f"{key}:{value}" in got.signature for key, value in options.items())
 
@@ -77,7 +77,7 @@ def test_option(name: str, options: dict, predictions: list, references: list, e
     [
         pytest.param(name, marks=[pytest.mark.slow] if name == "meteor" else [])
         for name, metric in METRICS.items()
-        if metric.kind != "tags" and "model" not in metric.options
+        if metric.input_type != "tags" and "model" not in metric.options
     ],
 )
 def test_resampled_is_the_score_of_the_re_sample(name: str) -> None:
@@ -89,13 +89,15 @@ def test_resampled_is_the_score_of_the_re_sample(name: str) -> None:
         "classes": ([0, 1, 1, 0], [0, 1, 0, 0]),
         "numbers": ([1.0, 2.5, 2.0, 0.0], [1.5, 2.0, 3.0, 0.5]),
         "log-likelihoods": ([-3.0, -1.5, -7.0, -0.5], [2, 1, 4, 3]),
-    }.get(metric.kind, texts)
+    }.get(metric.input_type, texts)
     options = {name: {"tokenizer": "13a"}} if "tokenizer" in metric.options else {}
-    got = score([name], predictions, references, options=options)
+    got = compute_scores([name], predictions, references, options=options)
     if name in got.omitted:
         pytest.skip(got.omitted[name])
     chosen = [3, 0, 0, 1]
-    anew = score([name], [predictions[i] for i in chosen], [references[i] for i in chosen], options=options)[name]
+    anew = compute_scores([name], [predictions[i] for i in chosen], [references[i] for i in chosen], options=options)[
+        name
+    ]
     again = got[name].resampled(chosen)
     if name in ("nist", "cider"):  # weights and frequencies stay those of the whole corpus
         assert again != pytest.approx(anew.value) and again > 0
@@ -112,7 +114,7 @@ def test_entities_are_seqevals() -> None:
 
     true = [["B-A", "I-A", "O", "B-B"], ["O", "B-B", "I-B", "I-B"], ["B-A", "O", "O", "O"]]
     ours = [["B-A", "I-A", "O", "I-B"], ["O", "B-B", "I-A", "I-B"], ["B-A", "O", "B-B", "B-B"]]
-    got = score(["entity_f1"], ours, true)["entity_f1"]
+    got = compute_scores(["entity_f1"], ours, true)["entity_f1"]
     assert got.value == pytest.approx(f1_score(true, ours, mode="strict", scheme=IOB2))
     assert got.resampled([0, 0, 2]) == pytest.approx(
         f1_score([true[0], true[0], true[2]], [ours[0], ours[0], ours[2]], mode="strict", scheme=IOB2)
@@ -120,30 +122,30 @@ def test_entities_are_seqevals() -> None:
 
 
 def test_a_constant_has_no_correlation() -> None:
-    assert math.isnan(score(["pearson"], [1, 1, 1], [1, 2, 3])["pearson"].value)
+    assert math.isnan(compute_scores(["pearson"], [1, 1, 1], [1, 2, 3])["pearson"].value)
 
 
 def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["bertscore", "moverscore", "bleurt", "bleu", "meteor", "cider", "rougeL_coco"]
     monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
-    found = METRICS["bleu"].packages
+    bleu_packages = METRICS["bleu"].packages
     monkeypatch.setattr(
         "deltune.metrics.base.importlib.util.find_spec",
-        lambda name: None if name in found else object(),
+        lambda name: None if name in bleu_packages else object(),
         raising=True,
     )
-    got = score([*names, "exact_match"], ["a"], ["a"])
+    got = compute_scores([*names, "exact_match"], ["a"], ["a"])
     assert list(got) == ["exact_match"] and list(got.omitted) == names
     assert got.omitted["bertscore"] == "needs a model: give the option model (a folder or a hub id)"
-    assert got.omitted["bleu"] == "needs sacrebleu: pip install deltune[metrics]"
+    assert got.omitted["bleu"] == "needs sacrebleu: pip install 'deltune[metrics]'"
 
 
 def test_without_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
-    got = score(["meteor", "cider"], ["a b"], ["a b"])
+    got = compute_scores(["meteor", "cider"], ["a b"], ["a b"])
     assert got.omitted["meteor"] == "needs Java: there is no java on the PATH"
     assert "tokenizer='13a'" in got.omitted["cider"]
-    assert "cider" in score(["cider"], ["a b"], ["a b"], options={"cider": {"tokenizer": "13a"}})
+    assert "cider" in compute_scores(["cider"], ["a b"], ["a b"], options={"cider": {"tokenizer": "13a"}})
 
 
 def test_bleurt_is_the_one_label_of_a_pair(tmp_path: Path) -> None:
@@ -163,7 +165,9 @@ def test_bleurt_is_the_one_label_of_a_pair(tmp_path: Path) -> None:
     model = BertForSequenceClassification(small).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    got = score(["bleurt"], ["a b", "c"], [["a", "b"], "c a"], options={"bleurt": {"model": str(tmp_path)}})["bleurt"]
+    got = compute_scores(["bleurt"], ["a b", "c"], [["a", "b"], "c a"], options={"bleurt": {"model": str(tmp_path)}})[
+        "bleurt"
+    ]
 
     def rating(reference: str, prediction: str) -> float:
         with torch.no_grad():
@@ -178,21 +182,21 @@ def test_the_table_is_whole() -> None:
     lower = {name for name, metric in METRICS.items() if metric.better == "lower"}
     assert lower == {"ter", "cer", "per", "perplexity"}
     for name, metric in METRICS.items():
-        assert (metric.extra == "metrics") == (metric.kind == "texts"), name
+        assert (metric.extra == "metrics") == (metric.input_type == "texts"), name
         assert metric.range[0] < metric.range[1]
 
 
 def test_per_example_is_what_the_value_is_the_mean_of() -> None:
-    for name, got in score(CLASSES, PREDICTIONS, REFERENCES).items():
+    for name, got in compute_scores(CLASSES, PREDICTIONS, REFERENCES).items():
         if got.per_example is not None:
             assert sum(got.per_example) / len(got.per_example) == pytest.approx(got.value), name
-    assert score([], PREDICTIONS, REFERENCES)["accuracy"].per_example == [1, 1, 0, 1, 1, 0]
+    assert compute_scores([], PREDICTIONS, REFERENCES)["accuracy"].per_example == [1, 1, 0, 1, 1, 0]
 
 
 def test_signature_names_version_and_options() -> None:
     import sklearn
 
-    got = score(["f1_macro"], *THREE)["f1_macro"].signature
+    got = compute_scores(["f1_macro"], *THREE)["f1_macro"].signature
     assert got == f"f1_macro|average:macro|zero_division:0|labels:3|n:4|scikit-learn:{sklearn.__version__}"
 
 
@@ -207,7 +211,7 @@ def test_signature_names_version_and_options() -> None:
         ),
         (["accuracy"], [0, 1], [0], "2 predictions against 1 references"),
         (["accuracy"], [], [], "0 predictions against 0 references"),
-        (["f1"], *THREE, "f1 is for two labels, here are 3. Use f1_macro"),
+        (["f1"], *THREE, "f1 is for two labels, and there are 3. Use f1_macro"),
         (["bleu"], ["a", 1], ["a", "b"], "texts are a string against one string or several: example 1: 1 against 'b'"),
         (["exact_match"], ["a"], [[]], "answers are a string against one string or several: example 0"),
         (["entity_f1"], [["O"]], [["O", "O"]], "tags are lists of equal length: example 0"),
@@ -218,14 +222,14 @@ def test_signature_names_version_and_options() -> None:
 )
 def test_error(names: list, predictions: list, references: list, expected: str) -> None:
     with pytest.raises(DeltuneError) as caught:
-        score(names, predictions, references)
+        compute_scores(names, predictions, references)
     assert expected in str(caught.value)
 
 
 def test_options_are_checked() -> None:
     with pytest.raises(DeltuneError, match="unknown option 'lowercases' in bleu"):
-        score(["bleu"], ["a"], ["a"], options={"bleu": {"lowercases": True}})
+        compute_scores(["bleu"], ["a"], ["a"], options={"bleu": {"lowercases": True}})
     with pytest.raises(DeltuneError, match="unknown metric 'blue'"):
-        score(["bleu"], ["a"], ["a"], options={"blue": {}})
-    with pytest.raises(DeltuneError, match="tokenizer is ptb, 13a, none, not 'intl'"):
-        score(["cider"], ["a"], ["a"], options={"cider": {"tokenizer": "intl"}})
+        compute_scores(["bleu"], ["a"], ["a"], options={"blue": {}})
+    with pytest.raises(DeltuneError, match="tokenizer must be one of ptb, 13a, none, not 'intl'"):
+        compute_scores(["cider"], ["a"], ["a"], options={"cider": {"tokenizer": "intl"}})

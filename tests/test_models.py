@@ -16,13 +16,13 @@ import transformers
 from deltune import models
 from deltune.errors import DeltuneError
 
-MINILM = models.packaged()
+MINILM = models.packaged_minilm()
 
 
 def small(kind: str = "BertModel", **sizes: object) -> torch.nn.Module:
     """A tiny model of random weights."""
-    given = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.AutoConfig.for_model("bert", vocab_size=50, **{**given, **sizes})
+    dimensions = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.AutoConfig.for_model("bert", vocab_size=50, **{**dimensions, **sizes})
     return getattr(transformers, kind)(config)
 
 
@@ -94,8 +94,8 @@ def test_head_of_another_size_is_replaced_and_of_the_same_size_kept(tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [torch.float16, "bfloat16", None])
 def test_dtype(folder: Path, dtype: torch.dtype | str | None) -> None:
-    wanted = torch.float32 if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
-    assert models.load_model(str(folder), "base", dtype=dtype).dtype == wanted
+    expected = torch.float32 if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
+    assert models.load_model(str(folder), "base", dtype=dtype).dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:
     tokenizer, model = models.load_tokenizer(name), models.load_model(name, "classification", ["a", "b"])
     tokenizer.pad_token = None
     model.config.pad_token_id = None
-    models.fit_padding(model, tokenizer)
+    models.align_padding_token(model, tokenizer)
     assert tokenizer.pad_token == tokenizer.eos_token
     assert model.config.pad_token_id == tokenizer.pad_token_id
     alone = model(**tokenizer(["Once"], return_tensors="pt")).logits
@@ -131,23 +131,23 @@ def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:
 def test_padding_without_any_token(folder: Path) -> None:
     tokenizer = models.load_tokenizer(str(folder))
     tokenizer.pad_token = tokenizer.eos_token = None
-    assert "pad_token" in message(models.fit_padding, models.load_model(str(folder), "base"), tokenizer)
+    assert "pad_token" in message(models.align_padding_token, models.load_model(str(folder), "base"), tokenizer)
 
 
 # --- what can be wrong ------------------------------------------------------------------------------------------
 
 
 def test_no_such_folder_names_the_nearest_and_the_hub(folder: Path) -> None:
-    said = message(models.load_model, str(folder.parent / "tyni"), "base")
-    assert f"unknown model '{folder.parent / 'tyni'}'" in said
-    assert f"Did you mean '{folder}'?" in said and "minilm" in said and "hub id" in said
+    text = message(models.load_model, str(folder.parent / "tyni"), "base")
+    assert f"unknown model '{folder.parent / 'tyni'}'" in text
+    assert f"Did you mean '{folder}'?" in text and "minilm" in text and "hub id" in text
 
 
 def test_hub_id_that_cannot_be_had() -> None:
     """Offline: cannot be reached; online: not on the hub. Either way at once, without transformers' retries."""
-    said = message(models.load_config, "deltune-tests/no-such-model")
-    assert "'deltune-tests/no-such-model'" in said and "no such file or folder here" in said
-    assert "cannot be reached" in said or "hub has no such model" in said
+    text = message(models.load_config, "deltune-tests/no-such-model")
+    assert "'deltune-tests/no-such-model'" in text and "no such file or folder here" in text
+    assert "cannot be reached" in text or "hub has no such model" in text
 
 
 def test_offline_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +171,15 @@ def test_cached_hub_model_works_offline(folder: Path, tmp_path: Path, monkeypatc
 
 
 def test_packaged_model_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "PACKAGED", "no_such_package")
+    monkeypatch.setattr(models, "MINILM_PACKAGE", "no_such_package")
     assert "pip install 'deltune[demo]'" in message(models.load_config, "minilm")
 
 
 def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     current = sys.modules["transformers"]  # transformers replaces itself there when it imports its own processors
     monkeypatch.setattr(current, "__version__", "5.22.1")
-    said = message(models.load_config, "minilm")
-    assert "transformers 5.22.1 is too old" in said and "5.23" in said and "pip install -U" in said
+    text = message(models.load_config, "minilm")
+    assert "transformers 5.22.1 is too old" in text and "5.23" in text and "pip install -U" in text
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_config(folder: Path, text: str, expected: str) -> None:
     (folder / "config.json").write_text(text)
     for call in (models.load_config, lambda name: models.load_model(name, "base")):
-        said = message(call, str(folder))
-        assert str(folder / "config.json") in said and expected in said
+        error = message(call, str(folder))
+        assert str(folder / "config.json") in error and expected in error
 
 
 def test_own_code_runs_only_when_asked(folder: Path) -> None:
@@ -240,8 +240,8 @@ def lose_shard(folder: Path) -> None:
 )
 def test_bad_folder(folder: Path, damage: Callable[[Path], object], expected: str) -> None:
     damage(folder)
-    said = message(models.load_model, str(folder), "classification", ["a", "b"])
-    assert str(folder) in said and expected in said
+    text = message(models.load_model, str(folder), "classification", ["a", "b"])
+    assert str(folder) in text and expected in text
 
 
 def test_fresh_pooler_is_a_warning(tmp_path: Path) -> None:
@@ -264,9 +264,9 @@ def test_wrong_arguments() -> None:
     assert "Did you mean 'classification'?" in message(models.load_model, "minilm", "clasification")
     assert "Did you mean 'bfloat16'?" in message(models.load_model, "minilm", "base", dtype="bfloat")
     assert "only a classifier or tagger has labels" in message(models.load_model, "minilm", "base", ["a", "b"])
-    said = message(models.load_model, "minilm", "seq2seq-lm")
-    assert "(bert) cannot be loaded as seq2seq-lm" in said
-    assert "classification, tagging, choice, question-answering, base" in said
+    text = message(models.load_model, "minilm", "seq2seq-lm")
+    assert "(bert) cannot be loaded as seq2seq-lm" in text
+    assert "classification, tagging, choice, question-answering, base" in text
 
 
 def test_module_is_light() -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import tiny
-from deltune.models import Kept, load_model
+from deltune.models import WeightsCache, load_model
 from deltune.training.model_cache import ModelCache
 from deltune.training.train import train
 
@@ -32,8 +32,8 @@ def test_what_is_built_around_kept_weights_is_what_the_files_say(tmp_path: Path)
     made = BartForConditionalGeneration(BartConfig(d_model=32, vocab_size=50, max_position_embeddings=64, **sizes))
     made.generation_config.update(num_beams=7, forced_bos_token_id=5, no_repeat_ngram_size=3)
     made.save_pretrained(tmp_path)
-    kept = Kept()
-    one, two = (load_model(str(tmp_path), "seq2seq-lm", kept=kept) for _ in range(2))
+    kept = WeightsCache()
+    one, two = (load_model(str(tmp_path), "seq2seq-lm", cache=kept) for _ in range(2))
     assert one is not two and two.name_or_path == two.config.name_or_path == str(tmp_path)
     assert two.generation_config.to_dict() == one.generation_config.to_dict()
     assert two.generation_config.num_beams == 7 and two.generation_config is not one.generation_config

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.models import fit_padding, load_model, load_tokenizer
+from deltune.models import align_padding_token, load_model, load_tokenizer
 from deltune.runtime.attaching import attach
 from deltune.runtime.frozen_layers import FrozenLayers
 from deltune.tasks import token_cache
-from deltune.tasks.base import InferenceContext, Limits
+from deltune.tasks.base import InferenceContext, TaskOptions
 from deltune.tasks.classification import CLASSIFICATION
 from deltune.tasks.encoding import collate
 from deltune.training import checkpoints
@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own; where the states go."""
-    monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "trunk"
 
 
@@ -164,9 +164,9 @@ def parts(root: Path, family: str, method: str) -> tuple[FrozenLayers, Inference
         tiny.model(model_folder, family)
     tokenizer = load_tokenizer(str(model_folder))
     model = load_model(str(model_folder), "classification", ["a", "b", "c"], "float32")
-    fit_padding(model, tokenizer)
+    align_padding_token(model, tokenizer)
     tuned = attach(model, method)
-    encoded = CLASSIFICATION.encode(tokenizer, model, COLUMNS, Limits(max_length=16), True)
+    encoded = CLASSIFICATION.encode(tokenizer, model, COLUMNS, TaskOptions(max_length=16), True)
     return FrozenLayers(tuned), InferenceContext(model, tokenizer, ["a", "b", "c"], batch_size=4), encoded
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(token_cache.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
     trunk, use, encoded = parts(root, "bert", "three_vectors")
     with caplog.at_level("INFO"):
         assert with_cached_activations(trunk, use, {"train": encoded}, 1) == {"train": encoded}
@@ -253,11 +253,11 @@ def test_what_cannot_be_kept_is_told(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is kept where nobody wants it, nor where a pass from states would give something else."""
-    monkeypatch.setenv(token_cache.VARIABLE, "off")
+    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, "off")
     trunk, use, encoded = parts(root, "bert", UPPER)
     with caplog.at_level(logging.INFO, "deltune"):
         assert with_cached_activations(trunk, use, {"train": encoded}, 1)["train"] is encoded
-        monkeypatch.setenv(token_cache.VARIABLE, str(root / "cache"))
+        monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(root / "cache"))
         assert with_cached_activations(trunk, use, {"train": encoded}, 0)["train"] is encoded
         upper = use.model.get_submodule("bert.encoder.layer.1")
         lower = use.model.get_submodule("bert.encoder.layer.0.attention.self.value")

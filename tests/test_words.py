@@ -21,13 +21,18 @@ from transformers import (
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.models import fit_padding
-from deltune.tasks.answer_ranking import CHOICES, CLASSES, CLASSES_AFTER, split
-from deltune.tasks.base import InferenceContext, Limits
-from deltune.tasks.encoding import IGNORED
-from deltune.tasks.entity_listing import entities, listed, tags_of, type_of
-from deltune.tasks.generation import CAUSAL, SEQ2SEQ
-from deltune.tasks.text_inputs import join_prompt_and_target
+from deltune.models import align_padding_token
+from deltune.tasks.base import InferenceContext, TaskOptions
+from deltune.tasks.encoding import IGNORE_INDEX
+from deltune.tasks.entity_generation import entity_type, find_entities, format_entities, parse_entities
+from deltune.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION
+from deltune.tasks.rank_classification import (
+    CAUSAL_CLASSIFICATION,
+    SEQ2SEQ_CHOICE,
+    SEQ2SEQ_CLASSIFICATION,
+    split_candidates,
+)
+from deltune.tasks.templates import join_prompt_and_target
 from deltune.training.inference import evaluate, load_run, predict
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
@@ -52,12 +57,12 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
     if name == "byte level":
         tokenizer: Any = byte_level()
         alone, wholes, _ = next(join_prompt_and_target(tokenizer, ["It was "], [["great"]]))
-        assert tokenizer.convert_ids_to_tokens(split(alone, wholes)[1][0]) == ["Ġgreat"]
+        assert tokenizer.convert_ids_to_tokens(split_candidates(alone, wholes)[1][0]) == ["Ġgreat"]
     else:
         tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
     for prompt, word in PAIRS:
         alone, wholes, end = next(join_prompt_and_target(tokenizer, [prompt], [[word, "bad"]]))
-        start, owns = split(alone, wholes)
+        start, owns = split_candidates(alone, wholes)
         text = prompt + ("" if not prompt or prompt[-1].isspace() else " ") + word
         assert [*start, *owns[0]] == tokenizer(text)["input_ids"] and end == (tokenizer.eos_token_id,)
         assert tokenizer.decode(owns[0]).strip() == word
@@ -67,7 +72,7 @@ def test_the_end_is_the_tokenizers_own(shared: Path) -> None:
     """Of an encoder-decoder the target stands between the tokens that the tokenizer puts around it."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "g2p-en-us-bart")
     alone, wholes, end = next(join_prompt_and_target(tokenizer, [""], [["abc", "ab"]], "text_target"))
-    start, owns = split(alone, wholes)
+    start, owns = split_candidates(alone, wholes)
     ids = tokenizer.convert_tokens_to_ids
     assert (start, end) == ((ids("<s>"),), (ids("</s>"),)) and owns == [tuple(ids([*"abc"])), tuple(ids([*"ab"]))]
 
@@ -79,15 +84,19 @@ def test_a_target_stands_where_it_would_in_the_text(name: str, places: Path, req
     tokenizer: Any = byte_level()
     if name != "byte level":
         tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
-    model, limits = AutoModelForCausalLM.from_pretrained(places / "gpt2"), Limits(32, 16, "{source}")
+    model, limits = AutoModelForCausalLM.from_pretrained(places / "gpt2"), TaskOptions(32, 16, "{source}")
     for prompt, word in PAIRS[:1] + PAIRS[2:3] + PAIRS[4:]:
-        told = CAUSAL.encode(tokenizer, model, {"source": [prompt], "targets": [[word, "bad"]]}, limits, True).rows
-        asked = CAUSAL.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
+        told = CAUSAL_GENERATION.encode(
+            tokenizer, model, {"source": [prompt], "targets": [[word, "bad"]]}, limits, True
+        ).rows
+        asked = CAUSAL_GENERATION.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
         text = prompt + ("" if prompt[-1].isspace() else " ") + word
         assert told[0]["input_ids"] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        assert all(row["input_ids"][: row["prompt"]] == asked["input_ids"] for row in told)
-        assert tokenizer.decode(told[0]["labels"][asked["prompt"] : -1]).strip() == word
-    both = CAUSAL.encode(tokenizer, model, {"source": ["It was "], "targets": [["great"]]}, limits, True).rows[0]
+        assert all(row["input_ids"][: row["prompt_length"]] == asked["input_ids"] for row in told)
+        assert tokenizer.decode(told[0]["labels"][asked["prompt_length"] : -1]).strip() == word
+    both = CAUSAL_GENERATION.encode(
+        tokenizer, model, {"source": ["It was "], "targets": [["great"]]}, limits, True
+    ).rows[0]
     assert tokenizer.decode(both["input_ids"], skip_special_tokens=True).replace("  ", " ").strip() == "It was great"
 
 
@@ -97,15 +106,19 @@ def test_what_is_cut_is_counted(places: Path) -> None:
     both = AutoModelForSeq2SeqLM.from_pretrained(places / "t5")
     after = AutoModelForCausalLM.from_pretrained(places / "gpt2")
     columns = {"source": ["the fig " * 9, "a saw"], "targets": [["fig", "the old fig and saw"], ["a fig is a saw"]]}
-    limits = Limits(8, 5)
-    for kind, tokenizer, model in ((SEQ2SEQ, t5, both), (CAUSAL, byte_level(), after), (CAUSAL, gpt2, after)):
+    limits = TaskOptions(8, 5)
+    for kind, tokenizer, model in (
+        (SEQ2SEQ_GENERATION, t5, both),
+        (CAUSAL_GENERATION, byte_level(), after),
+        (CAUSAL_GENERATION, gpt2, after),
+    ):
         found = kind.encode(tokenizer, model, columns, limits, True)
-        room = [sum(label != IGNORED for label in row["labels"]) for row in found.rows]
-        assert found.truncated == 1 and found.truncated_targets == sum(n >= 5 for n in room) >= 2, kind.loads
-        assert kind.encode(tokenizer, model, columns, Limits(64, 32), True).truncated_targets == 0
+        room = [sum(label != IGNORE_INDEX for label in row["labels"]) for row in found.rows]
+        assert found.truncated == 1 and found.truncated_targets == sum(n >= 5 for n in room) >= 2, kind.head
+        assert kind.encode(tokenizer, model, columns, TaskOptions(64, 32), True).truncated_targets == 0
     choices = {"question": ["the saw"], "choices": [["the old fig and saw", "fig"]], "answer": [1]}
-    assert CHOICES.encode(t5, both, choices, limits, False).truncated_targets == 1
-    assert CHOICES.encode(t5, both, choices, limits, True).truncated_targets == 0
+    assert SEQ2SEQ_CHOICE.encode(t5, both, choices, limits, False).truncated_targets == 1
+    assert SEQ2SEQ_CHOICE.encode(t5, both, choices, limits, True).truncated_targets == 0
 
 
 def read(shared: Path, folder: str, rows: int) -> list[dict[str, Any]]:
@@ -117,12 +130,12 @@ def test_words_of_a_real_decoder(shared: Path) -> None:
     """The word with the greater log-likelihood by transformers alone, whatever the batch."""
     folder = shared / "models" / "stories260k-llama"
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    fit_padding(model, tokenizer)
+    align_padding_token(model, tokenizer)
     words = {"negative": "terrible", "positive": "great"}
     texts = [row["sentence"] for row in read(shared, "sst2", 24)]
-    limits = Limits(max_length=256, template="{text} It was", words=words)
-    encoded = CLASSES_AFTER.encode(tokenizer, model, {"text": texts}, limits, False)
-    found = CLASSES_AFTER.answers(InferenceContext(model, tokenizer, list(words), limits, 7), encoded)
+    limits = TaskOptions(max_length=256, template="{text} It was", label_words=words)
+    encoded = CAUSAL_CLASSIFICATION.encode(tokenizer, model, {"text": texts}, limits, False)
+    found = CAUSAL_CLASSIFICATION.predict(InferenceContext(model, tokenizer, list(words), limits, 7), encoded)
     for text, best, scores in zip(texts, found.predictions, found.scores, strict=True):
         plain = []
         for word in words.values():
@@ -142,9 +155,9 @@ def test_choices_of_a_real_encoder_decoder(shared: Path) -> None:
     rows = read(shared, "g2p_us_to_gb", 48)
     choices = [[rows[(i + j) % len(rows)]["us"] for j in range(4)] for i in range(len(rows))]
     columns = {"question": [row["source"] for row in rows], "choices": choices, "answer": [0] * len(rows)}
-    limits = Limits(max_length=32, target_length=32)
-    encoded = CHOICES.encode(tokenizer, model, columns, limits, False)
-    found = CHOICES.answers(InferenceContext(model, tokenizer, (), limits, 9), encoded)
+    limits = TaskOptions(max_length=32, max_target_length=32)
+    encoded = SEQ2SEQ_CHOICE.encode(tokenizer, model, columns, limits, False)
+    found = SEQ2SEQ_CHOICE.predict(InferenceContext(model, tokenizer, (), limits, 9), encoded)
     assert sum(best == 0 for best in found.predictions) >= 46 and found.loss is not None and found.loss < 0.2
     for i in range(4):
         plain = []
@@ -161,12 +174,12 @@ def test_choices_of_a_real_encoder_decoder(shared: Path) -> None:
 def test_real_entities_survive_their_words(shared: Path) -> None:
     """tags → text → tags is exact on all of CoNLL04's test rows; where mentions repeat, the first is taken."""
     names = json.loads((shared / "data" / "conll04" / "meta.json").read_text())["label_names"]
-    types = {type_of(name): type_of(name) for name in names if type_of(name)}
+    types = {entity_type(name): entity_type(name) for name in names if entity_type(name)}
     count = 0
     for row in read(shared, "conll04", 1000):
         tags = [names[tag] if isinstance(tag, int) else tag for tag in row["tags"]]
-        assert tags_of(listed(row["tokens"], tags, types), row["tokens"], types) == tags
-        count += len(entities(tags))
+        assert parse_entities(format_entities(row["tokens"], tags, types), row["tokens"], types) == tags
+        count += len(find_entities(tags))
     assert count == 1079
 
 
@@ -200,10 +213,10 @@ MISTAKES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "tokens": ("classification", "gpt2", {"words": "fruit=xx,tool=yy,beast=fig"}, "same tokens.*: 'xx' and 'yy'"),
     "role": ("classification", "t5", {"template": "{txt} is"}, "unknown role 'txt' in template. Did you mean 'text'"),
     "label": ("classification", "t5", {"template": "{label}"}, "unknown role 'label'"),
-    "brace": ("choice", "gpt2", {"template": "{question"}, "a brace that is meant is doubled"),
+    "brace": ("choice", "gpt2", {"template": "{question"}, "write a literal brace twice"),
     "decoder": ("tagging", "gpt2", {}, "tagging in words is for an encoder-decoder.*or answer=head"),
-    "mute": ("classification", "bert", {}, "cannot speak: .*language-model head"),
-    "encoder": ("classification", "masked", {}, "is an encoder: its tokens see those after them"),
+    "mute": ("classification", "bert", {}, "cannot generate text: .*language-model head"),
+    "encoder": ("classification", "masked", {}, "is an encoder: its tokens attend to those after them"),
     "head": ("classification", "bert", {"answer": "head", "words": "a=b", "template": "x"}, "2 problems"),
     "no list": ("classification", "t5", {"words": "great"}, "words"),
     "long": ("classification", "gpt2", {"target_length": 60}, "64 tokens"),
@@ -230,30 +243,32 @@ def test_tags_that_are_no_entities(places: Path) -> None:
         AutoTokenizer.from_pretrained(places / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(places / "t5"),
     )
-    from deltune.tasks.entity_listing import LISTS
+    from deltune.tasks.entity_generation import SEQ2SEQ_TAGGING
 
-    with pytest.raises(DeltuneError, match="here are NOUN, VERB"):
-        LISTS.encode(tokenizer, model, {"tokens": [["a"]]}, Limits(words={"NOUN": "", "VERB": "", "O": ""}), False)
+    with pytest.raises(DeltuneError, match="the labels are NOUN, VERB"):
+        SEQ2SEQ_TAGGING.encode(
+            tokenizer, model, {"tokens": [["a"]]}, TaskOptions(label_words={"NOUN": "", "VERB": "", "O": ""}), False
+        )
 
 
 def test_words_of_one_token_need_one_pass(places: Path) -> None:
     """A row a text for words of one token, whatever their number; prompts of several rows are encoded once."""
     for folder, auto, kind in (
-        ("gpt2", AutoModelForCausalLM, CLASSES_AFTER),
-        ("t5", AutoModelForSeq2SeqLM, CLASSES),
+        ("gpt2", AutoModelForCausalLM, CAUSAL_CLASSIFICATION),
+        ("t5", AutoModelForSeq2SeqLM, SEQ2SEQ_CLASSIFICATION),
     ):
         tokenizer, model = AutoTokenizer.from_pretrained(places / folder), auto.from_pretrained(places / folder)
         texts = ["the old", "a very small", "the"]
         for words, rows in ((("fig", "saw", "mole"), 3), (("the fig", "the saw", "a mole"), 6)):
-            limits = Limits(words=dict(zip("abc", words, strict=True)))
+            limits = TaskOptions(label_words=dict(zip("abc", words, strict=True)))
             encoded = kind.encode(tokenizer, model, {"text": texts}, limits, False)
-            assert len(encoded) == rows and encoded.texts == 3
+            assert len(encoded) == rows and encoded.num_texts == 3
             if folder == "t5":
                 seen: list[int] = []
                 hook = model.get_encoder().register_forward_pre_hook(
                     lambda module, args, given, seen=seen: seen.append(len(given["input_ids"])), with_kwargs=True
                 )
-                kind.answers(InferenceContext(model, tokenizer, "abc", limits), encoded)
+                kind.predict(InferenceContext(model, tokenizer, "abc", limits), encoded)
                 hook.remove()
                 assert seen == [3]
 
@@ -287,7 +302,7 @@ def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
     run = load_run(trained(places, tmp_path / "run", kind, model))
     found = predict(run, inputs)
     assert len(found) == len(inputs) and all(answer == found[0] for answer in found)
-    key = "label" if run.kind.labelled else "prediction"
+    key = "label" if run.kind.predicts_label_ids else "prediction"
     assert set(found[0]) == {key, "scores"}
     if kind == "tagging":
         assert len(found[0]["prediction"]) == len(found[0]["scores"]) == 3

@@ -36,14 +36,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_labels_get_one_set_of_names(root: Path) -> None:
     found = reading.load_data(str(root / "data"))
-    one = reading.with_label_names(found, {"fruit": "1", "beast": "0", "tool": "0"})
+    one = reading.rename_labels(found, {"fruit": "1", "beast": "0", "tool": "0"})
     assert one.labels == ("0", "1") and one.fingerprint != found.fingerprint
     for split, rows in found.splits.items():
         assert [found.labels[i] == "fruit" for i in rows["label"]] == [i == 1 for i in one.splits[split]["label"]]
     with pytest.raises(DeltuneError, match=r"(?s)unknown label 'fruits'.*'fruit' has no new name"):
-        reading.with_label_names(found, {"fruits": "1", "beast": "0", "tool": "0"})
+        reading.rename_labels(found, {"fruits": "1", "beast": "0", "tool": "0"})
     with pytest.raises(DeltuneError, match="two are needed"):
-        reading.with_label_names(found, dict.fromkeys(found.labels, "1"))
+        reading.rename_labels(found, dict.fromkeys(found.labels, "1"))
 
 
 def test_transfer(root: Path, tmp_path: Path) -> None:

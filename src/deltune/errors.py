@@ -1,8 +1,9 @@
-"""One error for every mistake a person can mend: what was asked, what exists, what to do."""
+"""DeltuneError, the one error for every mistake of the user, and the helpers that word its messages."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 import reprlib
 from collections.abc import Iterable
@@ -11,38 +12,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-LONGEST = 400
-"""The longest name that a message shows in full and looks up, in characters."""
-LISTED = 200
-"""The most names that a message lists."""
+MAX_NAME_LENGTH = 400
+"""Longest name, in characters, that a message shows in full and that is compared with other names."""
+MAX_LISTED_NAMES = 200
+"""How many existing names a message lists."""
+MAX_LISTED_PROBLEMS = 20
+"""How many problems a message lists; of the others it gives the number."""
 
 
 class DeltuneError(Exception):
-    """A user's mistake, or something that cannot be done here. The command line prints it and exits with code 2."""
+    """A mistake of the user, or something that is not available here.
+
+    The message says what was asked, what exists and what to do. The command line prints it and exits with code 2.
+    """
 
 
 class BusyError(DeltuneError):
-    """Another process is using the same folder."""
+    """Another process is working on the same folder."""
 
 
 class DiskFullError(DeltuneError):
-    """There is no space left for a file."""
+    """There is no space left for what was to be written."""
 
 
 class DivergedError(DeltuneError):
-    """The loss of a training became NaN or infinite."""
+    """Training diverged: the loss is not a finite number."""
 
 
-MOST_PROBLEMS = 20
-"""The most problems that an error lists; of more it says how many there are."""
-
-
-class _Excerpts(reprlib.Repr):
-    """The library's bounded `repr`, also of numbers that have too many digits to be written."""
+class _BoundedRepr(reprlib.Repr):
+    """The standard library's bounded `repr`, extended to integers with too many digits to be written out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 3, LONGEST, LONGEST
+        self.maxlevel, self.maxstring, self.maxother = 3, MAX_NAME_LENGTH, MAX_NAME_LENGTH
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() < 600:
@@ -50,59 +52,99 @@ class _Excerpts(reprlib.Repr):
         return f"a number of about {round(x.bit_length() * math.log10(2)):,} digits"
 
 
-_EXCERPTS = _Excerpts()
+_BOUNDED_REPR = _BoundedRepr()
+
+
+def require_extra(package: str, extra: str, purpose: str) -> None:
+    """Check that an optional dependency is installed.
+
+    Args:
+        package: The name by which the package is imported, such as "matplotlib".
+        extra: The extra of deltune that installs it.
+        purpose: What needs it, as the subject of a sentence, such as "a figure".
+
+    Raises:
+        DeltuneError: The package is not installed; the message names the extra to install.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise DeltuneError(f"{purpose} needs {package}: pip install 'deltune[{extra}]'")
 
 
 def excerpt(value: object, length: int = 80) -> str:
-    """Return the repr of a value as messages show it, without its middle where it is long."""
-    text = _EXCERPTS.repr(value)
+    """Return the repr of a value for a message, with its middle left out where it is long.
+
+    Args:
+        value: Any value.
+        length: The longest result, in characters.
+    """
+    text = _BOUNDED_REPR.repr(value)
     return text if len(text) <= length else f"{text[: length - 11]}...{text[-8:]}"
 
 
 def error_summary(error: BaseException | str) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or the name of its type where it has no message."""
     return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
 
 
-def closest_match(name: str, choices: Iterable[str]) -> str | None:
-    """Return the choice closest to `name`, or None when nothing is close."""
-    if len(str(name)) > LONGEST:
+def closest_match(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to `name`, or None if none is close."""
+    if len(str(name)) > MAX_NAME_LENGTH:
         return None
-    matches = difflib.get_close_matches(str(name), [str(k) for k in choices][:LISTED], n=1, cutoff=0.5)
-    return matches[0] if matches else None
+    candidates = [str(other) for other in known][:MAX_LISTED_NAMES]
+    return next(iter(difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)), None)
 
 
-def unknown_name(kind: str, name: object, choices: Iterable[str], where: str = "") -> str:
-    """Return the message for a name that does not exist: what was asked, the nearest name, and all names that exist."""
-    names = sorted(str(k) for k in choices)
-    shown = ", ".join(name if len(name) <= LONGEST else excerpt(name) for name in names[:LISTED]) or "nothing"
-    more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    suggestion = closest_match(name, names) if isinstance(name, str) else None
-    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
-    return f"unknown {kind} {excerpt(name, LONGEST)}{f' in {where}' if where else ''}.{hint} Known: {shown}{more}."
+def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
+    """Return the message for an unknown name: the name, the closest one that exists, and all that exist.
+
+    Args:
+        kind: What the name should be the name of, such as "metric".
+        name: The unknown name.
+        known: All names that exist.
+        where: Where the name was given, such as "train.jsonl line 3". Default: left out.
+    """
+    names = sorted(str(other) for other in known)
+    shown = [other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names[:MAX_LISTED_NAMES]]
+    listed = ", ".join(shown) or "nothing"
+    more = f", and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
+    guess = closest_match(name, names) if isinstance(name, str) else None
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    place = f" in {where}" if where else ""
+    return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint} Known: {listed}{more}."
 
 
 def error_from_problems(title: str, problems: list[str]) -> DeltuneError:
-    """Return one error that lists every problem, so that all of them can be mended at once."""
+    """Return one error that lists every problem, so that all of them can be mended at once.
+
+    Args:
+        title: What has the problems; the message begins with it.
+        problems: At least one; of many, the first `MAX_LISTED_PROBLEMS` are listed.
+    """
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}")
-    lines = [f"  - {problem}" for problem in problems[:MOST_PROBLEMS]]
-    if len(problems) > MOST_PROBLEMS:
-        lines.append(f"  … and {len(problems) - MOST_PROBLEMS:,} more")
+    lines = [f"  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
+    if len(problems) > MAX_LISTED_PROBLEMS:
+        lines.append(f"  … and {len(problems) - MAX_LISTED_PROBLEMS:,} more")
     return DeltuneError(f"{title}: {len(problems)} problems\n" + "\n".join(lines))
 
 
 def validation_problems(error: ValidationError, most: int = 10) -> list[str]:
-    """Return what is wrong with data that pydantic refused, one line for each field."""
-    lines = [
-        ": ".join(part for part in (".".join(str(key)[:60] for key in e["loc"]), _plain(e["type"], e["msg"])) if part)
-        for e in error.errors(include_url=False, include_input=False, include_context=False)
-    ]
+    """Return what pydantic found wrong, a line for each field, with the field's path.
+
+    Args:
+        error: What pydantic raised.
+        most: How many lines to return; one more line gives the number of the others.
+    """
+    lines = []
+    for details in error.errors(include_url=False, include_input=False, include_context=False):
+        path = ".".join(str(key)[:60] for key in details["loc"])
+        message = _without_class_names(details["type"], details["msg"])
+        lines.append(": ".join(part for part in (path, message) if part))
     lines = list(dict.fromkeys(lines))
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
-def _plain(kind: str, message: str) -> str:
+def _without_class_names(kind: str, message: str) -> str:
     """A message of pydantic without the names of our classes."""
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return "here an object of names and values is expected"

@@ -1,4 +1,4 @@
-"""Files and folders read within bounds, and written whole or not at all; every refusal is a DeltuneError."""
+"""Reading files within bounds, and writing files and folders atomically, with every failure a DeltuneError."""
 
 from __future__ import annotations
 
@@ -15,31 +15,45 @@ from typing import Any, BinaryIO
 
 from .errors import DeltuneError, DiskFullError, error_summary, excerpt
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SAID = ("no space", "file too large", "is full")
-"""Of errors without a number: those of safetensors and SQLite."""
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK_PHRASES = ("no space", "file too large", "is full")
+"""Phrases by which errors without a number, those of safetensors and SQLite, say that the disk is full."""
 
-MOST_JSON = 16 << 20
-"""Bytes of the longest JSON file that is read; one that describes a hundred thousand tensors has half of that."""
+MAX_JSON_BYTES = 16 << 20
+"""Size in bytes of the longest JSON file that is read; one that describes 100,000 tensors has half of it."""
 
-UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-"""What file systems answer that cannot sync a folder."""
+FSYNC_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Errors of file systems that cannot sync a folder."""
 
 
 def write_error(where: str | Path, error: Exception, whole: str = "what is there is whole") -> DeltuneError:
-    """The error for a write that the system, or safetensors or SQLite for it, refused; whole: what is not lost."""
+    """Return the error for a write that failed in the system, in safetensors or in SQLite.
+
+    Args:
+        where: The file or folder that was being written.
+        error: What was raised.
+        whole: What is not lost, as the end of the message.
+    """
     number = getattr(error, "errno", None)
-    if number in FULL or (number is None and any(said in str(error).lower() for said in SAID)):
+    is_full = any(phrase in str(error).lower() for phrase in FULL_DISK_PHRASES) if number is None else False
+    if is_full or number in FULL_DISK_ERRNOS:
         return DiskFullError(f"no space left for {where}; {whole}. Make room and run the same command again")
     return DeltuneError(f"{where} cannot be written or read: {error}; {whole}")
 
 
 @contextlib.contextmanager
-def clear_write_errors(where: str | Path) -> Iterator[None]:
-    """Turn a refusal of the file system inside the context, such as a full disk, into one clear error."""
+def explain_write_errors(where: str | Path) -> Iterator[None]:
+    """Turn an error of the file system inside the context, such as a full disk, into a `DeltuneError`.
+
+    Args:
+        where: The file or folder that is being written, for the message.
+
+    Raises:
+        DeltuneError: The file system refused to read or write.
+    """
     try:
         yield
-    except (ConnectionError, TimeoutError):  # of a tracker, not of the disk
+    except (ConnectionError, TimeoutError):  # raised by an experiment tracker, not by the disk
         raise
     except OSError as error:
         raise write_error(where, error) from error
@@ -49,18 +63,21 @@ def clear_write_errors(where: str | Path) -> Iterator[None]:
 
 
 def user_path(path: object, option: str = "path") -> Path:
-    """Expand `~` in a path that a user gave, and check that the file system takes it; nothing need be there.
+    """Expand `~` in a path that a user gave, and check that the file system accepts it; it need not exist.
 
     Args:
-        path: The path; anything but text and `Path` is refused.
-        option: What the path was given as, for the message.
+        path: The path, a string or a `Path`.
+        option: The option by which the path was given, for the message.
+
+    Returns:
+        The expanded path.
 
     Raises:
-        DeltuneError: The path names an unknown user, has a NUL in it, is too long, leads in a circle, or leads through
-            a folder that may not be entered.
+        DeltuneError: The path is neither a string nor a `Path`, names an unknown user, contains a NUL, is too long,
+            leads in a circle, or leads through a folder that may not be entered.
     """
     if not isinstance(path, str | os.PathLike):
-        raise DeltuneError(f"{option} is a path, not {excerpt(path)}")
+        raise DeltuneError(f"{option} must be a path, not {excerpt(path)}")
     shown = excerpt(str(path))
     try:
         expanded = Path(path).expanduser()
@@ -80,68 +97,69 @@ def user_path(path: object, option: str = "path") -> Path:
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """The path of a regular file of a folder, or None if the folder has no such file.
+    """Return the path of a regular file in a folder, or None if the folder has no such file.
 
     A symbolic link is followed if its target lies inside the folder. In a snapshot of the Hugging Face cache, whose
     files are links, it is also followed to the blobs of the same repository.
 
     Raises:
-        DeltuneError: The file is a link that leads out of the folder, or the system does not let us look.
+        DeltuneError: The name is that of a folder, a device or a broken link, of a link that leads out of the folder,
+            or of something that the system does not let us read.
     """
     path = folder / name
     try:
         if not path.is_file():
             if os.path.lexists(path):
-                raise DeltuneError(f"{path} is no file that can be read, but a broken link, a folder or a device")
+                raise DeltuneError(f"{path} is a broken link, a folder or a device, not a file that can be read")
             return None
         home, target = folder.resolve(), path.resolve()
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{path} cannot be read: {error}") from error
-    if target.is_relative_to(home) or any(target.is_relative_to(blobs) for blobs in _blobs(home)):
+    if target.is_relative_to(home) or any(target.is_relative_to(blobs) for blobs in _hub_cache_blob_folders(home)):
         return path
     raise DeltuneError(
         f"{path} is a link that leads out of its folder, to {target}, and is not followed; put the file itself there"
     )
 
 
-def _blobs(home: Path) -> list[Path]:
-    """Where the files of a snapshot in the Hugging Face cache are kept: models--NAME/snapshots/REVISION is the home."""
+def _hub_cache_blob_folders(home: Path) -> list[Path]:
+    """Return the folder of blobs to which the files of a snapshot (models--NAME/snapshots/REVISION) may be links."""
     repositories = [path.parent.parent for path in (home, *home.parents) if path.parent.name == "snapshots"]
     return [path / "blobs" for path in repositories if path.name.startswith(("models--", "datasets--", "spaces--"))]
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON, without surprises.
+    """Parse JSON strictly.
 
     Raises:
-        ValueError: The text is no JSON, names a key of an object twice, or is nested too deeply.
+        ValueError: The text is not JSON, repeats a key of an object, or is nested too deeply.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_object_without_duplicates)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"the key {excerpt(twice)} occurs twice")
+        repeated = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"the key {excerpt(repeated)} occurs twice")
     return value
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of at most `MOST_JSON` bytes.
+    """Read a JSON file of at most `MAX_JSON_BYTES` bytes.
 
     Raises:
         DeltuneError: The file cannot be read, is not JSON (the message names the line), or is beyond the bounds.
     """
     try:
         with open(path, "rb") as file:
-            raw = file.read(MOST_JSON + 1)
-        if len(raw) > MOST_JSON:
-            raise DeltuneError(f"{path} cannot be read: it is longer than {MOST_JSON >> 20} MiB")
+            raw = file.read(MAX_JSON_BYTES + 1)
+        if len(raw) > MAX_JSON_BYTES:
+            raise DeltuneError(f"{path} cannot be read: it is longer than {MAX_JSON_BYTES >> 20} MiB")
         return parse_json(raw)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
@@ -156,21 +174,24 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        DeltuneError: There is no such file, it is no JSON, or no object.
+        DeltuneError: There is no such file, or it does not hold a JSON object.
     """
     value = read_json(path)
     if not isinstance(value, dict):
-        raise DeltuneError(f"{path} is no JSON object but {type(value).__name__}")
+        raise DeltuneError(f"{path} does not hold a JSON object but {type(value).__name__}")
     return value
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read a file of JSON lines as `write_lines` writes it; yields the number of each line and its object.
+    """Read a file of JSON lines, as `write_jsonl` writes it.
 
-    Only a line feed ends a line: U+2028 and its like stand in texts, where `str.splitlines` would cut.
+    Only a line feed ends a line: texts contain U+2028 and similar characters, at which `str.splitlines` would cut.
+
+    Yields:
+        The number of each line, from 1, and its object.
 
     Raises:
-        DeltuneError: The file cannot be read, or a line is no JSON object; the message names the line.
+        DeltuneError: The file cannot be read, or a line is not a JSON object; the message names the line.
     """
     number = 0
     try:
@@ -188,29 +209,29 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def fsync_directory(folder: Path) -> None:
-    """Sync a folder to the disk, so that the names in it survive a loss of power; files are synced by themselves."""
+    """Sync a folder to the disk, so that the names in it survive a loss of power; its files are synced separately."""
     if os.name == "nt":
-        return  # there a folder cannot be opened
+        return  # Windows cannot open a folder
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in UNSYNCED:
+        if error.errno not in FSYNC_UNSUPPORTED_ERRNOS:
             raise
     finally:
         os.close(handle)
 
 
 def fsync_file(path: Path) -> None:
-    """Sync a file to the disk that somebody else wrote."""
+    """Sync a file to the disk that other code wrote."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def new_file_mode(folder: Path) -> int:
-    """Return the permissions that a new file gets in a folder, as the umask leaves them.
+    """Return the permissions that the umask leaves to a new file in a folder.
 
-    They are found by making a file: to read the umask a process must set it, and other threads would see that.
+    They are read off a temporary file: a process can read its umask only by setting it, which other threads would see.
     """
     probe = folder / f".mode-{secrets.token_hex(8)}"
     handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -223,85 +244,95 @@ def new_file_mode(folder: Path) -> int:
 
 @contextlib.contextmanager
 def atomic_open(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when the context ends well: whole, synced, or not at all.
+    """Open a file that replaces `path` when the context ends without an error; otherwise `path` stays as it was.
 
     Args:
-        path: The file to replace; its folder must be there.
-        prefix: Begins the name of the file while it is written, beside `path`. Default: a dot and the name of `path`.
+        path: The file to replace or create; its folder must exist.
+        prefix: Begins the name of the temporary file, beside `path`. Default: a dot and the name of `path`.
+
+    Yields:
+        The open temporary file. It is synced to the disk before it replaces `path`.
     """
-    fresh = path.parent / f"{prefix or f'.{path.name[:40]}-'}{secrets.token_hex(8)}"
-    handle = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask takes from these permissions
+    temporary = path.parent / f"{prefix or f'.{path.name[:40]}-'}{secrets.token_hex(8)}"
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask takes from these permissions
     try:
         with open(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(fresh, path)
+        os.replace(temporary, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically, in UTF-8."""
     with atomic_open(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all."""
+    """Write a value as JSON, atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all."""
+    """Write rows as JSON lines, atomically."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a fresh folder to fill, and put it in the place of `target` if nothing went wrong inside the context.
+    """Create a folder to fill that replaces `target` when the context ends without an error.
 
     The files get the permissions that the process's umask leaves, like every file it creates. They, their folders and
-    the renaming are flushed to the disk, so that a power failure leaves the old folder or the new one.
+    the renaming are synced to the disk, so that a power failure leaves the old folder or the new one.
+
+    Args:
+        target: The folder to replace or create.
+
+    Yields:
+        A new, empty folder beside `target`.
 
     Raises:
-        DeltuneError: The target is the working folder or a root, which nothing can take the place of.
-        Whatever is raised inside the context, and OSError; the target is then what it was, and nothing else is left.
+        DeltuneError: The target is the working folder or a root, which cannot be replaced.
+        OSError: The folder cannot be written. Then, and after any error inside the context, the target is what it was
+            and nothing else is left.
     """
     if not target.name:
-        raise DeltuneError(f"'{target}' cannot be replaced by a new folder; name one inside of it")
+        raise DeltuneError(f"'{target}' cannot be replaced by a new folder; name a folder inside it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = _fresh(target)
+    replacement = _new_sibling_folder(target)
     old: Path | None = None
     try:
-        yield fresh
-        _flush(fresh)
+        yield replacement
+        _fsync_tree(replacement)
         if target.exists():
-            old = _fresh(target, "old-")  # found again by that name after a kill between the two renames
+            old = _new_sibling_folder(target, "old-")  # "old-" tells what it was after a kill between the two renames
             os.replace(target, old)
         try:
-            os.replace(fresh, target)
+            os.replace(replacement, target)
             fsync_directory(target.parent)
         except BaseException:
-            if not fresh.exists():
-                os.replace(target, fresh)
+            if not replacement.exists():
+                os.replace(target, replacement)
             if old is not None:
                 os.replace(old, target)
             raise
     except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(replacement, ignore_errors=True)
         if old is not None:
             with contextlib.suppress(OSError):
-                old.rmdir()  # never a full one: that is what was there before
+                old.rmdir()  # only if it is empty: else it holds what was there before
         raise
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _fresh(target: Path, kind: str = "") -> Path:
-    """A new folder beside the target. mkdir, unlike tempfile, gives the permissions that the umask leaves."""
+def _new_sibling_folder(target: Path, kind: str = "") -> Path:
+    """Create a folder beside the target. mkdir, unlike tempfile, gives the permissions that the umask leaves."""
     while True:
         path = target.with_name(f".{target.name}-{kind}{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):
@@ -309,10 +340,10 @@ def _fresh(target: Path, kind: str = "") -> Path:
             return path
 
 
-def _flush(folder: Path) -> None:
-    """Give every file below a folder the permissions of a file just made there, and flush everything to the disk.
+def _fsync_tree(folder: Path) -> None:
+    """Give every file below a folder the permissions that the umask leaves, and sync everything to the disk.
 
-    safetensors keeps its files to their owner whatever the umask is.
+    safetensors makes its files readable by their owner alone, whatever the umask is.
     """
     mode = new_file_mode(folder)
     for root, _, names in os.walk(folder, topdown=False):

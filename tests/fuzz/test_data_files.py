@@ -74,7 +74,7 @@ def read_again(seed: int, root: Path) -> str:
         mutated_file(path, chance)
 
     def load() -> None:
-        facts = loading.load_data(str(folder), kind=chance.choice((None, kind))).facts
+        facts = loading.load_data(str(folder), kind=chance.choice((None, kind))).summary
         json.dumps(environment({"data": facts}), ensure_ascii=False).encode()
 
     with warnings.catch_warnings():
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, bytes | Callable[[Path], bytes], str]] = {
         PLAIN + b'{"text": "a", "label": "\\ud800"}\n',
         "line 4: column 'label' holds half",
     ),
-    "fields that are no names": ("meta.json", b'{"fields": {"text": ["a"]}}', "fields names the columns"),
+    "fields that are no names": ("meta.json", b'{"fields": {"text": ["a"]}}', "fields must name the columns"),
     "deep facts": ("meta.json", b"[" * 10**6, "meta.json is not a JSON object"),
 }
 """What cannot be read: a file, its bytes, and what is said of it."""
@@ -231,7 +231,7 @@ def test_a_superscript_is_no_index(tmp_path: Path) -> None:
 
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").mkdir()
-    with pytest.raises(DeltuneError, match="is no file"):
+    with pytest.raises(DeltuneError, match="is not a file"):
         loading.load_data(str(tmp_path))
 
 
@@ -240,12 +240,12 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    found = RunDir(tmp_path / "run")
-    with found.locked():
-        found.begin(
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.locked():
+        run_dir.begin(
             RunSpec(model="m", data="d", method="lora"), {"data": {"fingerprint": "abc", "columns": {"text": "text"}}}
         )
-    return found.folder
+    return run_dir.folder
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def run(tmp_path: Path) -> Path:
         (b"a\nb\0\n", "line 2 holds a NUL"),
         ("a\n".encode("utf-16"), "the file is UTF-16"),
         (b"", "is empty"),
-        (b"x" * (readers.LONGEST + 1), "line 1 is longer"),
+        (b"x" * (readers.MAX_LINE_LENGTH + 1), "line 1 is longer"),
     ],
     ids=["separators", "BOM", "CR", "blank", "latin-1", "NUL", "UTF-16", "empty", "long"],
 )

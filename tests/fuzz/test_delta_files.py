@@ -169,7 +169,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Spoil:
 
 
 NOT_OURS = "is not as deltune writes it"
-NO_FILE = "is no file that can be read"
+NO_FILE = "not a file that can be read"
 REGRESSIONS: dict[str, tuple[int, Spoil, str]] = {
     # raw exceptions
     "JSON nested too deeply": (PREFIX, text(lambda t: nested(100_000)), "nested too deeply"),

@@ -143,7 +143,7 @@ def test_paths_that_the_file_system_refuses(path: str, tmp_path: Path) -> None:
         lambda: RunDir(path),
         lambda: read_spec(path),
         lambda: loading.load_data(path),
-        lambda: models.locate(path),
+        lambda: models.locate_model(path),
         lambda: find_task("sick", path),
         lambda: inputs_from_file(Path(f"{path}.txt"), tmp_path),
         lambda: RunSpec(model=path, data="d", method="lora"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltune.metrics.registry import score
+from deltune.metrics.registry import compute_scores
 
 HERE = Path(__file__).parent / "metrics"
 OURS = json.loads((HERE / "outputs.json").read_text())
@@ -20,8 +20,8 @@ LOWER = {"bleu": {"lowercase": True}}  # e2e-metrics counts without case
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="no java")
 
 ALL = [(row["prediction"], row["references"]) for row in OURS["texts"]]
-TWO = [(p, several[:2]) for p, several in ALL if len(several) > 1]
-ONE = [(p, several[0]) for p, several in ALL]
+TWO = [(p, accepted[:2]) for p, accepted in ALL if len(accepted) > 1]
+ONE = [(p, accepted[0]) for p, accepted in ALL]
 FLAT = [(p.replace("\n", " "), r.replace("\n", " ")) for p, r in ONE]
 ANSWERS = [(row["prediction"], row["references"]) for row in OURS["answers"]]
 TAGS = [(row["prediction"], row["reference"]) for row in OURS["tags"]]
@@ -29,7 +29,7 @@ TAGS = [(row["prediction"], row["reference"]) for row in OURS["tags"]]
 
 def check(rows: list[tuple[Any, Any]], expected: dict[str, float], digits: int, options: dict | None = None) -> None:
     """Values equal to the printed ones, and re-sampled once with every example they stay."""
-    got = score(list(expected), [p for p, _ in rows], [r for _, r in rows], options=options)
+    got = compute_scores(list(expected), [p for p, _ in rows], [r for _, r in rows], options=options)
     assert not got.omitted
     for name, value in expected.items():
         assert got[name].value == pytest.approx(value, abs=0.5001 * 10**-digits), name
@@ -80,10 +80,10 @@ def test_sacrebleu() -> None:
 def test_sacrebleu_signature_is_its_own() -> None:
     import sacrebleu
 
-    got = score(["bleu"], [p for p, _ in TWO], [r for _, r in TWO])["bleu"].signature
+    got = compute_scores(["bleu"], [p for p, _ in TWO], [r for _, r in TWO])["bleu"].signature
     version = sacrebleu.__version__
-    own = f"nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp|version:{version}"
-    assert got == f"bleu|{own}|n:{len(TWO)}|sacrebleu:{version}"
+    expected = f"nrefs:2|case:mixed|eff:no|tok:13a|smooth:exp|version:{version}"
+    assert got == f"bleu|{expected}|n:{len(TWO)}|sacrebleu:{version}"
 
 
 def test_rouge() -> None:
@@ -124,5 +124,5 @@ def test_published() -> None:
     check([("the gunman kill police", police)], {"rougeL": 50.0}, 6, {"rougeL": {"stemmer": False}})
     # Papineni 2002, section 2.1.1: seven times "the" has two matches, so every higher order has none
     the = [("the the the the the the the", ["the cat is on the mat", "there is a cat on the mat"])]
-    got = score(["bleu"], [p for p, _ in the], [r for _, r in the])["bleu"]
+    got = compute_scores(["bleu"], [p for p, _ in the], [r for _, r in the])["bleu"]
     assert got.statistics[0].tolist() == [7, 7, 2, 0, 0, 0, 7, 6, 5, 4]

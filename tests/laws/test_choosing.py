@@ -58,15 +58,15 @@ def test_layers_of_a_selection(family: Family, layers: str | tuple[int, ...] | N
     model = specimen(family.name, "base")
     if family.shared and layers not in ("all", None):
         return _shares_its_layers(family, layers)
-    given = "" if layers is None else f"(layers={layers!r})"
+    argument = "" if layers is None else f"(layers={layers!r})"
     outside = layers in ("all", None)
-    wanted = set(_norms(family, WHERE[layers or "all"]))
-    wanted |= {f"{path}." for path in family.outer} if outside else set()
-    found = {
-        t.name.rpartition(".")[0] + "." for t in deltune.attach(model, f"layernorm{given}").delta().planned.selected
+    expected = set(_norms(family, WHERE[layers or "all"]))
+    expected |= {f"{path}." for path in family.outer} if outside else set()
+    selected = {
+        t.name.rpartition(".")[0] + "." for t in deltune.attach(model, f"layernorm{argument}").delta().planned.selected
     }
     deltune.tuned(model).detach()
-    assert found == wanted
+    assert selected == expected
 
 
 def _norms(family: Family, layers: Iterable[int], of: str = "both") -> Iterable[str]:
@@ -93,10 +93,10 @@ def _shares_its_layers(family: Family, layers: object) -> None:
 def test_norms_of_a_sub_layer(family: Family, of: str, outer: str) -> None:
     model = specimen(family.name, "base")
     tuned = deltune.attach(model, f"layernorm(of={of!r}{outer})")
-    found = {t.name.rpartition(".")[0] + "." for t in tuned.delta().planned.selected}
+    selected = {t.name.rpartition(".")[0] + "." for t in tuned.delta().planned.selected}
     tuned.detach()
     outside = {f"{path}." for path, place in family.outer.items() if f"{place}=True" in outer}
-    assert found == set(_norms(family, (0, 1), of)) | outside
+    assert selected == set(_norms(family, (0, 1), of)) | outside
 
 
 @EACH
@@ -147,13 +147,13 @@ def test_attention_kinds(family: Family, form: str, attention: str) -> None:
 
 def _attentions(family: Family) -> dict[str, str]:
     """Paths of all attentions with their kinds."""
-    found = {}
+    attentions = {}
     for stack in family.stacks:
         for i in (0, 1):
             for kind, names in (("self", stack.attention), ("cross", stack.cross)):
                 if names:
-                    found[f"{stack.layers}.{i}.{names[0]}".rpartition(".")[0]] = kind
-    return found
+                    attentions[f"{stack.layers}.{i}.{names[0]}".rpartition(".")[0]] = kind
+    return attentions
 
 
 @pytest.mark.parametrize("family", ONE, ids=lambda f: f.name)
@@ -181,21 +181,21 @@ def test_projections_are_the_true_ones(family: Family, site: str) -> None:
     """LoRA at a site edits exactly the modules that the family's source calls so, and merges into their weights alone,
     in a fused projection into the site's own rows (or columns, where the weight is transposed)."""
     model = specimen(family.name, "base")
-    wanted = set()
+    expected = set()
     for stack in family.stacks:
         for i in [0] if family.shared else (0, 1):
             names = {"ffn_up": stack.ffn[:-1], "ffn_down": stack.ffn[-1:]}.get(site)
             if names is None:
                 names = tuple(a[SITES[site]] for a in (stack.attention, stack.cross) if a)
-            wanted |= {f"{stack.layers}.{i}.{name}" for name in names}
+            expected |= {f"{stack.layers}.{i}.{name}" for name in names}
     tuned = stir(deltune.attach(model, f"lora(rank=2, at={site!r})"))
-    assert {e.place.target.path for e in tuned.delta().all_edits()} == wanted
+    assert {e.place.target.path for e in tuned.delta().all_edits()} == expected
     tuned.detach()
     other = copy.deepcopy(model)
     before = {name: p.clone() for name, p in other.named_parameters()}
     stir(deltune.attach(other, f"lora(rank=2, at={site!r})")).merge()
     changed = {name: p - before[name] for name, p in other.named_parameters() if not torch.equal(p, before[name])}
-    assert set(changed) == {f"{path}.weight" for path in wanted}
+    assert set(changed) == {f"{path}.weight" for path in expected}
     if family.columns and site in ("query", "key", "value"):
         groups, parts = family.columns
         start, stop = parts[SITES[site]]

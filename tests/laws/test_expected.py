@@ -6,7 +6,7 @@ from pathlib import Path
 
 import deltune
 from deltune.runtime.delta_schema import check_tensors, expected_tensors
-from deltune.tensor_files import tensor_facts
+from deltune.tensor_files import tensor_infos
 
 from .families import Family
 from .methods import Row, cells
@@ -20,7 +20,7 @@ def test_a_file_is_what_arithmetic_expects(family: Family, row: Row) -> None:
     delta = tuned.delta()
     needed = expected_tensors(tuned.anatomy, delta.planned, delta.owned, delta.head)
     tensors = tuned.tensors(delta)
-    check_tensors(needed, tensor_facts(tensors), Path("file"))
+    check_tensors(needed, tensor_infos(tensors), Path("file"))
     dense = {name: tuple(t.shape) for name, t in tensors.items() if name in needed.shapes}
     assert dense == {n: s if s is not None else dense[n] for n, s in needed.shapes.items()}
     drawn = {name for name in tensors if name not in dense}

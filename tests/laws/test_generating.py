@@ -36,12 +36,12 @@ HIDDEN = ("lora(rank=2, at='ffn')", "adapter(rank=4)", "prompt(length=3)")
 
 
 def _generating() -> list[tuple[Family, str]]:
-    found = []
+    cases = []
     for family in FAMILIES.values():
         if family.kind != "encoder":
             on = [text for text, need in GENERATED if need is None or need.holds(family)]
-            found += [(family, text) for text in (on if family.interface else HIDDEN)]
-    return found
+            cases += [(family, text) for text in (on if family.interface else HIDDEN)]
+    return cases
 
 
 GENERATING = pytest.mark.parametrize(
@@ -51,11 +51,11 @@ GENERATING = pytest.mark.parametrize(
 
 def generate(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
     """Exactly NEW tokens after the prompt (or after the decoder's start)."""
-    given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    prompt = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     torch.manual_seed(0)
     with torch.no_grad():
-        found = model.generate(**given, max_new_tokens=NEW, min_new_tokens=NEW, **{"num_beams": 1, **options})
-    return found[:, -NEW:]
+        output = model.generate(**prompt, max_new_tokens=NEW, min_new_tokens=NEW, **{"num_beams": 1, **options})
+    return output[:, -NEW:]
 
 
 def by_hand(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
@@ -65,11 +65,11 @@ def by_hand(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     both = model.config.is_encoder_decoder
     start = torch.full((ids.shape[0], 1), model.generation_config.decoder_start_token_id) if both else ids
     for _ in range(NEW):
-        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": start}
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": start}
         if not both:
-            given = {"input_ids": start, "attention_mask": torch.ones_like(start)}
+            arguments = {"input_ids": start, "attention_mask": torch.ones_like(start)}
         with torch.no_grad():
-            scores = model(**given, use_cache=False)["logits"][:, -1].clone()
+            scores = model(**arguments, use_cache=False)["logits"][:, -1].clone()
         if banned is not None:
             scores[:, banned] = -torch.inf
         start = torch.cat([start, scores.argmax(-1, keepdim=True)], 1)
@@ -124,16 +124,16 @@ def test_padding_changes_nothing(family: Family, text: str, use_cache: bool) -> 
     padded["input_ids"][1, text_at] = short["input_ids"][0]
     padded["input_ids"][1, gap] = model.config.pad_token_id
     padded["attention_mask"][1, gap] = 0
-    together = scores(model, padded, use_cache)
+    batched = scores(model, padded, use_cache)
     for row, alone in enumerate(({name: value[:1] for name, value in inputs.items()}, short)):
-        assert torch.allclose(together[row], scores(model, alone, use_cache)[0], rtol=1e-3, atol=1e-3)
+        assert torch.allclose(batched[row], scores(model, alone, use_cache)[0], rtol=1e-3, atol=1e-3)
     tuned.detach()
 
 
 def scores(model: PreTrainedModel, inputs: dict[str, Any], use_cache: bool) -> torch.Tensor:
     """(B, NEW, vocabulary): what every next token was chosen by."""
-    given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    prompt = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     options = {"use_cache": use_cache, "return_dict_in_generate": True, "output_logits": True, "num_beams": 1}
     with torch.no_grad():
-        found = model.generate(**given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **options)
-    return torch.stack(found.logits, 1)
+        output = model.generate(**prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **options)
+    return torch.stack(output.logits, 1)

@@ -14,9 +14,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deltune
-from deltune.tasks.answer_ranking import encode, ended, likelihoods, paths
-from deltune.tasks.base import InferenceContext, Limits
-from deltune.tasks.entity_listing import entities, listed, tags_of, type_of
+from deltune.tasks.base import InferenceContext, TaskOptions
+from deltune.tasks.entity_generation import entity_type, find_entities, format_entities, parse_entities
+from deltune.tasks.rank_classification import (
+    append_end_to_prefixes,
+    candidate_log_likelihoods,
+    encode_candidates,
+    shared_sequences,
+)
 
 from .families import FAMILIES, Family
 from .specimens import main_role, specimen, stir
@@ -30,20 +35,20 @@ CANDIDATES = (
     ("w50", "w51 w52"),
     ("w60 w61 w62", "w60 w61 w63"),
 )
-LIMITS = Limits(max_length=8, target_length=8)
+LIMITS = TaskOptions(max_length=8, max_target_length=8)
 
 
 def words(model: PreTrainedModel) -> PreTrainedTokenizerFast:
     """A tokenizer for which w07 is token 7."""
-    own = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(99)}, unk_token="w00"))
-    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(99)}, unk_token="w00"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": f"w{model.config.pad_token_id:02}", "eos_token": f"w{end(model):02}"}
-    return PreTrainedTokenizerFast(tokenizer_object=own, unk_token="w00", **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w00", **names)
 
 
 def end(model: PreTrainedModel) -> int:
-    found = model.config.eos_token_id
-    return 4 if found is None else found
+    eos = model.config.eos_token_id
+    return 4 if eos is None else eos
 
 
 def start(model: PreTrainedModel) -> int:
@@ -57,18 +62,18 @@ def numbers(text: str) -> list[int]:
 
 def alone(model: PreTrainedModel, prompt: str, candidate: Sequence[int]) -> float:
     """log p(candidate | prompt), token by token, each from a pass of its own."""
-    total, said = 0.0, []
+    total, target = 0.0, []
     for token in candidate:
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([numbers(prompt) + said])}
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([numbers(prompt) + target])}
         if model.config.is_encoder_decoder:
             inputs = {
                 "input_ids": torch.tensor([numbers(prompt)]),
-                "decoder_input_ids": torch.tensor([[start(model), *said]]),
+                "decoder_input_ids": torch.tensor([[start(model), *target]]),
             }
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with torch.no_grad():
             total += model(**inputs, use_cache=False).logits[0, -1].float().log_softmax(-1)[token].item()
-        said.append(token)
+        target.append(token)
     return total
 
 
@@ -77,21 +82,23 @@ def test_a_score_is_the_log_likelihood_alone(family: Family, subtests: pytest.Su
     """Of every family, bare and under deltas, in batches of any size, summed and as the mean."""
     model = specimen(family.name, main_role(family), torch.float32)
     tokenizer = words(model)
-    encoded = encode(tokenizer, model, {"text": PROMPTS}, LIMITS, CANDIDATES, None, False)
-    assert encoded.texts == len(PROMPTS) and sum(len(row["candidates"]) for row in encoded.rows) == 11
+    encoded = encode_candidates(tokenizer, model, {"text": PROMPTS}, LIMITS, CANDIDATES, None, False)
+    assert encoded.num_texts == len(PROMPTS) and sum(len(row["candidates"]) for row in encoded.rows) == 11
     for method in (None, *(METHODS if family.interface else METHODS[:1])):
         tuned = None if method is None else stir(deltune.attach(model, method))
-        said = [
-            [ended([tuple(numbers(c)) for c in own], (end(model),)), prompt]
-            for own, prompt in zip(CANDIDATES, PROMPTS, strict=True)
+        cases = [
+            [append_end_to_prefixes([tuple(numbers(c)) for c in answers], (end(model),)), prompt]
+            for answers, prompt in zip(CANDIDATES, PROMPTS, strict=True)
         ]
-        by_hand = [[alone(model, prompt, candidate) for candidate in own] for own, prompt in said]
+        by_hand = [[alone(model, prompt, candidate) for candidate in answers] for answers, prompt in cases]
         for size in (1, 3, 16):
             with subtests.test(f"{method} {size}"):
-                found = likelihoods(InferenceContext(model, tokenizer, batch_size=size), encoded, mean=False)
-                assert found == [pytest.approx(own, rel=1e-3, abs=1e-3) for own in by_hand]
-        means = likelihoods(InferenceContext(model, tokenizer), encoded, mean=True)
-        lengths = [[len(candidate) for candidate in own] for own, _ in said]
+                computed = candidate_log_likelihoods(
+                    InferenceContext(model, tokenizer, batch_size=size), encoded, mean=False
+                )
+                assert computed == [pytest.approx(answers, rel=1e-3, abs=1e-3) for answers in by_hand]
+        means = candidate_log_likelihoods(InferenceContext(model, tokenizer), encoded, mean=True)
+        lengths = [[len(candidate) for candidate in answers] for answers, _ in cases]
         for row, sums, count in zip(means, by_hand, lengths, strict=True):
             assert row == pytest.approx([s / n for s, n in zip(sums, count, strict=True)], rel=1e-3, abs=1e-3)
         if tuned is not None:
@@ -101,10 +108,10 @@ def test_a_score_is_the_log_likelihood_alone(family: Family, subtests: pytest.Su
 def test_the_side_of_padding_changes_nothing() -> None:
     model = specimen("llama", "causal", torch.float32)
     tokenizer = words(model)
-    encoded = encode(tokenizer, model, {"text": PROMPTS}, LIMITS, CANDIDATES, None, False)
-    right = likelihoods(InferenceContext(model, tokenizer), encoded, mean=False)
+    encoded = encode_candidates(tokenizer, model, {"text": PROMPTS}, LIMITS, CANDIDATES, None, False)
+    right = candidate_log_likelihoods(InferenceContext(model, tokenizer), encoded, mean=False)
     tokenizer.padding_side = "left"
-    left = likelihoods(InferenceContext(model, tokenizer), encoded, mean=False)
+    left = candidate_log_likelihoods(InferenceContext(model, tokenizer), encoded, mean=False)
     assert left == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in right]
 
 
@@ -114,13 +121,13 @@ TOKENS = some.lists(some.integers(0, 2), min_size=1, max_size=4).map(tuple)
 @given(some.lists(TOKENS, min_size=1, max_size=8))
 def test_every_candidate_is_told_once_by_few_sequences(candidates: list[tuple[int, ...]]) -> None:
     """What a sequence tells of a candidate is what the candidate says alone, and no two sequences could be one."""
-    own = ended(candidates, (9,))
-    found = paths(tuple(own))
-    assert sorted(n for _, held in found for n in held) == list(range(len(own)))
-    for whole, held in found:
-        assert all(own[n] == told and whole[: len(told) - 1] == told[:-1] for n, told in held.items())
-    assert len(found) <= len({candidate[:-1] for candidate in own})
-    for one, other in itertools.combinations(set(own), 2):
+    tokens = append_end_to_prefixes(candidates, (9,))
+    sequences = shared_sequences(tuple(tokens))
+    assert sorted(n for _, held in sequences for n in held) == list(range(len(tokens)))
+    for whole, held in sequences:
+        assert all(tokens[n] == ids and whole[: len(ids) - 1] == ids[:-1] for n, ids in held.items())
+    assert len(sequences) <= len({candidate[:-1] for candidate in tokens})
+    for one, other in itertools.combinations(set(tokens), 2):
         assert one[: len(other)] != other[: len(one)], "no candidate is the beginning of another"
 
 
@@ -135,11 +142,11 @@ def test_tags_survive_their_words(marks: list[tuple[str, str]]) -> None:
     tokens = [f"{'ab:;'[i % 4]}{i}{':;,.'[i % 4]}" for i in range(len(marks))]
     tags = ["O" if mark == "O" else f"{mark}-{kind}" for mark, kind in marks]
     strict = ["O"] * len(tags)
-    for start, stop, kind in entities(tags):
+    for start, stop, kind in find_entities(tags):
         strict[start:stop] = [f"B-{kind}"] + [f"I-{kind}"] * (stop - start - 1)
-    text = listed(tokens, tags, TYPES)
-    assert tags_of(text, tokens, TYPES) == strict
-    assert tags_of(text.replace(" ", ""), tokens, {k: w.replace(" ", "") for k, w in TYPES.items()}) == strict
+    text = format_entities(tokens, tags, TYPES)
+    assert parse_entities(text, tokens, TYPES) == strict
+    assert parse_entities(text.replace(" ", ""), tokens, {k: w.replace(" ", "") for k, w in TYPES.items()}) == strict
 
 
 @pytest.mark.parametrize(
@@ -157,5 +164,5 @@ def test_tags_survive_their_words(marks: list[tuple[str, str]]) -> None:
 )
 def test_reading_a_list(text: str, tags: str) -> None:
     """In order, free places first; what is not there, taken already, or of no type, is passed over."""
-    types = {type_of(tag): type_of(tag) for tag in ("B-PER", "B-LOC")}
-    assert tags_of(text, ["Paris", "meets", "Bob", "in", "Paris"], types) == tags.split()
+    types = {entity_type(tag): entity_type(tag) for tag in ("B-PER", "B-LOC")}
+    assert parse_entities(text, ["Paris", "meets", "Bob", "in", "Paris"], types) == tags.split()

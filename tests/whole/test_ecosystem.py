@@ -27,12 +27,12 @@ from deltune.data import loading
 
 
 @pytest.fixture(scope="module")
-def tickets() -> loading.Data:
+def tickets() -> loading.TaskData:
     return loading.load_data(str(Path(deltune.__file__).parent / "demo" / "tickets"))
 
 
 @pytest.mark.parametrize("method", ["prefix(length=8) + layernorm", "lora", "prompt(length=5)", "adapter"])
-def test_trainer_and_pipeline(method: str, tickets: loading.Data, tmp_path: Path) -> None:
+def test_trainer_and_pipeline(method: str, tickets: loading.TaskData, tmp_path: Path) -> None:
     """A stock Trainer lowers the loss, its checkpoint resumes, and a pipeline answers with the delta's labels."""
     tokenizer = models.load_tokenizer("minilm")
     model = models.load_model("minilm", "classification", labels=tickets.labels)
@@ -63,7 +63,7 @@ def test_trainer_and_pipeline(method: str, tickets: loading.Data, tmp_path: Path
     assert answer["label"] == tickets.labels[int(logits.argmax())]
 
 
-def test_save_pretrained_holds_base_and_delta(tickets: loading.Data, tmp_path: Path) -> None:
+def test_save_pretrained_holds_base_and_delta(tickets: loading.TaskData, tmp_path: Path) -> None:
     """save_pretrained of a tuned model writes the base's keys and the delta's under `deltune.`."""
     from safetensors.torch import load_file
 

@@ -194,7 +194,7 @@ def report(
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Tables, figures and findings of studies: printed, as files, or as one page."""
-    from ..filesystem import clear_write_errors, write_text
+    from ..filesystem import explain_write_errors, write_text
     from ..studies import sections
     from ..studies.papers.registry import CLAIMS
     from ..studies.report import page
@@ -205,7 +205,7 @@ def report(
     parts = [sections.section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
     if html is not None:
         html = user_path(html, "--html")
-        with clear_write_errors(html):
+        with explain_write_errors(html):
             html.parent.mkdir(parents=True, exist_ok=True)
             write_text(html, page.page(parts))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)

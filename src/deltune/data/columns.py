@@ -1,4 +1,4 @@
-"""Which columns of a data set a kind of task reads: given, told by meta.json, or found by their usual names."""
+"""The columns that each kind of task reads, and how they are chosen: by the user, by meta.json or by usual names."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import excerpt, unknown_name
-from .readers import DataFile, short_repr
+from .readers import DataFile, has_lone_surrogate, short_repr
 
-LABELS = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
-IDS = ("id", "idx", "uid", "guid", "index")
-LOOKED_AT = 200  # rows of the first file that tell which columns are text
+LABEL_COLUMN_NAMES = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
+ID_COLUMN_NAMES = ("id", "idx", "uid", "guid", "index")
+SAMPLED_ROWS = 200
+"""Rows of the first file that decide which columns are text."""
 
-Fields = Mapping[str, str] | Sequence[str]
-Holds = Literal["text", "texts", "label", "labels", "index", "answers"]
+ColumnNames = Mapping[str, str] | Sequence[str]
+"""The columns to use: by role, or in the order of the roles."""
+ColumnType = Literal["text", "texts", "label", "labels", "index", "answers"]
 
-HELD: Mapping[Holds, str] = {
+TYPE_DESCRIPTIONS: Mapping[ColumnType, str] = {
     "text": "text",
     "texts": "a list of texts",
     "label": "a label",
@@ -29,19 +31,26 @@ HELD: Mapping[Holds, str] = {
 
 @dataclass(frozen=True)
 class Column:
-    """What a kind of task wants in one column, and how such columns are usually called."""
+    """A column that a kind of task reads.
+
+    Attributes:
+        role: What the column is for; also its name in the data that is read.
+        type: What its values must be.
+        usual_names: Names by which the column is recognised, in lower case.
+        optional: Whether data may lack the column.
+    """
 
     role: str
-    holds: Holds
-    usual: tuple[str, ...]
+    type: ColumnType
+    usual_names: tuple[str, ...]
     optional: bool = False
 
 
-KINDS: Mapping[str, tuple[Column, ...]] = {
+TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "classification": (
         Column("text", "text", ()),
         Column("pair", "text", (), optional=True),
-        Column("label", "label", LABELS),
+        Column("label", "label", LABEL_COLUMN_NAMES),
     ),
     "tagging": (
         Column("tokens", "texts", ("tokens", "words")),
@@ -61,163 +70,205 @@ KINDS: Mapping[str, tuple[Column, ...]] = {
     ),
     "language": (Column("text", "text", ("text", "content")),),
 }
-"""The kinds of tasks and their columns, in the order of a listing."""
+"""Task kind -> its columns, in the order in which they are listed."""
 
-INPUTS: Mapping[str, Holds] = {
-    column.role: column.holds for own in KINDS.values() for column in own if column.holds in ("text", "texts")
+INPUT_TYPES: Mapping[str, ColumnType] = {
+    column.role: column.type
+    for columns in TASK_COLUMNS.values()
+    for column in columns
+    if column.type in ("text", "texts")
 }
-"""What is told to a model, and what it holds; every other role is what a model should answer."""
+"""Role -> type of the columns that a model is given; all other columns hold what it should answer."""
 
-FOUND_BY_NAME = ("tagging", "choice", "generation")
-"""Kinds that the usual names of their columns tell; classification looks at the contents too."""
+KINDS_GUESSED_BY_NAME = ("tagging", "choice", "generation")
+"""Task kinds that are recognised by the usual names of their columns."""
 
 
-def guess_task_kind(first: DataFile, fields: Fields | None) -> str:
-    """The kind of task that a file's columns are of, as far as names tell; else classification."""
-    there = [c for c in fields or first.columns if c in first.columns] or first.columns
-    for kind in FOUND_BY_NAME:
-        used = _by_name(kind, there)
-        wanted = {column.role for column in KINDS[kind] if not column.optional}
-        if kind == "generation" and any(c.lower() in LABELS and c not in used.values() for c in there):
-            continue  # two texts and a label
-        if wanted <= set(used) and first.rows and not wrong(first.rows[0][1], used, kind):
+def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
+    """Guess the kind of task from the columns of a file.
+
+    Args:
+        first: A file with the data's columns.
+        names: The columns that meta.json lists, if it does.
+
+    Returns:
+        A key of `TASK_COLUMNS`: the first kind whose columns all have usual names, else classification.
+    """
+    available = [c for c in names or first.columns if c in first.columns] or first.columns
+    for kind in KINDS_GUESSED_BY_NAME:
+        columns = _columns_by_usual_name(kind, available)
+        required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
+        if kind == "generation" and any(
+            c.lower() in LABEL_COLUMN_NAMES and c not in columns.values() for c in available
+        ):
+            continue  # two texts and a label are a classification
+        if required <= set(columns) and first.rows and not row_problems(first.rows[0][1], columns, kind):
             return kind
     return "classification"
 
 
 def choose_columns(
-    kind: str, first: DataFile, asked: Fields | None, fields: Fields | None, problems: list[str]
+    kind: str,
+    first: DataFile,
+    requested: ColumnNames | None,
+    names: ColumnNames | None,
+    problems: list[str],
 ) -> dict[str, str]:
-    """Role -> column: as asked for or as meta.json says, else found in the first file; empty if that fails."""
-    columns = KINDS[kind]
-    given = asked or (fields if isinstance(fields, Mapping) else None)
-    if given:
-        return _given(columns, given, problems)
+    """Choose the column for each role of a kind of task.
+
+    Args:
+        kind: A key of `TASK_COLUMNS`.
+        first: A file with the data's columns.
+        requested: The columns that the user gave, if any; they decide.
+        names: What meta.json says of the columns: a mapping decides, a list restricts the guess.
+        problems: What goes wrong is appended to it.
+
+    Returns:
+        Role -> column; empty if a required column cannot be found.
+    """
+    columns = TASK_COLUMNS[kind]
+    explicit = requested or (names if isinstance(names, Mapping) else None)
+    if explicit:
+        return _explicit_columns(columns, explicit, problems)
     if not first.rows:
         return {}
-    there = [c for c in fields or first.columns if c in first.columns] or first.columns
+    available = [c for c in names or first.columns if c in first.columns] or first.columns
     if kind == "classification":
-        return _of_classification(first, there, problems)
-    used = _by_name(kind, there)
-    missing = [c for c in columns if not c.optional and c.role not in used]
+        return _classification_columns(first, available, problems)
+    chosen = _columns_by_usual_name(kind, available)
+    missing = [c for c in columns if not c.optional and c.role not in chosen]
     for column in missing:
         problems.append(
-            f"{first.name} has no column named {' or '.join(column.usual)}, for the {column.role} of {kind}. Its "
-            f"columns: {', '.join(first.columns)}. Say which is which: columns {_example(columns)}"
+            f"{first.name} has no column named {' or '.join(column.usual_names)}, for the {column.role} of {kind}. Its "
+            f"columns: {', '.join(first.columns)}. Say which is which: columns {_column_option_example(columns)}"
         )
-    return {} if missing else used
+    return {} if missing else chosen
 
 
-def _given(columns: Sequence[Column], given: Fields, problems: list[str]) -> dict[str, str]:
+def _explicit_columns(columns: Sequence[Column], names: ColumnNames, problems: list[str]) -> dict[str, str]:
+    """Match columns that were given, by role or in order, with the roles."""
     roles = [c.role for c in columns]
-    wanted = {c.role for c in columns if not c.optional}
-    ordered = roles if len(given) == len(roles) else [c.role for c in columns if not c.optional]
-    used = dict(given) if isinstance(given, Mapping) else dict(zip(ordered, given, strict=False))
-    found = [unknown_name("role of a column", role, roles) for role in used if role not in roles]
-    if wanted - set(used) or len(set(used.values())) < len(given):
+    required = {c.role for c in columns if not c.optional}
+    in_order = roles if len(names) == len(roles) else [c.role for c in columns if not c.optional]
+    chosen = dict(names) if isinstance(names, Mapping) else dict(zip(in_order, names, strict=False))
+    mistakes = [unknown_name("role of a column", role, roles) for role in chosen if role not in roles]
+    if required - set(chosen) or len(set(chosen.values())) < len(names):
         listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
-        found.append(f"columns are different ones for {listed}; given were {excerpt(given)}")
-    problems += found
-    return {} if found else {role: used[role] for role in roles if role in used}
+        mistakes.append(f"columns must name a different column for each of {listed}; {excerpt(names)} was given")
+    problems += mistakes
+    return {} if mistakes else {role: chosen[role] for role in roles if role in chosen}
 
 
-def _by_name(kind: str, there: Sequence[str]) -> dict[str, str]:
-    used: dict[str, str] = {}
-    for column in KINDS[kind]:
-        named = [c for usual in column.usual for c in there if c.lower() == usual and c not in used.values()]
-        if named:
-            used[column.role] = named[0]
-    return used
+def _columns_by_usual_name(kind: str, available: Sequence[str]) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    for column in TASK_COLUMNS[kind]:
+        matches = [
+            c for usual in column.usual_names for c in available if c.lower() == usual and c not in chosen.values()
+        ]
+        if matches:
+            chosen[column.role] = matches[0]
+    return chosen
 
 
-def _of_classification(first: DataFile, there: Sequence[str], problems: list[str]) -> dict[str, str]:
-    label = next((c for name in LABELS for c in there if c.lower() == name), "")
-    texts = [c for c in there if c != label and c.lower() not in (*LABELS, *IDS) and _is_text(first, c)]
+def _classification_columns(first: DataFile, available: Sequence[str], problems: list[str]) -> dict[str, str]:
+    """Find the label by its usual names and one or two columns of text by their contents."""
+    label = next((c for name in LABEL_COLUMN_NAMES for c in available if c.lower() == name), "")
+    not_text = (*LABEL_COLUMN_NAMES, *ID_COLUMN_NAMES)
+    texts = [c for c in available if c != label and c.lower() not in not_text and _is_text(first, c)]
     if len(texts) == 2:  # a key of letters and digits beside a text is no text
         texts = [c for c in texts if not _is_key(first, c)] or texts
     listed, todo = ", ".join(first.columns), "Say which is which: columns text=…, (pair=…,) label=…"
     if not label:
         problems.append(
-            f"{first.name} has no column named {' or '.join(LABELS)}. Its columns: {listed}. {todo}; for another kind "
-            f"of task give task= one of {', '.join(kind for kind in KINDS if kind != 'classification')}"
+            f"{first.name} has no column named {' or '.join(LABEL_COLUMN_NAMES)}. Its columns: {listed}. {todo}; for "
+            f"another kind of task give task= one of {', '.join(k for k in TASK_COLUMNS if k != 'classification')}"
         )
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
-        problems.append(f"{first.name} has {which} where one or two are wanted. Its columns: {listed}. {todo}")
+        problems.append(f"{first.name} has {which} and needs one or two. Its columns: {listed}. {todo}")
     if not label or len(texts) not in (1, 2):
         return {}
     return {**dict(zip(("text", "pair"), texts, strict=False)), "label": label}
 
 
 def _is_text(file: DataFile, column: str) -> bool:
-    """Whether a column holds strings that are not numbers, and more than a few different ones (else: a category)."""
-    values = [row.get(column) for _, row in file.rows[:LOOKED_AT]]
+    """Whether a column holds strings that are not numbers, and enough different ones not to be categories."""
+    values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.]*\s*", v)]
     return bool(strings) and 20 * len(set(strings)) >= len(strings)
 
 
 def _is_key(file: DataFile, column: str) -> bool:
-    """Whether every value is a single word with a digit in it, and no two are the same."""
-    values = [str(row.get(column, "")) for _, row in file.rows[:LOOKED_AT]]
+    """Whether every value is a single word that contains a digit, and no two are the same."""
+    values = [str(row.get(column, "")) for _, row in file.rows[:SAMPLED_ROWS]]
     return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
 
 
-def _example(columns: Sequence[Column]) -> str:
+def _column_option_example(columns: Sequence[Column]) -> str:
     return ", ".join(f"{c.role}=…" for c in columns)
 
 
-def check_columns(files: Mapping[str, DataFile], kind: str, used: Mapping[str, str], problems: list[str]) -> None:
-    """Every split has every column, and in every row they hold what the kind wants."""
+def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str, str], problems: list[str]) -> None:
+    """Check that every split has the chosen columns, and that every row's values are of their types.
+
+    Args:
+        files: Split -> its file.
+        kind: A key of `TASK_COLUMNS`.
+        columns: Role -> column, as `choose_columns` returns it.
+        problems: What is wrong is appended to it, with file and line.
+    """
     for file in files.values():
-        missing = [column for column in used.values() if file.rows and column not in file.columns]
+        missing = [column for column in columns.values() if file.rows and column not in file.columns]
         problems += [unknown_name("column", column, file.columns, where=file.name) for column in missing]
-        for place, row in file.rows if not missing else ():
-            problems += [f"{file.at(place)}: {problem}" for problem in wrong(row, used, kind)]
+        for number, row in file.rows if not missing else ():
+            problems += [f"{file.location(number)}: {problem}" for problem in row_problems(row, columns, kind)]
 
 
-def wrong(row: Mapping[str, Any], used: Mapping[str, str], kind: str) -> list[str]:
-    """What a row lacks of what its columns should hold. A label is judged with all the others (labels.py)."""
-    found = []
-    for column in KINDS[kind]:
-        name = used.get(column.role)
+def row_problems(row: Mapping[str, Any], columns: Mapping[str, str], kind: str) -> list[str]:
+    """Return what is wrong with a row's values. Labels are checked with those of all rows, in `loading`.
+
+    Args:
+        row: Column -> value.
+        columns: Role -> column.
+        kind: A key of `TASK_COLUMNS`.
+    """
+    problems = []
+    for column in TASK_COLUMNS[kind]:
+        name = columns.get(column.role)
         if name is None:
             continue
         value = row.get(name)
         if name not in row:
-            found.append(f"column {name!r} is missing")
-        elif not value_fits(column.holds, value):
-            found.append(f"column {name!r} is not {HELD[column.holds]} but {short_repr(value)}")
+            problems.append(f"column {name!r} is missing")
+        elif not value_fits(column.type, value):
+            problems.append(f"column {name!r} is not {TYPE_DESCRIPTIONS[column.type]} but {short_repr(value)}")
         elif any(map(has_lone_surrogate, _texts(value))):
-            found.append(f"column {name!r} holds half a character (a lone surrogate)")
+            problems.append(f"column {name!r} holds half a character (a lone surrogate)")
     if isinstance(row.get("id"), str) and has_lone_surrogate(row["id"]):
-        found.append("column 'id' holds half a character (a lone surrogate)")
-    if not found and kind == "tagging" and len(row[used["tokens"]]) != len(row[used["tags"]]):
-        found.append(
-            f"{len(row[used['tokens']])} tokens and {len(row[used['tags']])} tags; give one tag for each token"
-        )
-    if not found and kind == "choice" and not 0 <= int(row[used["answer"]]) < len(row[used["choices"]]):
-        found.append(f"answer {row[used['answer']]} is no index of its {len(row[used['choices']])} choices")
-    return found
+        problems.append("column 'id' holds half a character (a lone surrogate)")
+    if problems:
+        return problems
+    if kind == "tagging" and len(row[columns["tokens"]]) != len(row[columns["tags"]]):
+        counts = f"{len(row[columns['tokens']])} tokens and {len(row[columns['tags']])} tags"
+        return [f"{counts}; give one tag for each token"]
+    if kind == "choice" and not 0 <= int(row[columns["answer"]]) < len(row[columns["choices"]]):
+        return [f"answer {row[columns['answer']]} is not an index of its {len(row[columns['choices']])} choices"]
+    return []
 
 
-def value_fits(what: Holds, value: Any) -> bool:
-    """Whether a value is what a column should hold; a label is anything but a list."""
-    if what == "text":
+def value_fits(column_type: ColumnType, value: Any) -> bool:
+    """Return whether a value is of a column's type. A label may be anything but a list."""
+    if column_type == "text":
         return isinstance(value, str)
-    if what == "texts":
+    if column_type == "texts":
         return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
-    if what == "labels":
+    if column_type == "labels":
         return isinstance(value, list) and all(isinstance(v, str | int) for v in value)
-    if what == "index":
+    if column_type == "index":
         return isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) < 19)
-    if what == "answers":
+    if column_type == "answers":
         return isinstance(value, str) or value_fits("texts", value)
     return not isinstance(value, list)
-
-
-def has_lone_surrogate(text: str) -> bool:
-    """Whether a text holds half a character (a lone surrogate), which no file can hold."""
-    return not text.isascii() and re.search("[\ud800-\udfff]", text) is not None
 
 
 def _texts(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Data sets of the hub that are laid out in their own way, in terms of ours: splits, columns, labels."""
+"""How particular data sets of the hub are laid out: their splits, columns and labels, translated into ours."""
 
 from __future__ import annotations
 
@@ -9,123 +9,140 @@ from typing import Any
 
 from .readers import DataFile, Row, short_repr
 
-Pick = Callable[[Row], Any]
-"""What makes a value of ours of a row of theirs."""
+RowFunction = Callable[[Row], Any]
+"""Computes a value from a row of the hub's data set."""
 
-EXPORTED = "refs/convert/parquet"
-"""The revision of a data set that the hub has made by itself: CONFIGURATION/SPLIT/0000.parquet, no code."""
+PARQUET_REVISION = "refs/convert/parquet"
+"""The revision with the hub's own Parquet copy of a data set, CONFIGURATION/SPLIT/0000.parquet, which runs no code."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the hub has a data set, and what is other than usual there.
+class HubLayout:
+    """Where the hub has a data set, and how it differs from what `load_data` expects.
 
-    source: OWNER/NAME, OWNER/NAME@REVISION, either with :CONFIGURATION at its end.
-    files: split -> its files there, for a repository whose splits cannot be found by themselves.
-    splits: ours -> theirs; default those of the usual names.
-    columns: role -> column, or what makes its value.
-    labels: names in the order of their ids; default the hub's.
-    gathered: splits in which rows of the same source are one row with all their targets.
-    held_out: so many rows of train, always the same, are the validation split: where validation takes the place of a
-    test without labels, or there is none.
+    Attributes:
+        source: OWNER/NAME or OWNER/NAME@REVISION, either with :CONFIGURATION at its end.
+        files: Split -> its files in the repository, for repositories whose splits `datasets` cannot find.
+        splits: Our split -> the hub's. Default: those with the usual names.
+        columns: Role -> the hub's column, or a function that computes its value.
+        labels: Names in the order of their ids. Default: the hub's.
+        grouped_splits: Splits in which rows with the same source become one row with all their targets.
+        held_out: How many rows of train, always the same, become the validation split. For data sets without a
+            validation split, or whose validation split replaces a test split without labels.
     """
 
     source: str
     files: Mapping[str, str] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
-    columns: Mapping[str, str | Pick] = field(default_factory=dict)
+    columns: Mapping[str, str | RowFunction] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
-    gathered: tuple[str, ...] = ()
+    grouped_splits: tuple[str, ...] = ()
     held_out: int = 0
 
     @property
-    def named(self) -> dict[str, str]:
-        """Role -> column, after `arrange`."""
+    def column_names(self) -> dict[str, str]:
+        """Role -> column, after `apply_layout`."""
         return {role: column if isinstance(column, str) else role for role, column in self.columns.items()}
 
 
 def parquet_files(*splits: str, configuration: str = "default") -> dict[str, str]:
-    """The files of the hub's own Parquet copy."""
+    """Return split -> its files in the hub's own Parquet copy, for `HubLayout.files`."""
     return {split: f"{configuration}/{split}/*.parquet" for split in splits}
 
 
-def apply_layout(files: dict[str, DataFile], layout: Layout, problems: list[str]) -> None:
-    """Make the values of columns that have to be made, gather targets, and hold rows out for validation, in place."""
-    made = {role: pick for role, pick in layout.columns.items() if not isinstance(pick, str)}
+def apply_layout(files: dict[str, DataFile], layout: HubLayout, problems: list[str]) -> None:
+    """Compute columns, group targets and hold rows out for validation, as a layout says, in place.
+
+    Args:
+        files: Split -> its rows, as the hub has them.
+        layout: The layout of the data set.
+        problems: What goes wrong is appended to it.
+    """
+    computed = {role: function for role, function in layout.columns.items() if not isinstance(function, str)}
     for file in files.values():
-        for place, row in file.rows:
+        for number, row in file.rows:
             try:
-                row |= {role: pick(row) for role, pick in made.items()}
+                row |= {role: function(row) for role, function in computed.items()}
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 problems.append(
-                    f"{file.at(place)} is not laid out as it was ({short_repr(error)}). Its columns: {', '.join(row)}. "
-                    "Give "
-                    "data and columns instead of the task"
+                    f"{file.location(number)} is not laid out as it was ({short_repr(error)}). Its columns: "
+                    f"{', '.join(row)}. Give data and columns instead of the task"
                 )
                 return
-    for split in layout.gathered:
+    for split in layout.grouped_splits:
         if split in files:
-            files[split].rows = _gathered(files[split].rows, layout.named)
+            files[split].rows = _group_targets(files[split].rows, layout.column_names)
     if layout.held_out and "train" in files:
         train = files["train"]
-        drawn = set(random.Random(0).sample(range(len(train.rows)), min(layout.held_out, len(train.rows) // 2)))
-        files["validation"] = DataFile(
-            "train (held out)", [r for i, r in enumerate(train.rows) if i in drawn], train.unit
-        )
-        train.rows = [r for i, r in enumerate(train.rows) if i not in drawn]
+        sample = set(random.Random(0).sample(range(len(train.rows)), min(layout.held_out, len(train.rows) // 2)))
+        held_out = [row for i, row in enumerate(train.rows) if i in sample]
+        files["validation"] = DataFile("train (held out)", held_out, train.unit)
+        train.rows = [row for i, row in enumerate(train.rows) if i not in sample]
 
 
-def _gathered(rows: Sequence[tuple[int, Row]], named: Mapping[str, str]) -> list[tuple[int, Row]]:
-    found: dict[str, tuple[int, Row]] = {}
-    for place, row in rows:
-        value = row[named["targets"]]
-        own = found.setdefault(row[named["source"]], (place, {**row, named["targets"]: []}))
-        own[1][named["targets"]] += [value] if isinstance(value, str) else value
-    return list(found.values())
+def _group_targets(rows: Sequence[tuple[int, Row]], columns: Mapping[str, str]) -> list[tuple[int, Row]]:
+    """Join the rows of each source into one, with all their targets."""
+    source, targets = columns["source"], columns["targets"]
+    groups: dict[str, tuple[int, Row]] = {}
+    for number, row in rows:
+        _, group = groups.setdefault(row[source], (number, {**row, targets: []}))
+        group[targets] += [row[targets]] if isinstance(row[targets], str) else row[targets]
+    return list(groups.values())
 
 
-def nested_field(column: str, name: str) -> Pick:
-    """The value `name` of a mapping; of a list of mappings, or of a mapping of lists, the list of its values."""
+def nested_field(column: str, name: str) -> RowFunction:
+    """Return a function of a row: the field `name` of the mapping in `column`, or of every mapping of a list there."""
 
-    def pick(row: Row) -> Any:
+    def field_of(row: Row) -> Any:
         value = row[column]
-        return [one[name] for one in value] if isinstance(value, list) else value[name]
+        return [item[name] for item in value] if isinstance(value, list) else value[name]
 
-    return pick
+    return field_of
 
 
-def list_of_columns(*columns: str) -> Pick:
-    """A list of what several columns hold."""
+def list_of_columns(*columns: str) -> RowFunction:
+    """Return a function of a row: the list of the values of several columns."""
     return lambda row: [row[column] for column in columns]
 
 
-def first_non_empty(*columns: str) -> Pick:
-    """What the first of these columns that is not empty holds."""
+def first_non_empty(*columns: str) -> RowFunction:
+    """Return a function of a row: the first value that is not empty among several columns, else the last one."""
     return lambda row: next(row[column] for column in columns if row[column] or column == columns[-1])
 
 
-def index_in(column: str, order: Sequence[str]) -> Pick:
-    """The place of a value in an order: of B in A, B, C it is 1."""
+def index_in(column: str, order: Sequence[str]) -> RowFunction:
+    """Return a function of a row: the index of the column's value in `order`; of B in A, B, C it is 1."""
     return lambda row: list(order).index(str(row[column]))
 
 
-def format_triples(column: str) -> Pick:
-    """Triples, each a list or a text "subject | relation | object", as "subject : relation : object | …"."""
+def format_triples(column: str) -> RowFunction:
+    """Return a function of a row: its triples as "subject : relation : object | …".
 
-    def pick(row: Row) -> str:
-        return " | ".join(" : ".join(t.split(" | ") if isinstance(t, str) else t) for t in row[column])
+    Args:
+        column: The column of triples, each a list or a text "subject | relation | object".
+    """
 
-    return pick
+    def joined(row: Row) -> str:
+        triples = [triple.split(" | ") if isinstance(triple, str) else triple for triple in row[column]]
+        return " | ".join(" : ".join(triple) for triple in triples)
+
+    return joined
 
 
-def spans_to_bio_tags(tokens: str, spans: str, types: Mapping[str, str]) -> Pick:
-    """BIO tags of spans {start, end, type}, their end exclusive; types: theirs -> ours."""
+def spans_to_bio_tags(tokens: str, spans: str, types: Mapping[str, str]) -> RowFunction:
+    """Return a function of a row: the BIO tags of its tokens.
 
-    def pick(row: Row) -> list[str]:
+    Args:
+        tokens: The column of tokens.
+        spans: The column of entities, each {start, end, type} with an exclusive end.
+        types: The hub's type of an entity -> ours.
+    """
+
+    def bio_tags(row: Row) -> list[str]:
         tags = ["O"] * len(row[tokens])
         for span in row[spans]:
-            inner = types[span["type"]]
-            tags[span["start"] : span["end"]] = [f"B-{inner}", *[f"I-{inner}"] * (span["end"] - span["start"] - 1)]
+            start, end, name = span["start"], span["end"], types[span["type"]]
+            tags[start:end] = [f"B-{name}", *[f"I-{name}"] * (end - start - 1)]
         return tags
 
-    return pick
+    return bio_tags

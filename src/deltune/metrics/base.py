@@ -1,4 +1,4 @@
-"""What a metric is, and what it gives: example → statistics → reduction → score, as sacreBLEU does it."""
+"""What a metric is: statistics of each example, a corpus score computed from them, and a signature, as in sacreBLEU."""
 
 from __future__ import annotations
 
@@ -12,50 +12,77 @@ import numpy as np
 
 from ..errors import DeltuneError
 
-Kind = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
-Options = Mapping[str, Any]
-Reduce = Callable[[np.ndarray], float]
+InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
+"""What a metric compares.
 
-MODULES = {"scikit-learn": "sklearn", "rouge-score": "rouge_score", "bert-score": "bert_score", "POT": "ot"}
-"""What a package is called in an import, where that is not its own name."""
+classes: ids or names. numbers: real numbers. tags: lists of BIO tags. texts and answers: a string against one string or
+several. log-likelihoods: the sum over an example's tokens, in nats, against the number of its tokens.
+"""
+Options = Mapping[str, Any]
+ComputeScore = Callable[[np.ndarray], float]
+"""Computes a corpus score from the statistics of its examples, of shape (examples, k)."""
+
+NON_NEGATIVE = (0.0, float("inf"))
+"""The range of scores without an upper limit."""
+
+IMPORT_NAMES = {"scikit-learn": "sklearn", "rouge-score": "rouge_score", "bert-score": "bert_score", "POT": "ot"}
+"""Distribution -> the name by which it is imported, where the two differ."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Statistics, a row for each example, their reduction to the number, and what the number depends on."""
+class CorpusStatistics:
+    """What a metric extracts from predictions and references.
+
+    Attributes:
+        rows: Statistics of shape (examples, k), a row for each example.
+        compute_score: Computes the score from any selection of these rows.
+        signature: What the score depends on, by name; part of `Score.signature`.
+        per_example: The scores whose mean the score is; None if it is not a mean.
+    """
 
     rows: np.ndarray
-    reduce: Reduce
-    said: Mapping[str, object]
+    compute_score: ComputeScore
+    signature: Mapping[str, object]
     per_example: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Score:
-    """A value, the examples it is the mean of (None where it is no mean), and what exactly was computed with what.
+    """The score of a corpus.
 
-    statistics: (examples, k), from which the value was computed: value = reduce(statistics).
+    Attributes:
+        value: The score.
+        per_example: The scores whose mean it is; None if it is not a mean.
+        signature: What exactly was computed, with which options and versions, as in sacreBLEU.
+        statistics: Of shape (examples, k); value = compute_score(statistics).
+        compute_score: Computes the score from such statistics.
     """
 
     value: float
     per_example: list[float] | None
     signature: str
     statistics: np.ndarray = field(repr=False, compare=False)
-    reduce: Reduce = field(repr=False, compare=False)
+    compute_score: ComputeScore = field(repr=False, compare=False)
 
     def resampled(self, indices: Sequence[int] | np.ndarray) -> float:
-        """The score of the corpus made of these examples, an example once for each time its index occurs.
+        """Return the score of a re-sample of the corpus, as in a bootstrap.
 
-        What a metric takes from all references together (information weights of NIST, document frequencies of CIDEr,
-        BERTScore and MoverScore) stays that of the whole corpus. Raises DeltuneError for no indices.
+        What a metric derives from all references together (information weights of NIST, document frequencies of CIDEr,
+        BERTScore and MoverScore) stays that of the whole corpus.
+
+        Args:
+            indices: The examples of the re-sample; one that occurs twice counts twice.
+
+        Raises:
+            DeltuneError: There are no indices.
         """
         if len(indices) == 0:
             raise DeltuneError("cannot score a re-sample of no examples.")
-        return self.reduce(self.statistics[np.asarray(indices, dtype=np.int64)])
+        return self.compute_score(self.statistics[np.asarray(indices, dtype=np.int64)])
 
 
 class Scores(dict[str, Score]):
-    """Scores by the names of their metrics; `omitted` says of every other metric asked for why it is not here."""
+    """Metric -> its score; `omitted` says, for every other metric that was requested, why it has no score."""
 
     def __init__(self, scores: Mapping[str, Score], omitted: Mapping[str, str]) -> None:
         super().__init__(scores)
@@ -64,60 +91,71 @@ class Scores(dict[str, Score]):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number over predictions and references of one kind.
+    """A score of predictions against references.
 
-    kind: what is compared. classes: ids or names; numbers; tags: BIO tags of the words; texts and answers: a string
-    against one string or several; log-likelihoods: the sum over an example's tokens (nats) against their number.
-    options: with their defaults; every one that can move the number is in the signature.
-    range: the smallest and largest value. better: the direction of better values.
-    packages: distributions it needs, with their versions in the signature. extra: the extra of deltune that has them.
-    lacks: what else is missing under these options, in words; None if nothing is.
+    Attributes:
+        input_type: What is compared.
+        compute: Extracts the statistics from predictions, references and options.
+        options: The options with their defaults. Every option that can change the score is part of the signature.
+        range: The smallest and the largest score.
+        better: Whether higher or lower scores are better.
+        packages: The distributions that it needs; their versions are part of the signature.
+        extra: The extra of deltune that installs them; None if deltune itself does.
+        unmet_requirement: Returns, for given options, what is missing besides packages, such as Java, as the end of
+            a message; None if nothing is.
     """
 
-    kind: Kind
-    measure: Callable[[Sequence[Any], Sequence[Any], Options], Measured]
+    input_type: InputType
+    compute: Callable[[Sequence[Any], Sequence[Any], Options], CorpusStatistics]
     options: Options = field(default_factory=dict)
     range: tuple[float, float] = (0.0, 1.0)
     better: Literal["higher", "lower"] = "higher"
     packages: tuple[str, ...] = ()
     extra: str | None = None
-    lacks: Callable[[Options], str | None] = lambda options: None
+    unmet_requirement: Callable[[Options], str | None] = lambda options: None
 
-    def missing(self, options: Options) -> str | None:
-        """Why the metric cannot be computed here, in words, or None if it can."""
-        absent = [p for p in self.packages if importlib.util.find_spec(MODULES.get(p, p)) is None]
-        if absent:
-            origin = f"pip install deltune[{self.extra}]" if self.extra else "pip install deltune"
-            return f"needs {', '.join(absent)}: {origin}"
-        return self.lacks(options)
+    def why_unavailable(self, options: Options) -> str | None:
+        """Return why the metric cannot be computed here with these options, or None if it can."""
+        missing = [p for p in self.packages if importlib.util.find_spec(IMPORT_NAMES.get(p, p)) is None]
+        if missing:
+            origin = f"pip install 'deltune[{self.extra}]'" if self.extra else "pip install deltune"
+            return f"needs {', '.join(missing)}: {origin}"
+        return self.unmet_requirement(options)
 
-    def versions(self) -> dict[str, str]:
+    def package_versions(self) -> dict[str, str]:
+        """Return the installed version of each package, for the signature."""
         return {package: importlib.metadata.version(package) for package in self.packages}
 
 
-def mean_of(values: Sequence[float], said: Options) -> Measured:
-    """value = mean of one number for each example."""
+def mean_statistics(values: Sequence[float], signature: Options) -> CorpusStatistics:
+    """Return the statistics of a score that is the mean of one number for each example."""
     numbers = [float(value) for value in values]
-    return Measured(np.array(numbers).reshape(-1, 1), lambda rows: float(rows.mean()), said, numbers)
+    return CorpusStatistics(np.array(numbers).reshape(-1, 1), lambda rows: float(rows.mean()), signature, numbers)
 
 
-def ratio_of(rows: Sequence[tuple[float, float]], said: Options) -> Measured:
-    """value = Σ numerators / Σ denominators."""
+def ratio_statistics(rows: Sequence[tuple[float, float]], signature: Options) -> CorpusStatistics:
+    """Return the statistics of a score Σ numerators / Σ denominators, given as pairs, one for each example."""
 
-    def reduce(chosen: np.ndarray) -> float:
-        above, below = chosen.sum(axis=0)
-        return float(above / below)
+    def compute_score(rows: np.ndarray) -> float:
+        numerator, denominator = rows.sum(axis=0)
+        return float(numerator / denominator)
 
-    return Measured(np.array(rows, dtype=float), reduce, said)
+    return CorpusStatistics(np.array(rows, dtype=float), compute_score, signature)
 
 
 def reduce_references(
     values: Sequence[float], references: Sequence[Sequence[str]], how: Literal["max", "mean"]
 ) -> list[float]:
-    """One number for each example from one for each of its references, in order: their "max" or their "mean"."""
-    found, start = [], 0
-    for several in references:
-        own = values[start : start + len(several)]
-        found.append(float(max(own) if how == "max" else sum(own) / len(own)))
-        start += len(several)
-    return found
+    """Reduce one number for each reference to one for each example.
+
+    Args:
+        values: The numbers of all references of the first example, then of the second, and so on.
+        references: The references of each example.
+        how: Whether an example gets the maximum or the mean of its numbers.
+    """
+    reduced, start = [], 0
+    for accepted in references:
+        numbers = values[start : start + len(accepted)]
+        reduced.append(float(max(numbers) if how == "max" else sum(numbers) / len(numbers)))
+        start += len(accepted)
+    return reduced

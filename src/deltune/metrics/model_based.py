@@ -1,4 +1,4 @@
-"""Metrics that ask a model, given as an option (a folder or a hub id): BERTScore, MoverScore, BLEURT."""
+"""BERTScore, MoverScore and BLEURT: metrics by a model, which the option `model` names (a folder or a hub id)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeltuneError
-from .base import Measured, Metric, Options, mean_of, reduce_references
+from .base import CorpusStatistics, Metric, Options, mean_statistics, reduce_references
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
 
 
-def _needs_model(options: Options) -> str | None:
+def _missing_model(options: Options) -> str | None:
     return None if options["model"] else "needs a model: give the option model (a folder or a hub id)"
 
 
@@ -27,23 +27,24 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _flat(references: References) -> list[str]:
-    return [reference for several in references for reference in several]
+def _flatten(references: References) -> list[str]:
+    return [reference for accepted in references for reference in accepted]
 
 
-def _repeated(predictions: Texts, references: References) -> list[str]:
-    """Each prediction once for each of its references."""
-    return [prediction for prediction, several in zip(predictions, references, strict=True) for _ in several]
+def _repeat_predictions(predictions: Texts, references: References) -> list[str]:
+    """Return each prediction once for each of its references."""
+    return [prediction for prediction, accepted in zip(predictions, references, strict=True) for _ in accepted]
 
 
 # BERTScore ---------------------------------------------------------------------------------------------------------
 
 
-def _bertscore(predictions: Texts, references: References, options: Options) -> Measured:
+def _compute_bertscore(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
     """Mean F1 of greedily matched token embeddings, the largest over the references (Zhang 2020), by bert-score.
 
-    layers: the layer read, counted from 1; needed for a model that bert-score has no best layer for. idf: weights
-    from all references. Not rescaled. An empty text scores 0, as bert-score has it.
+    Options: layers, the layer that is read, counted from 1, for a model for which bert-score knows no best layer; idf,
+    whether tokens are weighted by their frequencies in all references. Scores are not rescaled. An empty text scores 0,
+    as in bert-score.
     """
     from bert_score import BERTScorer
     from bert_score.utils import model2layers
@@ -51,93 +52,100 @@ def _bertscore(predictions: Texts, references: References, options: Options) -> 
     model, layers = options["model"], options["layers"]
     if layers is None and model not in model2layers:
         raise DeltuneError(f"bert-score knows no best layer of {model}: give the option layers, counted from 1.")
-    true = _flat(references)
-    sentences = true if options["idf"] else None
+    flat_references = _flatten(references)
+    sentences = flat_references if options["idf"] else None
     scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], idf_sents=sentences, device=_device())
-    pairs = list(zip(_repeated(predictions, references), true, strict=True))
-    # bert-score 0.3.13 gives an empty text to a method that tokenizers of transformers 5 lack.
-    full = [i for i, (prediction, reference) in enumerate(pairs) if prediction.strip() and reference.strip()]
+    pairs = list(zip(_repeat_predictions(predictions, references), flat_references, strict=True))
+    # bert-score 0.3.13 passes an empty text to a method that tokenizers of transformers 5 lack.
+    not_empty = [i for i, (prediction, reference) in enumerate(pairs) if prediction.strip() and reference.strip()]
     values = [0.0] * len(pairs)
-    if full:
-        _, _, f1 = scorer.score([pairs[i][0] for i in full], [pairs[i][1] for i in full])
-        for i, value in zip(full, f1.tolist(), strict=True):
+    if not_empty:
+        _, _, f1 = scorer.score([pairs[i][0] for i in not_empty], [pairs[i][1] for i in not_empty])
+        for i, value in zip(not_empty, f1.tolist(), strict=True):
             values[i] = value
-    said = {"hash": scorer.hash, "rescaled": False, "references": "max"}
-    return mean_of(reduce_references(values, references, "max"), said)
+    signature = {"hash": scorer.hash, "rescaled": False, "references": "max"}
+    return mean_statistics(reduce_references(values, references, "max"), signature)
 
 
 # MoverScore --------------------------------------------------------------------------------------------------------
 
-BATCH = 64
+BATCH_SIZE = 64
 
 
-def _moverscore(predictions: Texts, references: References, options: Options) -> Measured:
+def _compute_moverscore(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
     """1 / (1 + d) of the earth mover's distance d between the words of both texts, mean over references (Zhao 2019).
 
-    form: "inverse", as above and in the authors' moverscore_v2 of today, or "difference", its earlier 1 - d. Unigrams:
-    embeddings of the last layer, brought to length 1; Euclidean distances; word pieces that continue a word (##) and
-    punctuation left out. idf: "corpus", weights log((N+1)/(n+1)) from all predictions for predictions and all
-    references for references, or "none", all 1. A text in which nothing has weight scores 0 (the script's flow is
-    empty then, and that is 1).
+    Unigrams: embeddings of the last layer, normalized to length 1, at Euclidean distances, without word pieces that
+    continue a word (##) and without punctuation. Options: form, "inverse" as above and in the authors' moverscore_v2 of
+    today, or "difference", its earlier 1 - d; idf, "corpus" for weights log((N+1)/(n+1)) that come from all predictions
+    for predictions and from all references for references, or "none" for equal weights. A text in which nothing has
+    weight scores 0 (in the script the flow is empty then, and the score is 1).
     """
     from transformers import AutoModel, AutoTokenizer
 
-    for name, known in (("idf", ("corpus", "none")), ("form", ("inverse", "difference"))):
-        if options[name] not in known:
-            raise DeltuneError(f"{name} is {' or '.join(known)}, not {options[name]!r}.")
+    for name, values in (("idf", ("corpus", "none")), ("form", ("inverse", "difference"))):
+        if options[name] not in values:
+            raise DeltuneError(f"{name} must be {' or '.join(values)}, not {options[name]!r}.")
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     if not any(token.startswith("##") for token in tokenizer.get_vocab()):
         raise DeltuneError(
-            f"moverscore tells words by ## (WordPiece), which the tokenizer of {options['model']} lacks."
+            f"moverscore recognises words by ## (WordPiece), which the tokenizer of {options['model']} lacks."
         )
     model = AutoModel.from_pretrained(options["model"]).float().to(_device()).eval()
-    true = _flat(references)
-    ours = list(_embedded(list(predictions), model, tokenizer, options["idf"]))
-    theirs = _embedded(true, model, tokenizer, options["idf"])
-    index = (i for i, several in enumerate(references) for _ in several)
-    moved = [_moved(ours[i], reference) for i, reference in zip(index, theirs, strict=True)]
-    values = [0.0 if d is None else 1 / (1 + d) if options["form"] == "inverse" else 1 - d for d in moved]
-    said = {**options, "layer": "last", "ngram": 1, "subwords": "first", "references": "mean"}
-    return mean_of(reduce_references(values, references, "mean"), said)
+    embedded_predictions = list(_embed_words(list(predictions), model, tokenizer, options["idf"]))
+    embedded_references = _embed_words(_flatten(references), model, tokenizer, options["idf"])
+    examples = (i for i, accepted in enumerate(references) for _ in accepted)
+    distances = [
+        _earth_movers_distance(embedded_predictions[i], reference)
+        for i, reference in zip(examples, embedded_references, strict=True)
+    ]
+    scores = [0.0 if d is None else 1 / (1 + d) if options["form"] == "inverse" else 1 - d for d in distances]
+    signature = {**options, "layer": "last", "ngram": 1, "subwords": "first", "references": "mean"}
+    return mean_statistics(reduce_references(scores, references, "mean"), signature)
 
 
-def _embedded(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each text (words, width) embeddings of length 1 and (words) weights of sum 1, or of sum 0 if all are 0."""
+def _embed_words(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield for each text embeddings (words, width) of length 1 and weights (words,) of sum 1, or 0 if all are 0."""
     import torch
 
     limit = min(tokenizer.model_max_length, model.config.max_position_embeddings)
     encoded = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
-    seen = Counter(token for ids in encoded for token in set(ids))
-    for start in range(0, len(texts), BATCH):
-        these = encoded[start : start + BATCH]
-        batch = tokenizer.pad({"input_ids": these}, return_tensors="pt").to(model.device)
+    frequencies = Counter(token for ids in encoded for token in set(ids))
+    for start in range(0, len(texts), BATCH_SIZE):
+        batch_ids = encoded[start : start + BATCH_SIZE]
+        batch = tokenizer.pad({"input_ids": batch_ids}, return_tensors="pt").to(model.device)
         with torch.no_grad():
             hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-        for ids, states in zip(these, hidden.double().cpu().numpy(), strict=True):
+        for ids, states in zip(batch_ids, hidden.double().cpu().numpy(), strict=True):
             tokens = tokenizer.convert_ids_to_tokens(ids)
-            kept = [i for i, token in enumerate(tokens) if "##" not in token and token not in set(string.punctuation)]
-            weights = [math.log((len(texts) + 1) / (seen[ids[i]] + 1)) if idf == "corpus" else 1.0 for i in kept]
-            vectors = states[kept] / np.linalg.norm(states[kept], axis=1, keepdims=True)
+            words = [i for i, token in enumerate(tokens) if "##" not in token and token not in set(string.punctuation)]
+            weights = [
+                math.log((len(texts) + 1) / (frequencies[ids[i]] + 1)) if idf == "corpus" else 1.0 for i in words
+            ]
+            vectors = states[words] / np.linalg.norm(states[words], axis=1, keepdims=True)
             yield vectors, np.array(weights) / (sum(weights) or 1.0)
 
 
-def _moved(ours: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> float | None:
-    """The distance, or None where a side has no weight."""
+def _earth_movers_distance(
+    prediction: tuple[np.ndarray, np.ndarray], reference: tuple[np.ndarray, np.ndarray]
+) -> float | None:
+    """Return the distance of two texts, each given as embeddings and weights; None if a text has no weight."""
     import ot
 
-    if not ours[1].any() or not theirs[1].any():
+    if not prediction[1].any() or not reference[1].any():
         return None
-    return float(ot.emd2(ours[1], theirs[1], ot.dist(ours[0], theirs[0], metric="euclidean")))
+    distances = ot.dist(prediction[0], reference[0], metric="euclidean")
+    return float(ot.emd2(prediction[1], reference[1], distances))
 
 
 # BLEURT ------------------------------------------------------------------------------------------------------------
 
 
-def _bleurt(predictions: Texts, references: References, options: Options) -> Measured:
+def _compute_bleurt(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
     """Mean of the model's rating of (reference, prediction), the largest over the references (Sellam 2020).
 
-    model: a BLEURT checkpoint in transformers' format for sequence classification with one label (Elron/bleurt-base-512
-    and its sisters); BLEURT-20 has an architecture of its own that transformers lacks, and is refused.
+    The option model is a BLEURT checkpoint in transformers' format for sequence classification with one label, such as
+    Elron/bleurt-base-512. BLEURT-20 is refused: transformers does not have its architecture.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -146,39 +154,39 @@ def _bleurt(predictions: Texts, references: References, options: Options) -> Mea
     model = AutoModelForSequenceClassification.from_pretrained(options["model"]).float().to(_device()).eval()
     if model.config.num_labels != 1:
         raise DeltuneError(f"{options['model']} has {model.config.num_labels} labels: a BLEURT checkpoint has one.")
-    ours, true = _repeated(predictions, references), _flat(references)
+    repeated, flat_references = _repeat_predictions(predictions, references), _flatten(references)
     limit = min(tokenizer.model_max_length, model.config.max_position_embeddings)
     values: list[float] = []
-    for start in range(0, len(true), BATCH):
-        pair = (true[start : start + BATCH], ours[start : start + BATCH])
+    for start in range(0, len(flat_references), BATCH_SIZE):
+        pair = (flat_references[start : start + BATCH_SIZE], repeated[start : start + BATCH_SIZE])
         batch = tokenizer(*pair, padding=True, truncation="longest_first", max_length=limit, return_tensors="pt")
         with torch.no_grad():
             values += model(**batch.to(model.device)).logits[:, 0].tolist()
-    return mean_of(reduce_references(values, references, "max"), {**options, "references": "max"})
+    return mean_statistics(reduce_references(values, references, "max"), {**options, "references": "max"})
 
 
-_MODEL: dict[str, Any] = {"kind": "texts", "extra": "metrics", "lacks": _needs_model}
+_MODEL_METRIC: dict[str, Any] = {"input_type": "texts", "extra": "metrics", "unmet_requirement": _missing_model}
 
-MODELS: dict[str, Metric] = {
+MODEL_METRICS: dict[str, Metric] = {
     "bertscore": Metric(
-        measure=_bertscore,
+        compute=_compute_bertscore,
         options={"model": None, "layers": None, "idf": False},
         range=(-1.0, 1.0),
         packages=("bert-score", "transformers"),
-        **_MODEL,
+        **_MODEL_METRIC,
     ),
     "moverscore": Metric(
-        measure=_moverscore,
+        compute=_compute_moverscore,
         options={"model": None, "idf": "corpus", "form": "inverse"},
         range=(-1.0, 1.0),
         packages=("POT", "transformers"),
-        **_MODEL,
+        **_MODEL_METRIC,
     ),
     "bleurt": Metric(
-        measure=_bleurt,
+        compute=_compute_bleurt,
         options={"model": None},
         range=(float("-inf"), float("inf")),
         packages=("transformers",),
-        **_MODEL,
+        **_MODEL_METRIC,
     ),
 }

@@ -1,4 +1,4 @@
-"""Every metric in one table, and `score`: values with their statistics and signatures, and what was left out."""
+"""The table of all metrics, and `compute_scores`, which scores predictions with the metrics named."""
 
 from __future__ import annotations
 
@@ -7,97 +7,109 @@ from numbers import Real
 from typing import Any
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
-from .base import Kind, Metric, Options, Score, Scores
-from .captions import CAPTIONS
-from .labels import LABELS
-from .model_based import MODELS
-from .text import TEXTS
+from .base import InputType, Metric, Options, Score, Scores
+from .captions import CAPTION_METRICS
+from .labels import LABEL_METRICS
+from .model_based import MODEL_METRICS
+from .text import TEXT_METRICS
 
-METRICS: dict[str, Metric] = {**LABELS, **TEXTS, **CAPTIONS, **MODELS}
+METRICS: dict[str, Metric] = {**LABEL_METRICS, **TEXT_METRICS, **CAPTION_METRICS, **MODEL_METRICS}
 
 
-def score(
+def compute_scores(
     names: Sequence[str],
     predictions: Sequence[Any],
     references: Sequence[Any],
     labels: Sequence[Any] | None = None,
     options: Mapping[str, Options] | None = None,
 ) -> Scores:
-    """The named metrics of predictions against references, one for each example; what they are: `Metric.kind`.
+    """Score predictions against references with several metrics.
 
-    No names means accuracy. labels, for classes: every class there is, in order, the positive one second (default:
-    those that occur, sorted); f1_macro averages over all of them. options: values for a metric's options, by its name.
-    A metric whose part is missing here (a package, Java, a model) is left out, and `omitted` of the result says why.
-    Raises DeltuneError for an unknown metric or option, no examples, lists of unequal length, or examples that are not
-    of a metric's kind.
+    Args:
+        names: Metrics of `METRICS`. None means accuracy.
+        predictions: One for each example, of the metrics' `input_type`.
+        references: One for each example, likewise.
+        labels: For classes: all of them, in order, the positive one second; f1_macro averages over all of them.
+            Default: those that occur, sorted.
+        options: Metric -> values for its options. Default: the metric's own.
+
+    Returns:
+        The scores. A metric that is unavailable here (its package, Java or a model is missing) is left out, and
+        `omitted` says why.
+
+    Raises:
+        DeltuneError: A metric or an option is unknown, there are no examples, the lists are of unequal length, or an
+            example is not of a metric's input type.
     """
-    names, given = list(names) or ["accuracy"], options or {}
-    wrong = [unknown_name("metric", name, METRICS) for name in (*names, *given) if name not in METRICS]
-    for name in given.keys() & METRICS.keys():
-        wrong += [
+    names, options = list(names) or ["accuracy"], options or {}
+    problems = [unknown_name("metric", name, METRICS) for name in (*names, *options) if name not in METRICS]
+    for name in options.keys() & METRICS.keys():
+        problems += [
             unknown_name("option", key, METRICS[name].options, name)
-            for key in given[name]
+            for key in options[name]
             if key not in METRICS[name].options
         ]
-    if wrong:
-        raise DeltuneError(" ".join(wrong))
+    if problems:
+        raise DeltuneError(" ".join(problems))
     if len(predictions) != len(references) or len(references) == 0:
         raise DeltuneError(f"cannot score {len(predictions)} predictions against {len(references)} references.")
     scores, omitted = {}, {}
-    ready: dict[Kind, tuple[list[Any], list[Any], Options]] = {}
+    prepared: dict[InputType, tuple[list[Any], list[Any], Options]] = {}
     for name in names:
         metric = METRICS[name]
-        settings = {**metric.options, **given.get(name, {})}
-        reason = metric.missing(settings)
+        settings = {**metric.options, **options.get(name, {})}
+        reason = metric.why_unavailable(settings)
         if reason:
             omitted[name] = reason
             continue
-        if metric.kind not in ready:
-            ready[metric.kind] = _prepared(metric.kind, predictions, references, labels)
-        ours, theirs, facts = ready[metric.kind]
-        measured = metric.measure(ours, theirs, {**settings, **facts})
-        said = {**measured.said, "n": len(references), **metric.versions()}
+        if metric.input_type not in prepared:
+            prepared[metric.input_type] = _prepare(metric.input_type, predictions, references, labels)
+        metric_predictions, metric_references, derived = prepared[metric.input_type]
+        statistics = metric.compute(metric_predictions, metric_references, {**settings, **derived})
+        signature = {**statistics.signature, "n": len(references), **metric.package_versions()}
         scores[name] = Score(
-            value=measured.reduce(measured.rows),
-            per_example=measured.per_example,
-            signature="|".join([name, *(f"{key}:{value}" for key, value in said.items())]),
-            statistics=measured.rows,
-            reduce=measured.reduce,
+            value=statistics.compute_score(statistics.rows),
+            per_example=statistics.per_example,
+            signature="|".join([name, *(f"{key}:{value}" for key, value in signature.items())]),
+            statistics=statistics.rows,
+            compute_score=statistics.compute_score,
         )
     return Scores(scores, omitted)
 
 
-def _prepared(
-    kind: Kind, predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any] | None
+def _prepare(
+    input_type: InputType, predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any] | None
 ) -> tuple[list[Any], list[Any], Options]:
-    """Both sides in the form that metrics of a kind take, and facts for their options. Raises for another form."""
-    if kind == "classes":
-        known = sorted({*predictions, *references}) if labels is None else list(labels)
-        index = {value: i for i, value in enumerate(dict.fromkeys([*known, *predictions, *references]))}
-        return [index[p] for p in predictions], [index[r] for r in references], {"labels": len(known)}
+    """Check both sides and convert them for the metrics of an input type, with options derived from the data."""
+    if input_type == "classes":
+        classes = sorted({*predictions, *references}) if labels is None else list(labels)
+        index = {value: i for i, value in enumerate(dict.fromkeys([*classes, *predictions, *references]))}
+        return [index[p] for p in predictions], [index[r] for r in references], {"labels": len(classes)}
     pairs = list(enumerate(zip(predictions, references, strict=True)))
-    if kind in ("numbers", "log-likelihoods"):
-        wrong = [f"example {i}: {pair!r}" for i, pair in pairs if not all(isinstance(x, Real) for x in pair)]
-        _refuse(f"{kind} are numbers on both sides", wrong)
+    if input_type in ("numbers", "log-likelihoods"):
+        _raise_if_any(
+            f"{input_type} are numbers on both sides",
+            [f"example {i}: {pair!r}" for i, pair in pairs if not all(isinstance(x, Real) for x in pair)],
+        )
         return list(predictions), list(references), {}
-    if kind == "tags":
-        _refuse(
+    if input_type == "tags":
+        _raise_if_any(
             "tags are lists of equal length",
             [f"example {i}: {p!r} against {r!r}" for i, (p, r) in pairs if isinstance(p, str) or len(p) != len(r)],
         )
         return [list(p) for p in predictions], [list(r) for r in references], {}
-    several = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
-    _refuse(
-        f"{kind} are a string against one string or several",
+    accepted = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
+    _raise_if_any(
+        f"{input_type} are a string against one string or several",
         [
             f"example {i}: {predictions[i]!r} against {references[i]!r}"
-            for i, found in enumerate(several)
-            if not found or not all(isinstance(text, str) for text in (predictions[i], *found))
+            for i, texts in enumerate(accepted)
+            if not texts or not all(isinstance(text, str) for text in (predictions[i], *texts))
         ],
     )
-    return list(predictions), several, {}
+    return list(predictions), accepted, {}
 
 
-def _refuse(title: str, wrong: list[str]) -> None:
-    if wrong:
-        raise error_from_problems(title, wrong[:3] + (["…"] if len(wrong) > 3 else []))
+def _raise_if_any(title: str, problems: list[str]) -> None:
+    if problems:
+        raise error_from_problems(title, problems[:3] + (["…"] if len(problems) > 3 else []))

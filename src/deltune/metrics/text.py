@@ -1,4 +1,4 @@
-"""Metrics of generated texts against references: BLEU, TER, chrF, and ROUGE by three packages, each under its name."""
+"""BLEU, TER and chrF by sacreBLEU, and ROUGE by three packages, each under a name of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import Measured, Metric, Options, mean_of
-from .captions import ENDLESS, TOKENIZER, needs_tokenizer, tokenized
+from .base import NON_NEGATIVE, CorpusStatistics, Metric, Options, mean_statistics
+from .captions import TOKENIZER_OPTION, missing_tokenizer, tokenize_pairs
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
@@ -44,110 +44,114 @@ def _chrf(options: Options) -> Any:
     )
 
 
-def _sacrebleu(made: Callable[[Options], Any]) -> Callable[..., Measured]:
-    """sacreBLEU's corpus score, from its own statistics of each example and with its own signature."""
+def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., CorpusStatistics]:
+    """A corpus score of sacreBLEU, from its own statistics of each example and with its own signature."""
 
-    def measure(predictions: Texts, references: References, options: Options) -> Measured:
-        metric = made(options)
+    def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
+        metric = make_metric(options)
         streams = list(zip_longest(*references))  # None where an example has fewer references than another
-        # Two private methods of sacreBLEU: in public it gives sums alone, for chrF not even those.
+        # Two private methods of sacreBLEU: its public ones return only sums, and for chrF not even those.
         rows = np.array(metric._extract_corpus_statistics(list(predictions), streams), dtype=float)
-        said = dict(part.split(":", 1) for part in str(metric.get_signature()).split("|"))
-        return Measured(rows, lambda chosen: float(metric._compute_score_from_stats(chosen.sum(axis=0)).score), said)
+        signature = dict(part.split(":", 1) for part in str(metric.get_signature()).split("|"))
+
+        def compute_score(rows: np.ndarray) -> float:
+            return float(metric._compute_score_from_stats(rows.sum(axis=0)).score)
+
+        return CorpusStatistics(rows, compute_score, signature)
 
     return measure
 
 
-def _rouge(name: str) -> Callable[..., Measured]:
-    """100 · mean over examples of the largest F1 over its references, by rouge-score (a ROUGE-1.5.5 in Python).
+def _rouge_score_metric(name: str) -> Callable[..., CorpusStatistics]:
+    """100 · mean over examples of the largest F1 over the references, by rouge-score (ROUGE-1.5.5 in Python).
 
-    rougeL: the whole text as one sentence. rougeLsum: sentences are the lines of a text.
+    rougeL takes the whole text as one sentence; rougeLsum takes each line as a sentence.
     """
 
-    def measure(predictions: Texts, references: References, options: Options) -> Measured:
+    def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer([name], use_stemmer=options["stemmer"])
         pairs = zip(predictions, references, strict=True)
-        found = [100 * scorer.score_multi(several, prediction)[name].fmeasure for prediction, several in pairs]
-        said = {**options, "references": "max", "aggregate": "mean"}
-        return mean_of(found, said | ({"sentences": "lines"} if name == "rougeLsum" else {}))
+        values = [100 * scorer.score_multi(accepted, prediction)[name].fmeasure for prediction, accepted in pairs]
+        signature = {**options, "references": "max", "aggregate": "mean"}
+        return mean_statistics(values, signature | ({"sentences": "lines"} if name == "rougeLsum" else {}))
 
     return measure
 
 
-def _rouge_pltrdy(name: str) -> Callable[..., Measured]:
-    """100 · mean over examples of the largest F1 over its references, by the package rouge (P. Tardy's).
+def _rouge_package_metric(name: str) -> Callable[..., CorpusStatistics]:
+    """100 · mean over examples of the largest F1 over the references, by P. Tardy's package rouge.
 
-    It counts every n-gram once (exclusive) and cuts sentences at full stops; its ROUGE-L is that of a summary, summed
-    over the reference's sentences. A text with nothing but full stops, which the package refuses, scores 0.
+    It counts every n-gram once (exclusive) and splits sentences at full stops; its ROUGE-L is that of summaries, summed
+    over the reference's sentences. A text of nothing but full stops, which the package refuses, scores 0.
     """
 
-    def measure(predictions: Texts, references: References, options: Options) -> Measured:
+    def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
         from rouge import Rouge
 
         scorer = Rouge([name], exclusive=options["exclusive"])
 
-        def one(prediction: str, reference: str) -> float:
+        def f1(prediction: str, reference: str) -> float:
             if not (prediction.replace(".", "") and reference.replace(".", "")):
                 return 0.0
             return 100 * float(scorer.get_scores(prediction, reference)[0][name]["f"])
 
         pairs = zip(predictions, references, strict=True)
-        found = [max(one(prediction, reference) for reference in several) for prediction, several in pairs]
-        return mean_of(found, {**options, "references": "max", "empty": 0})
+        values = [max(f1(prediction, reference) for reference in accepted) for prediction, accepted in pairs]
+        return mean_statistics(values, {**options, "references": "max", "empty": 0})
 
     return measure
 
 
-def _rouge_coco(predictions: Texts, references: References, options: Options) -> Measured:
+def _compute_rouge_coco(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
     """100 · mean of F (β = 1.2) of the largest precision and recall over the references: ROUGE-L of COCO and E2E."""
     from pycocoevalcap.rouge.rouge import Rouge
 
-    predicted, true = tokenized(predictions, references, options)
+    pairs = zip(*tokenize_pairs(predictions, references, options), strict=True)
     scorer = Rouge()
-    found = [100 * float(scorer.calc_score([p], several)) for p, several in zip(predicted, true, strict=True)]
-    return mean_of(found, {**options, "beta": scorer.beta})
+    values = [100 * float(scorer.calc_score([prediction], accepted)) for prediction, accepted in pairs]
+    return mean_statistics(values, {**options, "beta": scorer.beta})
 
 
 PERCENT = (0.0, 100.0)
-_SACREBLEU: dict[str, Any] = {"kind": "texts", "packages": ("sacrebleu",), "extra": "metrics"}
-_ROUGE: dict[str, Any] = {"kind": "texts", "range": PERCENT, "extra": "metrics"}
-_GOOGLE: dict[str, Any] = {**_ROUGE, "options": {"stemmer": True}, "packages": ("rouge-score",)}
-_PLTRDY: dict[str, Any] = {**_ROUGE, "options": {"exclusive": True}, "packages": ("rouge",)}
+_SACREBLEU_METRIC: dict[str, Any] = {"input_type": "texts", "packages": ("sacrebleu",), "extra": "metrics"}
+_ROUGE_METRIC: dict[str, Any] = {"input_type": "texts", "range": PERCENT, "extra": "metrics"}
+_ROUGE_SCORE_METRIC: dict[str, Any] = {**_ROUGE_METRIC, "options": {"stemmer": True}, "packages": ("rouge-score",)}
+_ROUGE_PACKAGE_METRIC: dict[str, Any] = {**_ROUGE_METRIC, "options": {"exclusive": True}, "packages": ("rouge",)}
 
-TEXTS: dict[str, Metric] = {
+TEXT_METRICS: dict[str, Metric] = {
     "bleu": Metric(
-        measure=_sacrebleu(_bleu),
+        compute=_sacrebleu_metric(_bleu),
         options={"lowercase": False, "tokenize": "13a", "smooth": "exp"},
         range=PERCENT,
-        **_SACREBLEU,
+        **_SACREBLEU_METRIC,
     ),
     "ter": Metric(
-        measure=_sacrebleu(_ter),
+        compute=_sacrebleu_metric(_ter),
         options={"normalized": False, "no_punct": False, "asian_support": False, "case_sensitive": False},
         better="lower",
-        range=ENDLESS,
-        **_SACREBLEU,
+        range=NON_NEGATIVE,
+        **_SACREBLEU_METRIC,
     ),
     "chrf": Metric(
-        measure=_sacrebleu(_chrf),
+        compute=_sacrebleu_metric(_chrf),
         options={"char_order": 6, "word_order": 0, "beta": 2, "lowercase": False, "whitespace": False},
         range=PERCENT,
-        **_SACREBLEU,
+        **_SACREBLEU_METRIC,
     ),
-    "rouge1": Metric(measure=_rouge("rouge1"), **_GOOGLE),
-    "rouge2": Metric(measure=_rouge("rouge2"), **_GOOGLE),
-    "rougeL": Metric(measure=_rouge("rougeL"), **_GOOGLE),
-    "rougeLsum": Metric(measure=_rouge("rougeLsum"), **_GOOGLE),
-    "rouge1_pltrdy": Metric(measure=_rouge_pltrdy("rouge-1"), **_PLTRDY),
-    "rouge2_pltrdy": Metric(measure=_rouge_pltrdy("rouge-2"), **_PLTRDY),
-    "rougeL_pltrdy": Metric(measure=_rouge_pltrdy("rouge-l"), **_PLTRDY),
+    "rouge1": Metric(compute=_rouge_score_metric("rouge1"), **_ROUGE_SCORE_METRIC),
+    "rouge2": Metric(compute=_rouge_score_metric("rouge2"), **_ROUGE_SCORE_METRIC),
+    "rougeL": Metric(compute=_rouge_score_metric("rougeL"), **_ROUGE_SCORE_METRIC),
+    "rougeLsum": Metric(compute=_rouge_score_metric("rougeLsum"), **_ROUGE_SCORE_METRIC),
+    "rouge1_pltrdy": Metric(compute=_rouge_package_metric("rouge-1"), **_ROUGE_PACKAGE_METRIC),
+    "rouge2_pltrdy": Metric(compute=_rouge_package_metric("rouge-2"), **_ROUGE_PACKAGE_METRIC),
+    "rougeL_pltrdy": Metric(compute=_rouge_package_metric("rouge-l"), **_ROUGE_PACKAGE_METRIC),
     "rougeL_coco": Metric(
-        measure=_rouge_coco,
-        options=TOKENIZER,
+        compute=_compute_rouge_coco,
+        options=TOKENIZER_OPTION,
         packages=("pycocoevalcap", "sacrebleu"),
-        lacks=needs_tokenizer,
-        **_ROUGE,
+        unmet_requirement=missing_tokenizer,
+        **_ROUGE_METRIC,
     ),
 }

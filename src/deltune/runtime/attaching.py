@@ -24,7 +24,7 @@ from ..methods.memory import check_memory, resolve_within_memory
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
-from ..tensor_files import TensorFacts, tensor_facts
+from ..tensor_files import TensorInfo, tensor_infos
 from . import serialization
 from .attention import prefix_implementation
 from .conversion import export_delta, read_foreign
@@ -163,7 +163,7 @@ def _check_file(
     handle: Tuned,
     planned: ResolvedMethod,
     head: tuple[str, ...],
-    facts: dict[str, TensorFacts],
+    facts: dict[str, TensorInfo],
     labels: HeadLabels | None,
     where: Path,
 ) -> None:
@@ -186,7 +186,7 @@ def _fill(
     check_positions(needed, numbers, where)
     kept = delta.kept()
     drawn: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in kept.items()}
-    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, tensor_facts(numbers), where)
+    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, tensor_infos(numbers), where)
     filled = dict(kept)
     with torch.no_grad():
         for name, tensor in kept.items():
@@ -218,8 +218,8 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
         named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
         labels = HeadLabels(tuple(enumerate(named)), labels.problem_type)
     numbers = found.tensors | {f"base.{n}": t for n, t in own.items()}
-    untouched = {f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
-    _check_file(handle, planned, head, tensor_facts(numbers) | untouched, labels, where)
+    untouched = {f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
+    _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
     check_memory(model, handle.anatomy, planned, found.method)
     delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
     _fill(handle, delta, numbers, where, allow_nonfinite)

@@ -14,14 +14,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..anatomy.types import Anatomy
-from ..errors import LONGEST, DeltuneError, error_from_problems, excerpt, validation_problems
+from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
 from ..filesystem import read_json
 from ..methods.counting import kept_shapes
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method
 from ..methods.spec import explicit_expression as complete
-from ..tensor_files import NUMBERS, POSITIONS, TensorFacts
+from ..tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
 
 FORMAT = 1
 
@@ -185,7 +185,7 @@ def expected_tensors(
     return needed
 
 
-def check_tensors(needed: Expected, facts: Mapping[str, TensorFacts], where: Path) -> None:
+def check_tensors(needed: Expected, facts: Mapping[str, TensorInfo], where: Path) -> None:
     """Compare the tensors of a file with those that are expected.
 
     Raises:
@@ -211,14 +211,16 @@ def check_tensors(needed: Expected, facts: Mapping[str, TensorFacts], where: Pat
     problems += [f"extra tensor {name[:200]}" for name in facts if name not in known]
     for name, tensor in facts.items():
         positions = name.endswith(".index") and name.partition(".")[0] != "base"
-        allowed = [POSITIONS] if positions else [*NUMBERS, *SMALL] if name.startswith("base.") else [*NUMBERS]
+        allowed = (
+            [INDEX_DTYPE] if positions else [*FLOAT_DTYPES, *SMALL] if name.startswith("base.") else [*FLOAT_DTYPES]
+        )
         if name in known and tensor.dtype not in allowed:
-            problems.append(f"tensor {name} is of type {tensor.dtype}, not {POSITIONS if positions else 'a float'}")
+            problems.append(f"tensor {name} is of type {tensor.dtype}, not {INDEX_DTYPE if positions else 'a float'}")
     if problems:
         raise misfit(where, problems)
 
 
-def _misfits(shapes: Shapes, facts: Mapping[str, TensorFacts], source: str = "this model needs") -> Iterator[str]:
+def _misfits(shapes: Shapes, facts: Mapping[str, TensorInfo], source: str = "this model needs") -> Iterator[str]:
     for name, shape in shapes.items():
         if name not in facts:
             yield f"missing tensor {name[:200]}"
@@ -226,14 +228,14 @@ def _misfits(shapes: Shapes, facts: Mapping[str, TensorFacts], source: str = "th
             yield f"tensor {name} has shape {facts[name].shape}, {source} {shape}"
 
 
-def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorFacts], where: Path) -> None:
+def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorInfo], where: Path) -> None:
     """Compare the tensors of a file with those that delta.json describes. Raises DeltuneError where they differ."""
     shapes: Shapes = {name: tuple(shape) for name, shape in described.tensors.items()}
     check_shapes(shapes, facts, where, "is not the file that delta.json describes", "delta.json says")
 
 
 def check_shapes(
-    shapes: Shapes, facts: Mapping[str, TensorFacts], where: Path, title: str = "", source: str = "this model needs"
+    shapes: Shapes, facts: Mapping[str, TensorInfo], where: Path, title: str = "", source: str = "this model needs"
 ) -> None:
     """Compare names and shapes alone. Raises DeltuneError where they differ."""
     problems = [*_misfits(shapes, facts, source)]
@@ -312,7 +314,7 @@ def _difference(short: Method, full: Method) -> str:
     """The first term in which two methods differ, with every argument."""
     pairs = list(zip_longest(*([complete(term) for term in method.terms] for method in (short, full)), fillvalue=""))
     one, two = next((pair for pair in pairs if pair[0] != pair[1]), (complete(short), complete(full)))
-    shown = [excerpt(term, LONGEST) if term else "nothing more" for term in (one, two)]
+    shown = [excerpt(term, MAX_NAME_LENGTH) if term else "nothing more" for term in (one, two)]
     return f"the first says {shown[0]} where the second says {shown[1]}"
 
 

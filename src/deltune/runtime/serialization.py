@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from .. import tensor_files
 from .._version import __version__
 from ..anatomy.types import Anatomy
-from ..errors import LONGEST, DeltuneError, excerpt
-from ..filesystem import MOST_JSON, atomic_folder, find_file, user_path, write_error
+from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt
+from ..filesystem import MAX_JSON_BYTES, atomic_folder, find_file, user_path, write_error
 from ..methods.spec import explicit_expression
-from ..tensor_files import TensorFacts
+from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, DeltaMetadata, check_against_metadata, read_metadata_file
 from .modules import Delta
 
@@ -60,8 +60,10 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
             facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
             with open(fresh / FACTS, "w", encoding="utf-8") as file:
                 json.dump(facts, file, indent=1, ensure_ascii=False)
-            if (fresh / FACTS).stat().st_size > MOST_JSON:  # what is saved can be loaded
-                raise DeltuneError(f"{target / FACTS} would be longer than the {MOST_JSON >> 20} MiB that are read")
+            if (fresh / FACTS).stat().st_size > MAX_JSON_BYTES:  # what is saved can be loaded
+                raise DeltuneError(
+                    f"{target / FACTS} would be longer than the {MAX_JSON_BYTES >> 20} MiB that are read"
+                )
     except (OSError, safetensors.SafetensorError) as error:
         raise write_error(target, error, "nothing was changed there") from error
     return target
@@ -137,7 +139,7 @@ def delta_folder(folder: str | Path) -> Path:
 
 def _no_folder(path: Path) -> str:
     """What is wrong with a path that is no folder, and where a delta can come from."""
-    shown = excerpt(str(path), LONGEST)
+    shown = excerpt(str(path), MAX_NAME_LENGTH)
     if path.exists():
         return f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}"
     message = f"there is no folder {shown} here; a delta is loaded from a folder on this machine"
@@ -165,7 +167,7 @@ class SavedDelta:
 
     where: Path
     facts: DeltaMetadata
-    tensors: dict[str, TensorFacts]
+    tensors: dict[str, TensorInfo]
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """Read the tensors. Raises DeltuneError where the file was altered."""

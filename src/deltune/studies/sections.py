@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import error_summary
-from ..filesystem import clear_write_errors, write_text
+from ..filesystem import explain_write_errors, write_text
 from .claims.claims import Claim
 from .claims.verdicts import Finding, findings
 from .engine.outcomes import Outcome
@@ -111,7 +111,7 @@ def _line(finding: object) -> str:
 def files(part: Section, folder: Path) -> list[Path]:
     """Write a section's tables (Markdown, LaTeX, CSV) and figures (PNG, SVG, PDF) into a folder."""
     stem = part.title.replace("/", "-")
-    with clear_write_errors(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         found = [folder / f"{stem}.md"]
         write_text(found[0], as_markdown(part))

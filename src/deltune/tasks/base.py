@@ -1,4 +1,4 @@
-"""What each kind of task does with a model: rows to batches, a model's outputs to predictions."""
+"""What a task kind is: how rows become batches and how a model's outputs become predictions."""
 
 from __future__ import annotations
 
@@ -16,73 +16,98 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Columns = Mapping[str, Sequence[Any]]
+"""Role -> the values of all rows."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long inputs and outputs may be, in tokens, and how outputs are searched for.
+class TaskOptions:
+    """How rows are encoded and answers are generated.
 
-    template: what a model that answers in words is given, with the roles in braces. words: the word of each label, in
-    the order of their ids. generate: options of `generate`.
+    Attributes:
+        max_length: Longest input, in tokens.
+        max_target_length: Longest answer, in tokens.
+        template: The prompt of a language model, with roles in braces. Default: a row's texts, with blanks between.
+        label_words: Label -> the word that stands for it in the answer of a language model, in the order of their ids.
+        generate_kwargs: Options of transformers' `generate`.
     """
 
     max_length: int = 128
-    target_length: int = 64
+    max_target_length: int = 64
     template: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
-    generate: Mapping[str, Any] = field(default_factory=dict)
+    label_words: Mapping[str, str] = field(default_factory=dict)
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def autocast_to(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """The context of a pass in a precision."""
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a forward pass runs in a precision: torch.autocast for "bf16", none for "fp32"."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class InferenceContext:
-    """A model in use on a split: how many rows at once, in which precision, and who is told of progress.
+    """What is needed to run a model over a split.
 
-    deltas: the delta that each row uses, where they differ. loss_only: nothing is generated, only the loss is wanted.
+    Attributes:
+        model: The model, on its device.
+        tokenizer: Its tokenizer.
+        labels: The names of the labels, in the order of their ids.
+        options: How answers are generated.
+        batch_size: Rows in a batch.
+        precision: "fp32" or "bf16".
+        on_progress: Called after each batch with its number of rows.
+        deltas: The name of the delta that each row uses. Default: the delta in use.
+        loss_only: Whether only the loss is needed, so that nothing is generated.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     labels: Sequence[str] = ()
-    limits: Limits = Limits()
+    options: TaskOptions = TaskOptions()
     batch_size: int = 32
     precision: str = "fp32"
-    advance: Callable[[int], None] | None = None
+    on_progress: Callable[[int], None] | None = None
     deltas: Sequence[str | None] | None = None
     loss_only: bool = False
 
     @torch.no_grad()
-    def over(self, encoded: EncodedRows, take: Callable[[list[int], dict[str, torch.Tensor]], None]) -> None:
-        """Every batch of a split in eval mode, the longest rows first: take(indices, batch)."""
+    def for_each_batch(
+        self, encoded: EncodedRows, process: Callable[[list[int], dict[str, torch.Tensor]], None]
+    ) -> None:
+        """Call `process(indices, batch)` for every batch of a split, with the model in eval mode.
+
+        Args:
+            encoded: The rows. Batches have rows of similar length, the longest rows first.
+            process: Called with the indices of a batch's rows and with its tensors on the model's device.
+        """
         model = self.model
         device = next(model.parameters()).device
-        order = sorted(range(len(encoded)), key=lambda i: -encoded.lengths[i])
-        cast = autocast_to(device, self.precision)
-        training = model.training
+        longest_first = sorted(range(len(encoded)), key=lambda i: -encoded.lengths[i])
+        cast = autocast(device, self.precision)
+        was_training = model.training
         model.eval()
         try:
-            for start in range(0, len(order), self.batch_size):
-                these = order[start : start + self.batch_size]
-                batch = {n: t.to(device) for n, t in collate(self.tokenizer, encoded.__getitems__(these)).items()}
-                rows = [self.deltas[i] for i in these] if self.deltas else None
-                with cast, tuned(model).rows(rows) if rows else contextlib.nullcontext():
-                    take(these, batch)
-                if self.advance is not None:
-                    self.advance(len(these))
+            for start in range(0, len(longest_first), self.batch_size):
+                indices = longest_first[start : start + self.batch_size]
+                batch = collate(self.tokenizer, encoded.__getitems__(indices))
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                deltas = [self.deltas[i] for i in indices] if self.deltas else None
+                with cast, tuned(model).rows(deltas) if deltas else contextlib.nullcontext():
+                    process(indices, batch)
+                if self.on_progress is not None:
+                    self.on_progress(len(indices))
         finally:
-            model.train(training)
+            model.train(was_training)
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model answered, row by row: predictions as metrics compare them, and what is written of their scores.
+    """What a model answered to the rows of a split.
 
-    loss: the mean loss of what has one (a row, a token), None where there are no references. references: where the
-    columns do not tell them.
+    Attributes:
+        predictions: The answer to each row, as metrics compare it.
+        scores: For each row what the predictions file records of the answer's scores.
+        loss: The mean loss over rows, or over tokens for token sequences; None without references.
+        references: What predictions are compared with, where the columns do not hold it.
     """
 
     predictions: list[Any]
@@ -93,28 +118,37 @@ class Predictions:
 
 @dataclass(frozen=True)
 class TaskKind:
-    """One kind of task on one kind of model.
+    """A kind of task as done by a model with a particular head.
 
-    loads: what the model is loaded as (models.KINDS). metrics: measured where none are named, the first chooses.
-    compares: the kinds of metrics (measures.Kind) that fit.
-    encode(tokenizer, model, columns, limits, training): rows with `labels` where the columns have them.
-    references(columns, labels): what predictions are compared with. shown(columns, i): the input of row i for a file.
-    labelled: predictions and references are ids of labels. continues: the answer follows in the input's own sequence.
-    spoken: what of a label is put in words, "" for nothing; None: the answer is by a head, or has no labels.
+    Attributes:
+        name: The kind, a key of `data.columns.TASK_COLUMNS`.
+        head: The head with which the model is loaded, a key of `models.AUTO_CLASSES`.
+        default_metrics: The metrics where none are named; the first one chooses the best epoch.
+        metric_inputs: The input types of the metrics that fit (`metrics.base.InputType`).
+        encode: encode(tokenizer, model, columns, options, training) returns the encoded rows, with `labels` where the
+            columns have references. The model's `forward` tells which inputs it takes; `options` holds the lengths and
+            the prompt; with `training` every reference becomes a row, else the rows are those to predict.
+        predict: predict(context, encoded) returns the model's answers.
+        references: references(columns, labels) returns what predictions are compared with.
+        row_input: row_input(columns, i) returns the input of row i for the predictions file.
+        predicts_label_ids: Whether predictions and references are ids of labels.
+        target_follows_input: Whether the answer stands in the same sequence as the input, as with decoders.
+        word_key: word_key(label) returns the name under which the user gives a label's word, "" for a label without
+            one. None if no label words are used: a head answers, or there are no labels.
     """
 
     name: str
-    loads: str
-    metrics: tuple[str, ...]
-    compares: tuple[str, ...]
+    head: str
+    default_metrics: tuple[str, ...]
+    metric_inputs: tuple[str, ...]
     encode: Callable[..., EncodedRows]
-    answers: Callable[[InferenceContext, EncodedRows], Predictions]
+    predict: Callable[[InferenceContext, EncodedRows], Predictions]
     references: Callable[[Columns, Sequence[str]], list[Any]]
-    shown: Callable[[Columns, int], Any]
-    labelled: bool = False
-    continues: bool = False
-    spoken: Callable[[str], str] | None = None
+    row_input: Callable[[Columns, int], Any]
+    predicts_label_ids: bool = False
+    target_follows_input: bool = False
+    word_key: Callable[[str], str] | None = None
 
-    def positions(self, limits: Limits) -> int:
-        """How many positions of the input's sequence a row may take."""
-        return limits.max_length + (limits.target_length if self.continues else 0)
+    def max_positions(self, options: TaskOptions) -> int:
+        """Return the most positions that a row may take in the sequence of its input."""
+        return options.max_length + (options.max_target_length if self.target_follows_input else 0)

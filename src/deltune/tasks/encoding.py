@@ -1,4 +1,4 @@
-"""Texts as token ids: cut to a length that the model holds, in padded batches of similar length and random order."""
+"""Tokenized rows and their batches: truncation, padding, batches of rows of similar length, checks of the length."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from ..runtime.attaching import find_tuned
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CHUNK = 1000  # texts a call of the tokenizer
-POOL = 150  # steps' worth of rows that are sorted by length together
+TOKENIZER_BATCH = 1000
+"""Rows in one call of the tokenizer."""
+POOL_STEPS = 150
+"""Steps whose rows are sorted by length together."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EncodedRows(Dataset[Row]):
-    """Rows of input ids (and masks, token types, labels); `truncated`: how many inputs were cut.
+    """Tokenized rows: input ids, and masks, token types and labels where the model takes them.
 
-    texts: what the rows are of, where that is not one each (`text` of a row: which). truncated_targets: how many
-    answers were cut, of those that are token sequences; in training every reference counts.
+    Attributes:
+        rows: The rows, as the model's arguments by name and the keys of `NOT_MODEL_INPUTS`.
+        truncated: How many inputs were cut.
+        num_texts: How many texts the rows belong to, where a text has several rows; a row's `text_index` says to which.
+        truncated_targets: How many answers that are token sequences were cut. In training every reference counts.
     """
 
     rows: Sequence[Row]
     truncated: int
-    texts: int = 0
+    num_texts: int = 0
     truncated_targets: int = 0
 
     def __len__(self) -> int:
@@ -46,59 +51,81 @@ class EncodedRows(Dataset[Row]):
         return row
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        """Several rows at once, as torch's loader asks for them."""
-        taken = getattr(self.rows, "take", None)
-        return [self.rows[i] for i in indices] if taken is None else taken(indices)
+        """Return several rows at once, as torch's DataLoader asks for them."""
+        take = getattr(self.rows, "take", None)
+        return [self.rows[i] for i in indices] if take is None else take(indices)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of every row; of its longest choice, where it has choices."""
+        """The number of tokens of every row, or of its longest choice."""
         return [len(i) if isinstance(i[0], int) else max(map(len, i)) for i in (row["input_ids"] for row in self.rows)]
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Tokens that every row takes in a batch: of its input or its answer, the longer; of all its choices."""
-        found = []
+        """The number of tokens that every row takes in a batch: its input's or answer's, whichever is longer."""
+        sizes = []
         for row, length in zip(self.rows, self.lengths, strict=True):
             labels, ids = row.get("labels"), row["input_ids"]
             choices = 1 if isinstance(ids[0], int) else len(ids)
-            found.append(choices * max(length, 0 if labels is None or isinstance(labels, int) else len(labels)))
-        return found
+            sizes.append(choices * max(length, 0 if labels is None or isinstance(labels, int) else len(labels)))
+        return sizes
 
 
-def encode(
+def encode_texts(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     columns: Mapping[str, Sequence[Any]],
     max_length: int,
 ) -> EncodedRows:
-    """The columns text, (pair) and (label) as rows that the model takes, each cut to `max_length` tokens."""
-    taken = signature(model.forward).parameters
+    """Tokenize texts, or pairs of texts.
+
+    Args:
+        tokenizer: The tokenizer.
+        model: The model, whose `forward` tells which of the tokenizer's outputs it takes.
+        columns: The columns "text", "pair" (optional) and "label" (optional).
+        max_length: Longest row, in tokens; longer ones are cut.
+    """
+    model_inputs = signature(model.forward).parameters
     rows: list[Row] = []
     truncated = 0
-    for start in range(0, len(columns["text"]), CHUNK):
-        texts = [list(columns[c][start : start + CHUNK]) for c in ("text", "pair") if c in columns]
-        found = tokenizer(*texts, truncation=True, max_length=max_length)
-        fields = {name: values for name, values in found.items() if name in taken}
+    for start in range(0, len(columns["text"]), TOKENIZER_BATCH):
+        texts = [list(columns[c][start : start + TOKENIZER_BATCH]) for c in ("text", "pair") if c in columns]
+        tokenized = tokenizer(*texts, truncation=True, max_length=max_length)
+        fields = {name: values for name, values in tokenized.items() if name in model_inputs}
         if "label" in columns:
-            fields["labels"] = columns["label"][start : start + CHUNK]
+            fields["labels"] = columns["label"][start : start + TOKENIZER_BATCH]
         rows += [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
-        full = [i for i, ids in enumerate(found["input_ids"]) if len(ids) >= max_length]
-        if full:  # only these may have been longer
+        full = [i for i, ids in enumerate(tokenized["input_ids"]) if len(ids) >= max_length]
+        if full:  # only these can have been longer
             whole = tokenizer(*[[text[i] for i in full] for text in texts], truncation=False, verbose=False)
             truncated += sum(len(ids) > max_length for ids in whole["input_ids"])
     return EncodedRows(rows, truncated)
 
 
-FACTS = ("prompt", "text", "tokens", "candidates", "numbers", "right", "states")
-"""What rows know besides and no model reads, or not as a row's token ids."""
-IGNORED = -100
-"""A label that the loss passes over."""
+NOT_MODEL_INPUTS = (
+    "prompt_length", "text_index", "tokens", "num_tokens", "candidates", "candidate_indices", "correct", "states",
+)  # fmt: skip
+"""Keys of rows that are not padded and given to the model like token ids.
+
+prompt_length: tokens before the target. text_index: the text that the row belongs to. tokens, num_tokens: the tokens of
+a text to be tagged, and how many. candidates, candidate_indices: the tokens and the indices of the answers that the row
+scores. correct: the index of the correct answer. states: argument -> cached activations.
+"""
+IGNORE_INDEX = -100
+"""The label of tokens that the loss ignores."""
 
 
 def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """One batch, padded to its longest row; (B, choices, n) where rows have choices."""
-    inputs = [{name: value for name, value in row.items() if name not in ("labels", *FACTS)} for row in rows]
+    """Make a batch of rows, padded to the longest.
+
+    Args:
+        tokenizer: The tokenizer, which pads.
+        rows: Encoded rows.
+
+    Returns:
+        Tensors of shape (rows, tokens), or (rows, choices, tokens) where rows have choices, and `labels`.
+    """
+    inputs = [{name: value for name, value in row.items() if name not in ("labels", *NOT_MODEL_INPUTS)} for row in rows]
     choices = 0 if isinstance(inputs[0]["input_ids"][0], int) else len(inputs[0]["input_ids"])
     if choices:
         inputs = [{name: values[i] for name, values in row.items()} for row in inputs for i in range(choices)]
@@ -114,99 +141,122 @@ def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str
 
 
 def count_tokens(ids: Sequence[Any]) -> int:
-    """Tokens of a row: of all its choices, where it has choices."""
+    """Return the number of tokens of a row's input ids, or of all its choices."""
     return len(ids) if isinstance(ids[0], int) else sum(map(len, ids))
 
 
 def non_padding_mask(batch: Mapping[str, torch.Tensor], labels: bool) -> torch.Tensor:
-    """(B, n): which tokens of a batch's inputs (of its labels) are no padding; with choices, (B choices, n)."""
-    return batch["labels"] != IGNORED if labels else batch["attention_mask"].bool().flatten(0, -2)
+    """Return which tokens of a batch are not padding.
+
+    Args:
+        batch: The batch.
+        labels: Whether to look at the labels rather than at the inputs.
+
+    Returns:
+        A mask of shape (B, n), or (B * choices, n) where rows have choices.
+    """
+    return batch["labels"] != IGNORE_INDEX if labels else batch["attention_mask"].bool().flatten(0, -2)
 
 
 def _states(rows: Sequence[Row], batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """(B, n, …): what is known of each token, of the inputs or else of the labels; 0 at padding."""
+    """Return cached activations as (B, n, …), with 0 at padding, for the tokens of the inputs or else of the labels."""
     parts = [row["states"][name] for row in rows]
     labels = any(len(part) != count_tokens(row["input_ids"]) for part, row in zip(parts, rows, strict=True))
     mask = non_padding_mask(batch, labels)
-    whole = parts[0].new_zeros(*mask.shape, *parts[0].shape[1:])
-    whole[mask] = torch.cat(parts)
-    return whole
+    states = parts[0].new_zeros(*mask.shape, *parts[0].shape[1:])
+    states[mask] = torch.cat(parts)
+    return states
 
 
 def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
-    """(B,), or (B, n) padded with IGNORED: as wide as the tokens where they are labels of these, else by themselves."""
+    """Return labels as (B,), or as (B, n) padded with IGNORE_INDEX: like the input ids if they label these tokens."""
     labels = [row["labels"] for row in rows]
     if isinstance(labels[0], int):
         return torch.tensor(labels)
     if any(len(row["labels"]) != len(row["input_ids"]) for row in rows):
         width, side = max(map(len, labels)), "right"
-    rest = [[IGNORED] * (width - len(own)) for own in labels]
-    return torch.tensor([[*r, *own] if side == "left" else [*own, *r] for own, r in zip(labels, rest, strict=True)])
+    padding = [[IGNORE_INDEX] * (width - len(row)) for row in labels]
+    pairs = zip(labels, padding, strict=True)
+    return torch.tensor([[*pad, *row] if side == "left" else [*row, *pad] for row, pad in pairs])
 
 
 class LengthGroupedBatches(Sampler[list[int]]):
-    """The rows of every step, of similar length and in random order; each step cut into `chunks` batches.
+    """Groups rows of similar length into steps, in random order, and splits each step into `num_chunks` batches.
 
-    By rows: rows are shuffled, sorted within pools of 150 steps, cut into steps of `size`, and the steps shuffled; the
-    rows that fill no step come last. By `tokens`: all rows are sorted, those of one length in random order, and cut
-    into the most rows whose number times the largest fits, a larger row by itself; the steps are shuffled. Lengths
-    alone decide the cuts then, so that every epoch has as many steps.
+    By number of rows: rows are shuffled, sorted by length within pools of `POOL_STEPS` steps, and cut into steps of
+    `rows_per_step` rows; the steps are shuffled, and the rows that do not fill a step come last.
 
-    Seed and epoch decide the rows of a step, never `chunks`: process p of N takes the batches p, p + N, … A step with
-    fewer rows than chunks has empty batches.
+    By number of tokens: all rows are sorted by length, those of one length in random order, and cut into steps of as
+    many rows as fit, padding included, or of one row that is larger; the steps are shuffled. Since only lengths decide
+    the cuts, every epoch has the same number of steps.
+
+    Seed and epoch decide the rows of a step, and `num_chunks` does not: process p of N takes the batches p, p + N, … A
+    step with fewer rows than chunks has empty batches.
+
+    Args:
+        lengths: The number of tokens of every row.
+        rows_per_step: Rows in a step; not used if there is `max_tokens`. (It is not called batch_size, which accelerate
+            would take for the size of every batch.)
+        seed: Seed of the order.
+        num_chunks: Batches in a step.
+        max_tokens: The most tokens in a step, padding included. Default: no such limit.
     """
 
     def __init__(
-        self, lengths: Sequence[int], size: int, seed: int, chunks: int = 1, tokens: int | None = None
+        self, lengths: Sequence[int], rows_per_step: int, seed: int, num_chunks: int = 1, max_tokens: int | None = None
     ) -> None:
-        self.lengths, self.size, self.seed, self.chunks, self.tokens = lengths, size, seed, chunks, tokens
+        self.lengths, self.rows_per_step, self.seed = lengths, rows_per_step, seed
+        self.num_chunks, self.max_tokens = num_chunks, max_tokens
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of the next pass."""
+        """Set the epoch whose order the next iteration has."""
         self.epoch = epoch
 
     @property
-    def per_epoch(self) -> int:
-        """Steps an epoch."""
-        if self.tokens is None:
-            return -(-len(self.lengths) // self.size)
-        return len(self._packed(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), self.tokens))
+    def steps_per_epoch(self) -> int:
+        """The number of steps in an epoch."""
+        if self.max_tokens is None:
+            return -(-len(self.lengths) // self.rows_per_step)
+        return len(self._pack(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), self.max_tokens))
 
     def __len__(self) -> int:
-        return self.per_epoch * self.chunks
+        return self.steps_per_epoch * self.num_chunks
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
-            small, larger = divmod(len(step), self.chunks)
+            small, larger = divmod(len(step), self.num_chunks)
             start = 0
-            for i in range(self.chunks):
+            for i in range(self.num_chunks):
                 stop = start + small + (i < larger)
                 yield step[start:stop]
                 start = stop
 
     def steps(self) -> list[list[int]]:
-        """The rows of every step of this epoch."""
-        chance = random.Random(f"{self.seed} {self.epoch}")
+        """Return the indices of the rows of every step of this epoch."""
+        rng = random.Random(f"{self.seed} {self.epoch}")
         order = list(range(len(self.lengths)))
-        chance.shuffle(order)
-        if self.tokens is not None:
-            steps = self._packed(sorted(order, key=self.lengths.__getitem__), self.tokens)
-            chance.shuffle(steps)
+        rng.shuffle(order)
+        if self.max_tokens is not None:
+            steps = self._pack(sorted(order, key=self.lengths.__getitem__), self.max_tokens)
+            rng.shuffle(steps)
             return steps
-        whole = len(order) - len(order) % self.size
+        in_full_steps = len(order) - len(order) % self.rows_per_step
         steps = []
-        for start in range(0, whole, POOL * self.size):
-            pool = sorted(order[start : min(start + POOL * self.size, whole)], key=self.lengths.__getitem__)
-            steps += [pool[i : i + self.size] for i in range(0, len(pool), self.size)]
-        chance.shuffle(steps)
-        return [*steps, order[whole:]] if order[whole:] else steps
+        for start in range(0, in_full_steps, POOL_STEPS * self.rows_per_step):
+            pool = sorted(
+                order[start : min(start + POOL_STEPS * self.rows_per_step, in_full_steps)], key=self.lengths.__getitem__
+            )
+            steps += [pool[i : i + self.rows_per_step] for i in range(0, len(pool), self.rows_per_step)]
+        rng.shuffle(steps)
+        remaining = order[in_full_steps:]
+        return [*steps, remaining] if remaining else steps
 
-    def _packed(self, order: Sequence[int], tokens: int) -> list[list[int]]:
-        """Rows, the shortest first, in as large groups as fit."""
+    def _pack(self, order: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Cut rows, given with the shortest first, into groups as large as fit."""
         steps: list[list[int]] = []
         for row in order:
-            if not steps or (len(steps[-1]) + 1) * self.lengths[row] > tokens:
+            if not steps or (len(steps[-1]) + 1) * self.lengths[row] > max_tokens:
                 steps.append([])
             steps[-1].append(row)
         return steps
@@ -214,7 +264,11 @@ class LengthGroupedBatches(Sampler[list[int]]):
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Error if a token sees those after it: what such a model predicts, it has seen. Found out by trying."""
+    """Check by a forward pass that a token does not attend to later ones, so that the model can predict the next token.
+
+    Raises:
+        DeltuneError: It does: the model is an encoder.
+    """
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.tensor([[last, last], [last, last - 1]], device=next(model.parameters()).device)
     training = model.training
@@ -222,20 +276,27 @@ def check_causal(model: PreTrainedModel) -> None:
     model.train(training)
     if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4):
         raise DeltuneError(
-            f"{type(model).__name__} is an encoder: its tokens see those after them, so it cannot answer in words. "
+            f"{type(model).__name__} is an encoder: its tokens attend to those after them, so it cannot generate text. "
             "Give a decoder or an encoder-decoder, or leave the answer to a head"
         )
 
 
-class _EnoughError(Exception):
-    """The first layer was reached."""
+class _FirstLayerReached(Exception):
+    """Stops a forward pass at the first layer."""
 
 
 def check_length(model: PreTrainedModel, max_length: int) -> None:
-    """Error if rows of `max_length` tokens, together with what is attached, take more positions than the model holds.
+    """Check that a model has enough positions for rows of `max_length` tokens and what is attached to it.
 
-    Found out by trying: embeddings alone are run, up to the first layer. A model without a table of positions holds
-    what its configuration says, if anything.
+    The embeddings alone are run, up to the first layer. A model without a table of positions has as many as its
+    configuration says, if it says so.
+
+    Args:
+        model: The model, tuned or not.
+        max_length: Longest row, in tokens.
+
+    Raises:
+        DeltuneError: It has fewer positions; the message gives the largest length that fits.
     """
     if _fits(model, max_length):
         return
@@ -243,8 +304,8 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(model, middle) else (low, middle)
-    bare = find_tuned(model)
-    method = "" if bare is None else f" with {bare.method!r}"
+    handle = find_tuned(model)
+    method = "" if handle is None else f" with {handle.method!r}"
     raise DeltuneError(
         f"max_length={max_length} is more than {type(model).__name__} holds{method}: {low} tokens. "
         f"Give max_length={low} or less; longer texts are cut to it"
@@ -252,23 +313,23 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
 
 
 def _fits(model: PreTrainedModel, length: int) -> bool:
-    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(stated, int) and length > stated > 0:
+    configured = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(configured, int) and length > configured > 0:
         return False
     handle = find_tuned(model)
     anatomy = handle.anatomy if handle else inspect(model)
     first = model.get_submodule(anatomy.layers[0].path)
-    last = model.config.get_text_config().vocab_size - 1  # a token that is no padding
+    last = model.config.get_text_config().vocab_size - 1  # a token that is not padding
     ids = torch.full((1, length), last, device=next(model.parameters()).device)
 
     def stop(*_: Any) -> None:
-        raise _EnoughError
+        raise _FirstLayerReached
 
     hook = first.register_forward_pre_hook(stop)
     try:
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except _EnoughError:
+    except _FirstLayerReached:
         return True
     except (DeltuneError, IndexError, RuntimeError):
         return False

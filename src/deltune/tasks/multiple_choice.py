@@ -1,4 +1,4 @@
-"""Multiple choice: which of several answers a question has."""
+"""Multiple choice by a head: which of several answers a question has."""
 
 from __future__ import annotations
 
@@ -10,60 +10,78 @@ import torch
 from torch.nn import functional
 
 from ..errors import DeltuneError
-from .base import Columns, InferenceContext, Limits, Predictions, TaskKind
-from .encoding import CHUNK, EncodedRows
+from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
+from .encoding import TOKENIZER_BATCH, EncodedRows
 
 
-def encode(tokenizer: Any, model: Any, columns: Columns, limits: Limits, training: bool) -> EncodedRows:
-    """Rows of (choices, tokens): each choice after the question (and its context). Error: rows of unequal numbers."""
+def encode(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+    """Encode each row as (choices, tokens): every choice after the question and its context.
+
+    Raises:
+        DeltuneError: Rows have different numbers of choices.
+    """
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
-    taken = signature(model.forward).parameters
+    model_inputs = signature(model.forward).parameters
     rows, truncated = [], 0
-    for start in range(0, len(columns["question"]), CHUNK):
-        stop = min(start + CHUNK, len(columns["question"]))
-        firsts = [asked(columns, i) for i in range(start, stop) for _ in range(counts[0])]
-        seconds = [choice for i in range(start, stop) for choice in columns["choices"][i]]
-        found = tokenizer(firsts, seconds, truncation=True, max_length=limits.max_length)
-        whole = [len(ids) >= limits.max_length for ids in found["input_ids"]]
+    for start in range(0, len(columns["question"]), TOKENIZER_BATCH):
+        stop = min(start + TOKENIZER_BATCH, len(columns["question"]))
+        questions = [question_text(columns, i) for i in range(start, stop) for _ in range(counts[0])]
+        choices = [choice for i in range(start, stop) for choice in columns["choices"][i]]
+        tokenized = tokenizer(questions, choices, truncation=True, max_length=options.max_length)
+        is_full = [len(ids) >= options.max_length for ids in tokenized["input_ids"]]
         for i in range(stop - start):
-            part = slice(i * counts[0], (i + 1) * counts[0])
-            row = {name: values[part] for name, values in found.items() if name in taken}
-            truncated += any(whole[part])
+            row_slice = slice(i * counts[0], (i + 1) * counts[0])
+            row = {name: values[row_slice] for name, values in tokenized.items() if name in model_inputs}
+            truncated += any(is_full[row_slice])
             rows.append({**row, **({"labels": columns["answer"][start + i]} if "answer" in columns else {})})
     return EncodedRows(rows, truncated)
 
 
-def asked(columns: Columns, i: int) -> str:
+def question_text(columns: Columns, i: int) -> str:
+    """Return the question of row i, after its context if it has one."""
     context = f"{columns['context'][i]} " if "context" in columns else ""
     return f"{context}{columns['question'][i]}"
 
 
-def answers(use: InferenceContext, encoded: EncodedRows) -> Predictions:
+def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
+    """Predict the index of the most probable choice; the scores are the probabilities of all choices."""
     predictions: list[Any] = [None] * len(encoded)
     scores: list[Any] = [None] * len(encoded)
-    total = 0.0
+    total_loss = 0.0
 
-    def take(rows: list[int], batch: dict[str, torch.Tensor]) -> None:
-        nonlocal total
+    def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
+        nonlocal total_loss
         labels = batch.pop("labels", None)
-        found = use.model(**batch).logits.float()
+        logits = context.model(**batch).logits.float()
         if labels is not None:
-            total += functional.cross_entropy(found, labels, reduction="sum").item()
-        for row, best, share in zip(rows, found.argmax(-1).tolist(), found.softmax(-1).tolist(), strict=True):
-            predictions[row], scores[row] = best, share
+            total_loss += functional.cross_entropy(logits, labels, reduction="sum").item()
+        best, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1).tolist()
+        for i, choice, row_scores in zip(indices, best, probabilities, strict=True):
+            predictions[i], scores[i] = choice, row_scores
 
-    use.over(encoded, take)
-    return Predictions(predictions, scores, total / len(encoded) if "labels" in encoded.rows[0] else None)
+    context.for_each_batch(encoded, process)
+    return Predictions(predictions, scores, total_loss / len(encoded) if "labels" in encoded.rows[0] else None)
 
 
 def references(columns: Columns, labels: Sequence[str]) -> list[int]:
+    """Return the indices of the correct choices of all rows."""
     return list(columns["answer"])
 
 
-def shown(columns: Columns, i: int) -> Any:
-    return {"question": asked(columns, i), "choices": list(columns["choices"][i])}
+def row_input(columns: Columns, i: int) -> Any:
+    """Return the question and the choices of row i."""
+    return {"question": question_text(columns, i), "choices": list(columns["choices"][i])}
 
 
-CHOICE = TaskKind("choice", "choice", ("accuracy",), ("classes",), encode, answers, references, shown)
+CHOICE = TaskKind(
+    name="choice",
+    head="choice",
+    default_metrics=("accuracy",),
+    metric_inputs=("classes",),
+    encode=encode,
+    predict=predict,
+    references=references,
+    row_input=row_input,
+)

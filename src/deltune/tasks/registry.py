@@ -1,4 +1,4 @@
-"""Tasks as values: what is read, what is said to a model, what is measured; one entry of the table for each."""
+"""The table of known tasks: their data sets, columns, prompts and metrics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..data.hub_layouts import (
-    EXPORTED,
-    Layout,
+    PARQUET_REVISION,
+    HubLayout,
     first_non_empty,
     format_triples,
     index_in,
@@ -23,105 +23,124 @@ from ..filesystem import user_path
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with its kind, its columns and its metrics, the first of which chooses the best epoch.
+    """A known task.
 
-    folder: below a data root. hub: where the hub has it, and what is called otherwise there. columns: role -> column.
-    template: what a model that answers in words is given, with the roles in braces. words: the text of each label.
-    version: raised when anything changes what a score means. languages: of a translation, from and to (ISO 639-1).
+    Attributes:
+        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
+        folder: The folder of its data below a data root.
+        columns: Role -> column.
+        metrics: Its metrics; the first one chooses the best epoch.
+        hub: Where the hub has its data, and what differs there; None if it does not.
+        template: The prompt of a language model, with roles in braces.
+        words: Label -> the word by which a language model answers.
+        version: Raised with every change to what a score means.
+        languages: The source and target language of a translation (ISO 639-1).
     """
 
     kind: str
     folder: str
     columns: Mapping[str, str]
     metrics: tuple[str, ...]
-    hub: Layout | None = None
+    hub: HubLayout | None = None
     template: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
     version: int = 1
     languages: tuple[str, str] | tuple[None, None] = (None, None)
 
 
-ACCURACY = ("accuracy", "f1", "f1_macro", "matthews")
-ENTITIES = ("entity_f1",)
-TABLE_TO_TEXT = ("bleu", "meteor", "ter", "chrf", "moverscore", "bertscore", "bleurt")
-SUMMARY = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-YES_NO = {"entailment": "yes", "not_entailment": "no"}
-INFERENCE = {"entailment": "yes", "neutral": "maybe", "contradiction": "no"}
-POLARITY = {"negative": "terrible", "positive": "great"}
-NLI = "{text} Does it follow that: {pair} yes, maybe or no?"
-WORDED = "{source} In words:"
-SHORT = "{source}\nSummary:"
-SOURCE = {"source": "source", "targets": "targets"}
-CONLL04 = {"Loc": "LOC", "Org": "ORG", "Peop": "PER", "Other": "OTHER"}
-TESTED = {"train": "train", "test": "validation"}
-"""Splits of the hub, where it hides the labels of the test: the official validation is the test."""
+CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_macro", "matthews")
+TAGGING_METRICS = ("entity_f1",)
+TABLE_TO_TEXT_METRICS = ("bleu", "meteor", "ter", "chrf", "moverscore", "bertscore", "bleurt")
+SUMMARY_METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+YES_NO_WORDS = {"entailment": "yes", "not_entailment": "no"}
+NLI_WORDS = {"entailment": "yes", "neutral": "maybe", "contradiction": "no"}
+SENTIMENT_WORDS = {"negative": "terrible", "positive": "great"}
+NLI_TEMPLATE = "{text} Does it follow that: {pair} yes, maybe or no?"
+TABLE_TO_TEXT_TEMPLATE = "{source} In words:"
+SUMMARY_TEMPLATE = "{source}\nSummary:"
+SOURCE_TARGETS = {"source": "source", "targets": "targets"}
+CONLL04_TYPES = {"Loc": "LOC", "Org": "ORG", "Peop": "PER", "Other": "OTHER"}
+VALIDATION_AS_TEST = {"train": "train", "test": "validation"}
+"""Splits where the hub hides the labels of the test split: the official validation split is the test split."""
 
 
-def _single(folder: str, hub: Layout, text: str = "sentence") -> Task:
-    return Task("classification", folder, {"text": text, "label": "label"}, ACCURACY, hub, "{text} It was", POLARITY)
+def _sentence_task(folder: str, hub: HubLayout, text: str = "sentence") -> Task:
+    return Task(
+        "classification",
+        folder,
+        {"text": text, "label": "label"},
+        CLASSIFICATION_METRICS,
+        hub,
+        "{text} It was",
+        SENTIMENT_WORDS,
+    )
 
 
-def _pair(folder: str, hub: Layout, first: str, second: str, template: str, words: Mapping[str, str]) -> Task:
+def _pair_task(folder: str, hub: HubLayout, first: str, second: str, template: str, words: Mapping[str, str]) -> Task:
     columns = {"text": first, "pair": second, "label": "label"}
-    return Task("classification", folder, columns, ACCURACY, hub, template, words)
+    return Task("classification", folder, columns, CLASSIFICATION_METRICS, hub, template, words)
 
 
-def _glue(name: str, held_out: int, **columns: str) -> Layout:
-    return Layout(f"nyu-mll/glue:{name}", splits=TESTED, held_out=held_out, columns=columns)
+def _glue_layout(name: str, held_out: int, **columns: str) -> HubLayout:
+    return HubLayout(f"nyu-mll/glue:{name}", splits=VALIDATION_AS_TEST, held_out=held_out, columns=columns)
 
 
 TASKS: Mapping[str, Task] = {
-    "sst2": _single("sst2", _glue("sst2", 1000)),
-    "imdb": _single(
+    "sst2": _sentence_task("sst2", _glue_layout("sst2", 1000)),
+    "imdb": _sentence_task(
         "imdb",
-        Layout("stanfordnlp/imdb", splits={"train": "train", "test": "test"}, labels=tuple(POLARITY), held_out=1000),
+        HubLayout(
+            "stanfordnlp/imdb", splits={"train": "train", "test": "test"}, labels=tuple(SENTIMENT_WORDS), held_out=1000
+        ),
         "text",
     ),
-    "rotten_tomatoes": _single(
-        "rotten_tomatoes", Layout("cornell-movie-review-data/rotten_tomatoes", labels=tuple(POLARITY)), "text"
+    "rotten_tomatoes": _sentence_task(
+        "rotten_tomatoes", HubLayout("cornell-movie-review-data/rotten_tomatoes", labels=tuple(SENTIMENT_WORDS)), "text"
     ),
-    "sick": _pair(
+    "sick": _pair_task(
         "sick",
-        Layout(
-            f"RobZamp/sick@{EXPORTED}", parquet_files("train", "validation", "test"),
+        HubLayout(
+            f"RobZamp/sick@{PARQUET_REVISION}", parquet_files("train", "validation", "test"),
             columns={"text": "sentence_A", "pair": "sentence_B"},
         ),
-        "premise", "hypothesis", NLI, INFERENCE,
+        "premise", "hypothesis", NLI_TEMPLATE, NLI_WORDS,
     ),
-    "snli": _pair("snli", Layout("stanfordnlp/snli"), "premise", "hypothesis", NLI, INFERENCE),
-    "mnli": _pair(
+    "snli": _pair_task("snli", HubLayout("stanfordnlp/snli"), "premise", "hypothesis", NLI_TEMPLATE, NLI_WORDS),
+    "mnli": _pair_task(
         "mnli",
-        Layout("nyu-mll/glue:mnli", splits={"train": "train", "test": "validation_matched"}, held_out=1000),
-        "premise", "hypothesis", NLI, INFERENCE,
+        HubLayout("nyu-mll/glue:mnli", splits={"train": "train", "test": "validation_matched"}, held_out=1000),
+        "premise", "hypothesis", NLI_TEMPLATE, NLI_WORDS,
     ),
-    "cb": _pair(
-        "cb", Layout("aps/super_glue:cb", splits=TESTED, held_out=50), "premise", "hypothesis", NLI, INFERENCE
+    "cb": _pair_task(
+        "cb", HubLayout("aps/super_glue:cb", splits=VALIDATION_AS_TEST, held_out=50), "premise", "hypothesis",
+        NLI_TEMPLATE, NLI_WORDS,
     ),
-    "rte": _pair(
-        "rte", _glue("rte", 250, text="sentence1", pair="sentence2"), "premise", "hypothesis",
-        "{text} Does it follow that: {pair} yes or no?", YES_NO,
+    "rte": _pair_task(
+        "rte", _glue_layout("rte", 250, text="sentence1", pair="sentence2"), "premise", "hypothesis",
+        "{text} Does it follow that: {pair} yes or no?", YES_NO_WORDS,
     ),
-    "qnli": _pair(
-        "qnli", _glue("qnli", 1000), "question", "sentence", "{text} Does this answer it: {pair} yes or no?", YES_NO
+    "qnli": _pair_task(
+        "qnli", _glue_layout("qnli", 1000), "question", "sentence", "{text} Does this answer it: {pair} yes or no?",
+        YES_NO_WORDS,
     ),
-    "qqp": _pair(
-        "qqp", _glue("qqp", 1000), "question1", "question2", "{text} Is it the same to ask: {pair} yes or no?",
+    "qqp": _pair_task(
+        "qqp", _glue_layout("qqp", 1000), "question1", "question2", "{text} Is it the same to ask: {pair} yes or no?",
         {"duplicate": "yes", "not_duplicate": "no"},
     ),
-    "mrpc": _pair(
-        "mrpc", Layout("nyu-mll/glue:mrpc"), "sentence1", "sentence2",
+    "mrpc": _pair_task(
+        "mrpc", HubLayout("nyu-mll/glue:mrpc"), "sentence1", "sentence2",
         "{text} Does this say the same: {pair} yes or no?", {"equivalent": "yes", "not_equivalent": "no"},
     ),
     "conll04": Task(
-        "tagging", "conll04", {"tokens": "tokens", "tags": "tags"}, ENTITIES,
-        Layout(
+        "tagging", "conll04", {"tokens": "tokens", "tags": "tags"}, TAGGING_METRICS,
+        HubLayout(
             "DFKI-SLT/conll04",
-            columns={"tags": spans_to_bio_tags("tokens", "entities", CONLL04)},
+            columns={"tags": spans_to_bio_tags("tokens", "entities", CONLL04_TYPES)},
         ),
     ),
     "broad_twitter": Task(
-        "tagging", "broad_twitter", {"tokens": "tokens", "tags": "tags"}, ENTITIES,
-        Layout(
+        "tagging", "broad_twitter", {"tokens": "tokens", "tags": "tags"}, TAGGING_METRICS,
+        HubLayout(
             "tner/btc",
             {"train": "dataset/train.json", "validation": "dataset/valid.json", "test": "dataset/test.json"},
             labels=("B-LOC", "B-ORG", "B-PER", "I-LOC", "I-ORG", "I-PER", "O"),
@@ -129,89 +148,99 @@ TASKS: Mapping[str, Task] = {
     ),
     "commonsense_qa": Task(
         "choice", "commonsense_qa", {"question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
-        Layout(
-            "tau/commonsense_qa", splits=TESTED, held_out=1000,
+        HubLayout(
+            "tau/commonsense_qa", splits=VALIDATION_AS_TEST, held_out=1000,
             columns={"choices": nested_field("choices", "text"), "answer": index_in("answerKey", "ABCDE")},
         ),
     ),
     "social_iqa": Task(
         "choice", "social_iqa",
         {"context": "context", "question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
-        Layout(
-            "lighteval/siqa", splits=TESTED, held_out=1000,
+        HubLayout(
+            "lighteval/siqa", splits=VALIDATION_AS_TEST, held_out=1000,
             columns={"choices": list_of_columns("answerA", "answerB", "answerC"), "answer": index_in("label", "123")},
         ),
     ),
     "e2e_nlg": Task(
-        "generation", "e2e_nlg", SOURCE, ("bleu", "nist", "meteor", "rougeL", "cider"),
-        Layout(
-            f"tuetschek/e2e_nlg@{EXPORTED}", parquet_files("train", "validation", "test"),
+        "generation", "e2e_nlg", SOURCE_TARGETS, ("bleu", "nist", "meteor", "rougeL", "cider"),
+        HubLayout(
+            f"tuetschek/e2e_nlg@{PARQUET_REVISION}", parquet_files("train", "validation", "test"),
             columns={"source": "meaning_representation", "targets": "human_reference"},
-            gathered=("validation", "test"),
+            grouped_splits=("validation", "test"),
         ),
-        WORDED,
+        TABLE_TO_TEXT_TEMPLATE,
     ),
     "dart": Task(
-        "generation", "dart", SOURCE, TABLE_TO_TEXT,
-        Layout(
-            f"Yale-LILY/dart@{EXPORTED}", parquet_files("train", "validation", "test"),
+        "generation", "dart", SOURCE_TARGETS, TABLE_TO_TEXT_METRICS,
+        HubLayout(
+            f"Yale-LILY/dart@{PARQUET_REVISION}", parquet_files("train", "validation", "test"),
             columns={"source": format_triples("tripleset"), "targets": nested_field("annotations", "text")},
         ),
-        WORDED,
+        TABLE_TO_TEXT_TEMPLATE,
     ),
     "webnlg": Task(
-        "generation", "webnlg", SOURCE, TABLE_TO_TEXT,
-        Layout(
+        "generation", "webnlg", SOURCE_TARGETS, TABLE_TO_TEXT_METRICS,
+        HubLayout(
             "GEM/web_nlg@5df27588a0b8eb8af35396d865ff297b85bd81e3",
             {split: f"en/web_nlg-{split}.parquet" for split in ("train", "validation", "test")},
             columns={"source": format_triples("input"), "targets": first_non_empty("references", "target")},
         ),
-        WORDED,
+        TABLE_TO_TEXT_TEMPLATE,
     ),
     "samsum": Task(
-        "generation", "samsum", {"source": "dialogue", "targets": "summary"}, SUMMARY, Layout("knkarthick/samsum"),
-        SHORT,
+        "generation", "samsum", {"source": "dialogue", "targets": "summary"}, SUMMARY_METRICS,
+        HubLayout("knkarthick/samsum"), SUMMARY_TEMPLATE,
     ),
     "xsum": Task(
-        "generation", "xsum", {"source": "document", "targets": "summary"}, SUMMARY,
-        Layout(f"EdinburghNLP/xsum@{EXPORTED}", parquet_files("train", "validation", "test")), SHORT,
+        "generation", "xsum", {"source": "document", "targets": "summary"}, SUMMARY_METRICS,
+        HubLayout(f"EdinburghNLP/xsum@{PARQUET_REVISION}", parquet_files("train", "validation", "test")),
+        SUMMARY_TEMPLATE,
     ),
     "multi_news": Task(
-        "generation", "multi_news", {"source": "document", "targets": "summary"}, SUMMARY,
-        Layout(f"alexfabbri/multi_news@{EXPORTED}", parquet_files("train", "validation", "test")), SHORT,
+        "generation", "multi_news", {"source": "document", "targets": "summary"}, SUMMARY_METRICS,
+        HubLayout(f"alexfabbri/multi_news@{PARQUET_REVISION}", parquet_files("train", "validation", "test")),
+        SUMMARY_TEMPLATE,
     ),
     "wmt16_en_ro": Task(
-        "generation", "wmt16_en_ro", SOURCE, ("bleu", "chrf", "ter"),
-        Layout(
+        "generation", "wmt16_en_ro", SOURCE_TARGETS, ("bleu", "chrf", "ter"),
+        HubLayout(
             "wmt/wmt16:ro-en",
             columns={"source": nested_field("translation", "en"), "targets": nested_field("translation", "ro")},
         ),
         "{source}\nIn Romanian:", languages=("en", "ro"),
     ),
-    "g2p_us_to_gb": Task("generation", "g2p_us_to_gb", SOURCE, ("exact", "per"), template="{source}\n"),
+    "g2p_us_to_gb": Task("generation", "g2p_us_to_gb", SOURCE_TARGETS, ("exact", "per"), template="{source}\n"),
     "nq_open": Task(
         "generation", "nq_open", {"source": "question", "targets": "answers"}, ("exact_match", "answer_f1"),
-        Layout(
-            "google-research-datasets/nq_open", splits=TESTED, held_out=1000, columns={"targets": "answer"}
+        HubLayout(
+            "google-research-datasets/nq_open", splits=VALIDATION_AS_TEST, held_out=1000, columns={"targets": "answer"}
         ),
         "{source}?",
     ),
     "english_novels": Task("language", "english_novels", {"text": "text"}, ("perplexity",)),
     "imdb_text": Task(
         "language", "imdb_text", {"text": "text"}, ("perplexity",),
-        Layout("stanfordnlp/imdb", splits={"train": "unsupervised", "test": "test"}, held_out=1000),
+        HubLayout("stanfordnlp/imdb", splits={"train": "unsupervised", "test": "test"}, held_out=1000),
     ),
     "wikitext2": Task(
-        "language", "wikitext2_eval", {"text": "text"}, ("perplexity",), Layout("Salesforce/wikitext:wikitext-2-v1")
+        "language", "wikitext2_eval", {"text": "text"}, ("perplexity",), HubLayout("Salesforce/wikitext:wikitext-2-v1")
     ),
 }  # fmt: skip
-"""Every known task."""
+"""Name -> task."""
 
 
-def find_task(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
-    """A task of the table and where its data is: a folder below `data_root`, else on the hub, its columns by role.
+def find_task(name: str, data_root: str | None) -> tuple[Task, str | HubLayout]:
+    """Find a task and its data.
 
-    Errors: an unknown task, a root without that folder, a task that no hub has.
+    Args:
+        name: A key of `TASKS`.
+        data_root: The folder that holds the tasks' folders. Default: the data is read from the hub.
+
+    Returns:
+        The task, and the folder of its data or its layout on the hub, with the columns of all roles.
+
+    Raises:
+        DeltuneError: The task is unknown, its folder is not in `data_root`, or the hub does not have its data.
     """
     if name not in TASKS:
         raise DeltuneError(unknown_name("task", name, TASKS))
@@ -224,14 +253,14 @@ def find_task(name: str, data_root: str | None) -> tuple[Task, str | Layout]:
     if not folder.is_dir():
         if not folder.parent.is_dir():
             raise DeltuneError(f"there is no folder {folder.parent}, where task {name} is looked for")
-        here = [n for n, t in TASKS.items() if (folder.parent / t.folder).is_dir()]
-        itself = Path(data_root).name == task.folder
+        available = [n for n, t in TASKS.items() if (folder.parent / t.folder).is_dir()]
+        is_task_folder = Path(data_root).name == task.folder
         raise DeltuneError(
             f"{folder.parent} has no folder {task.folder} for task {name}; "
             + (
                 f"as data_root give its parent, {folder.parent.parent}"
-                if itself
-                else f"of the tasks it has {', '.join(here) or 'none'}"
+                if is_task_folder
+                else f"of the tasks it has {', '.join(available) or 'none'}"
             )
         )
     return task, str(folder)

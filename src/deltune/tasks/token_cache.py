@@ -1,4 +1,4 @@
-"""Tokenised rows kept on the disk in Arrow, by content: data, tokenizer, kind of task, template and lengths."""
+"""A cache of tokenized rows on the disk, in Arrow files named by a hash of the data, tokenizer and task options."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ import pyarrow
 from filelock import FileLock
 
 from ..filesystem import atomic_open, user_path
-from .base import Columns, Limits, TaskKind
+from .base import Columns, TaskKind, TaskOptions
 from .encoding import EncodedRows, Row
-from .languages import tokenizer_languages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 4
-"""Raised when an encoder gives other rows for the same input."""
-NAME = 32
-"""Hexadecimal digits of a name by content."""
-PART = ".deltune-"
-"""Begins the name of what is still being written."""
-COUNTS = ("truncated", "texts", "truncated_targets")
-"""What is kept of rows besides themselves."""
-KEPT = 8 * 2**30  # bytes; beyond it what was used longest ago goes
-VARIABLE = "DELTUNE_CACHE"
-"""Of the environment: the folder, or `off`."""
+VERSION = 5
+"""Raised when an encoder returns other rows for the same input."""
+NAME_LENGTH = 32
+"""Hexadecimal digits of the name of a cached file."""
+TEMPORARY_PREFIX = ".deltune-"
+"""Begins the names of files that are still being written."""
+METADATA_FIELDS = ("truncated", "num_texts", "truncated_targets")
+"""Fields of `EncodedRows` that are stored beside the rows."""
+MAX_BYTES = 8 * 2**30
+"""Size of the cache beyond which the files used longest ago are removed."""
+ENVIRONMENT_VARIABLE = "DELTUNE_CACHE"
+"""The environment variable that holds the folder of the cache, or `off`."""
 
 
-class Stored(Sequence[Row]):
-    """Rows of a memory-mapped table."""
+class ArrowRows(Sequence[Row]):
+    """The rows of a memory-mapped Arrow table, converted to Python when they are read."""
 
     def __init__(self, table: pyarrow.Table) -> None:
         self.table = table
@@ -57,18 +57,22 @@ class Stored(Sequence[Row]):
             yield from batch.to_pylist()
 
     def take(self, indices: Sequence[int]) -> list[Row]:
-        """Several rows at once."""
-        found: list[Row] = self.table.take(pyarrow.array(indices, pyarrow.int64())).to_pylist()
-        return found
+        """Return several rows at once."""
+        rows: list[Row] = self.table.take(pyarrow.array(indices, pyarrow.int64())).to_pylist()
+        return rows
 
 
 def cache_folder() -> Path | None:
-    """Where rows are kept: $DELTUNE_CACHE, else deltune below the user's cache; None where it is `off`."""
-    named = os.environ.get(VARIABLE)
-    if named == "off":
+    """Return the folder of the cache: $DELTUNE_CACHE, else deltune/rows in the user's cache; None if it is `off`.
+
+    Raises:
+        DeltuneError: The variable does not hold a path.
+    """
+    folder = os.environ.get(ENVIRONMENT_VARIABLE)
+    if folder == "off":
         return None
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return user_path(named or f"{caches}/deltune/rows", f"${VARIABLE}")
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return user_path(folder or f"{user_cache}/deltune/rows", f"${ENVIRONMENT_VARIABLE}")
 
 
 def encode_cached(
@@ -76,131 +80,145 @@ def encode_cached(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
     columns: Columns,
-    limits: Limits,
+    options: TaskOptions,
     training: bool,
     content: str,
 ) -> EncodedRows:
-    """What kind.encode gives, from the disk where it was kept; `content` says which data the columns are.
+    """Encode rows, or read them from the cache if they were encoded before.
 
-    A folder that cannot be written is a warning, a file that cannot be read is made anew.
+    A folder that cannot be written is a warning; a file that cannot be read is written again.
+
+    Args:
+        kind: The task kind, whose `encode` is called.
+        tokenizer: The tokenizer.
+        model: The model.
+        columns: The rows.
+        options: Lengths, template and label words.
+        training: Whether the rows are for training.
+        content: A fingerprint of the columns.
     """
-    place = cache_folder()
-    if place is None:
-        return kind.encode(tokenizer, model, columns, limits, training)
-    key = _key(kind, tokenizer, model, limits, training, content)
-    path = place / f"{key}.arrow"
-    if (found := _read(path)) is not None:
-        return found
+    folder = cache_folder()
+    if folder is None:
+        return kind.encode(tokenizer, model, columns, options, training)
+    key = _cache_key(kind, tokenizer, model, options, training, content)
+    path = folder / f"{key}.arrow"
+    if (cached := _read_rows(path)) is not None:
+        return cached
     with exclusive_creation(path):
-        if (found := _read(path)) is not None:  # made by another process meanwhile
-            return found
-        made = kind.encode(tokenizer, model, columns, limits, training)
+        if (cached := _read_rows(path)) is not None:  # another process has written it meanwhile
+            return cached
+        encoded = kind.encode(tokenizer, model, columns, options, training)
         try:
-            _write(path, made)
+            _write_rows(path, encoded)
         except (OSError, pyarrow.ArrowException) as error:
             warnings.warn(
-                f"tokenised rows cannot be kept in {place} ({error}); {VARIABLE}=off keeps none", stacklevel=2
+                f"tokenized rows cannot be kept in {folder} ({error}); {ENVIRONMENT_VARIABLE}=off turns the cache off",
+                stacklevel=2,
             )
-            return made
-        found = _read(path)
-        return made if found is None else found
+            return encoded
+        cached = _read_rows(path)
+        return encoded if cached is None else cached
 
 
-def _key(
+def _cache_key(
     kind: TaskKind,
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
-    limits: Limits,
+    options: TaskOptions,
     training: bool,
     content: str,
 ) -> str:
-    """A name for everything that the rows depend on."""
-    asked = {
-        "version": VERSION, "kind": [kind.name, kind.loads], "content": content, "training": training,
-        "limits": {name: value for name, value in asdict(limits).items() if name != "generate"},
-        "taken": sorted(signature(model.forward).parameters), "tokenizer": _identity(tokenizer),
+    """Return a hash of everything that the rows depend on."""
+    from datasets.fingerprint import Hasher
+
+    dependencies = {
+        "version": VERSION, "kind": [kind.name, kind.head], "content": content, "training": training,
+        "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
+        "model_inputs": sorted(signature(model.forward).parameters), "tokenizer": Hasher.hash(tokenizer),
     }  # fmt: skip
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:NAME]
-
-
-def _identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """A tokenizer by what it does: its own file where it is a fast one, else its class, words and special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    inside = json.loads(backend.to_str()) if backend is not None else dict(sorted(tokenizer.get_vocab().items()))
-    for passing in ("truncation", "padding") if backend is not None else ():  # of its last call
-        inside.pop(passing, None)
-    said = hashlib.sha256(json.dumps(inside).encode()).hexdigest()
-    return [
-        type(tokenizer).__name__,
-        said,
-        tokenizer.special_tokens_map,
-        sorted(tokenizer.init_kwargs.items(), key=str),
-        tokenizer_languages(tokenizer),  # set after it was made
-    ]
+    return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:NAME_LENGTH]
 
 
 @contextlib.contextmanager
 def exclusive_creation(path: Path) -> Iterator[None]:
-    """Inside, no other process makes this file: who comes second waits, and finds it. Where nothing can be locked each
-    makes its own, and the last one stays."""
-    with contextlib.ExitStack() as held:
+    """Lock a file, so that a second process waits inside this context and then finds what the first has written.
+
+    Where the file system has no locks, every process writes the file, and the last one replaces it.
+
+    Args:
+        path: The file that is to be created.
+    """
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, NotImplementedError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(path.parent / f"{PART}{path.stem}.lock"))
+            stack.enter_context(FileLock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock"))
         yield
 
 
 @contextlib.contextmanager
-def is_complete(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there under its name when all of it is on the disk, or not at all: it is trusted by its name."""
+def write_complete(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name only once it is complete on the disk, since cached files are trusted.
+
+    Args:
+        path: The file to write; its folder is created.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_open(path, PART) as file:
+    with atomic_open(path, TEMPORARY_PREFIX) as file:
         yield file
 
 
-def _write(path: Path, made: EncodedRows) -> None:
-    """The rows as one file, whole or not at all."""
-    rows = [{**row, "length": length} for row, length in zip(made.rows, made.lengths, strict=True)]
+def _write_rows(path: Path, encoded: EncodedRows) -> None:
+    """Write rows as one file, atomically."""
+    rows = [{**row, "length": length} for row, length in zip(encoded.rows, encoded.lengths, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
-    table = table.replace_schema_metadata({name: str(getattr(made, name)) for name in COUNTS})
-    with is_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+    table = table.replace_schema_metadata({name: str(getattr(encoded, name)) for name in METADATA_FIELDS})
+    with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
-    evict_old_files(path.parent, ".arrow", [path], KEPT)
+    evict_old_files(path.parent, ".arrow", [path], MAX_BYTES)
 
 
-def _read(path: Path) -> EncodedRows | None:
-    """Rows that were kept; None where there are none that can be read."""
+def _read_rows(path: Path) -> EncodedRows | None:
+    """Read cached rows; None if there is no file or it cannot be read."""
     if not path.is_file():
         return None
     try:
         table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-        counts = {name: int(table.schema.metadata[name.encode()]) for name in COUNTS}
+        counts = {name: int(table.schema.metadata[name.encode()]) for name in METADATA_FIELDS}
         lengths = table["length"].to_pylist()
         os.utime(path)
     except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
         return None
-    made = EncodedRows(Stored(table.drop_columns(["length"])), **counts)
-    made.__dict__["lengths"] = lengths  # found already
-    return made
+    encoded = EncodedRows(ArrowRows(table.drop_columns(["length"])), **counts)
+    encoded.__dict__["lengths"] = lengths  # fills the cached property, so that the rows need not be read
+    return encoded
 
 
-def evict_old_files(place: Path, suffix: str, newest: Collection[Path], most: float) -> None:
-    """Remove what was used longest ago, until our files in a folder are within so many bytes, `newest` in any case; and
-    what a killed process was writing a day ago or earlier. Files of other names stay; what others remove is gone."""
+def evict_old_files(folder: Path, suffix: str, newest: Collection[Path], max_bytes: float) -> None:
+    """Remove the cached files that were used longest ago, until the others fit into `max_bytes`.
 
-    def known(paths: Iterable[Path]) -> list[tuple[float, int, Path]]:
-        found = []
+    Temporary files that a killed process left more than a day ago are removed too. Files with other names stay.
+
+    Args:
+        folder: The folder of the cache.
+        suffix: The suffix of the cached files.
+        newest: Files that are not removed, though they count.
+        max_bytes: The most that the files may have together.
+    """
+
+    def newest_first(paths: Iterable[Path]) -> list[tuple[float, int, Path]]:
+        files = []
         for path in paths:
-            with contextlib.suppress(OSError):
-                facts = path.stat()
-                found.append((facts.st_mtime, facts.st_size, path))
-        return sorted(found, reverse=True)
+            with contextlib.suppress(OSError):  # another process may remove it
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        return sorted(files, reverse=True)
 
-    total = sum(size for _, size, _ in known(newest))
-    for _, size, path in known(p for p in place.glob(f"{'[0-9a-f]' * NAME}{suffix}") if p not in newest):
+    total = sum(size for _, size, _ in newest_first(newest))
+    cached = folder.glob(f"{'[0-9a-f]' * NAME_LENGTH}{suffix}")
+    for _, size, path in newest_first(p for p in cached if p not in newest):
         total += size
-        if total > most:
+        if total > max_bytes:
             path.unlink(missing_ok=True)
-    for used, _, path in known(place.glob(f"{PART}*")):
+    for used, _, path in newest_first(folder.glob(f"{TEMPORARY_PREFIX}*")):
         if time.time() - used > 24 * 3600:
             path.unlink(missing_ok=True)

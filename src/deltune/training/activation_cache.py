@@ -28,7 +28,7 @@ from ..errors import DeltuneError
 from ..runtime.attaching import tuned
 from ..runtime.frozen_layers import FrozenLayers
 from ..tasks import token_cache
-from ..tasks.base import InferenceContext, autocast_to
+from ..tasks.base import InferenceContext, autocast
 from ..tasks.encoding import EncodedRows, Row, collate, count_tokens, non_padding_mask
 from . import distributed
 
@@ -76,7 +76,7 @@ def with_cached_activations(
     """
     place = token_cache.cache_folder()
     if place is None or not gib:
-        return _told(encoded, f"{token_cache.VARIABLE}=off" if place is None else "trunk_cache=0")
+        return _told(encoded, f"{token_cache.ENVIRONMENT_VARIABLE}=off" if place is None else "trunk_cache=0")
     place = place / "trunk"
     tried = _tried(trunk, use, encoded["train"])
     if isinstance(tried, str):
@@ -98,8 +98,8 @@ def with_cached_activations(
                 with token_cache.exclusive_creation(plan.path(place)):
                     if plan.read(place) is None:
                         plan.write(place, trunk, use, encoded[split])
-                    elif use.advance is not None:
-                        use.advance(len(encoded[split]))
+                    elif use.on_progress is not None:
+                        use.on_progress(len(encoded[split]))
         except OSError as error:
             return f"no states can be written ({error})"
         token_cache.evict_old_files(place, ".safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
@@ -141,7 +141,7 @@ class _Plan:
             for field in sorted(_tokens(row, any(labels.values()))):
                 content.update(f"{field} {count_tokens(row[field])} ".encode() + _flat(row[field]).tobytes())
         self.starts = {name: [0, *itertools.accumulate(own)] for name, own in lengths.items()}
-        self.name = content.hexdigest()[: token_cache.NAME]
+        self.name = content.hexdigest()[: token_cache.NAME_LENGTH]
 
     def path(self, place: Path) -> Path:
         return place / f"{self.name}.safetensors"
@@ -178,7 +178,7 @@ class _Plan:
         states = self.read(place)
         if states is None:
             return None
-        cut = (encoded.truncated, encoded.texts, encoded.truncated_targets)
+        cut = (encoded.truncated, encoded.num_texts, encoded.truncated_targets)
         made = CachedRows(encoded.rows, *cut, states, self.starts, self.reads)
         made.__dict__["lengths"] = encoded.lengths  # of the whole rows: the order of batches goes by them
         return made
@@ -188,7 +188,7 @@ class _Plan:
         header = json.dumps(facts := self.tensors()).encode()
         header += b" " * (-len(header) % 8)
         begin = 8 + len(header)
-        with token_cache.is_complete(self.path(place)) as file:
+        with token_cache.write_complete(self.path(place)) as file:
             file.write(len(header).to_bytes(8, "little") + header)
 
             def take(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
@@ -199,7 +199,7 @@ class _Plan:
                         file.seek(begin + facts[name]["data_offsets"][0] + self.starts[name][i] * of_row)
                         file.write(_bytes(part))
 
-            use.over(encoded, take)
+            use.for_each_batch(encoded, take)
 
 
 def _tried(
@@ -227,7 +227,7 @@ def _tried(
     if "attention_mask" not in whole:
         return "without an attention_mask nobody can tell tokens from padding"
     try:
-        with torch.no_grad(), torch.random.fork_rng(), autocast_to(device, use.precision):
+        with torch.no_grad(), torch.random.fork_rng(), autocast(device, use.precision):
             expected = logits(lambda: trunk.study(whole))
             if not trunk.keeps:
                 return "each of its layers gives something besides its state that is read above"

@@ -19,7 +19,7 @@ from ..filesystem import user_path
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
-from ..tasks.base import Limits
+from ..tasks.base import TaskOptions
 from ..tasks.registry import TASKS
 from . import config_checks, presets
 from .yaml_values import MOST, Beta, Seed, Size
@@ -274,7 +274,7 @@ class RunSpec(BaseModel):
         """The learning rate: lr, or what the method says (catalogue.rate)."""
         return default_learning_rate(self.method) if self.lr is None else self.lr
 
-    def limits(self, template: str, words: Mapping[str, str]) -> Limits:
+    def limits(self, template: str, words: Mapping[str, str]) -> TaskOptions:
         """How long inputs and outputs may be, and how outputs are searched for.
 
         template: the task's. words: of all labels, in order.
@@ -284,7 +284,7 @@ class RunSpec(BaseModel):
             "no_repeat_ngram_size": self.no_repeat_ngram, "max_new_tokens": self.max_generated or self.target_length,
         }  # fmt: skip
         own = template if self.template is None else self.template
-        return Limits(self.max_length, self.target_length, own, words, generate)
+        return TaskOptions(self.max_length, self.target_length, own, words, generate)
 
     def rows(self, processes: int = 1) -> int:
         """Rows at a time on one device. Error: those of all processes do not add up to batch_size."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from ..data.columns import KINDS
-from ..errors import LONGEST, excerpt, unknown_name
+from ..data.columns import TASK_COLUMNS
+from ..errors import MAX_NAME_LENGTH, excerpt, unknown_name
 from ..metrics.registry import METRICS
 from ..tasks.registry import TASKS
 from .yaml_values import DEPTH
@@ -57,8 +57,8 @@ def source(values: Mapping[str, Any], fields: Fields) -> list[str]:
         return []  # said of the field itself
     if data is None and task not in TASKS:
         return [f"task: {unknown_name('task', str(task), TASKS)}"]
-    if data is not None and task is not None and task not in KINDS:
-        return [f"task: {unknown_name('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
+    if data is not None and task is not None and task not in TASK_COLUMNS:
+        return [f"task: {unknown_name('kind of task', str(task), TASK_COLUMNS)} Beside data, task is the kind of task"]
     return []
 
 
@@ -96,7 +96,7 @@ def _alike(default: Any, value: Any) -> bool:
 def problem(error: Any, fields: Fields) -> str:
     """One problem that pydantic found, in our words."""
     parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple["))]
-    place = ".".join(part if len(part) <= LONGEST else excerpt(part) for part in parts)
+    place = ".".join(part if len(part) <= MAX_NAME_LENGTH else excerpt(part) for part in parts)
     if error["type"] == "extra_forbidden":
         return unknown_name("option", error["loc"][0], [*fields, "output"])
     if error["type"] == "missing":

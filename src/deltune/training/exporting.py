@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import user_path
 from ..interop.base import is_foreign
-from ..models import KINDS, load_config, load_model, quiet
+from ..models import AUTO_CLASSES, load_config, load_model, silent_loading
 from ..runtime import attaching
 from ..runtime.attaching import tuned
 from ..runtime.conversion import atomic_new_folder, foreign_model_kind
@@ -21,7 +21,7 @@ def merge_run(run: str | Path, to: str | Path) -> Path:
     Errors: a folder that is not empty; a method that no weights can express, with what stands in the way.
     """
     to = user_path(to, "to")
-    with atomic_new_folder(to) as fresh, quiet():
+    with atomic_new_folder(to) as fresh, silent_loading():
         loaded = load_run(run)
         tuned(loaded.model).merge().save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
@@ -44,8 +44,8 @@ def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | N
     folder, to = user_path(folder, "folder"), user_path(to, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
-    if kind is not None and kind not in KINDS:
-        raise DeltuneError(unknown_name("kind of model", kind, KINDS))
+    if kind is not None and kind not in AUTO_CLASSES:
+        raise DeltuneError(unknown_name("kind of model", kind, AUTO_CLASSES))
     wanted, count = foreign_model_kind(folder)
     load_config(model)
     labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, wanted) else None

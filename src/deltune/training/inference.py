@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..data import loading as reading
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
-from ..filesystem import clear_write_errors, user_path, write_jsonl
+from ..filesystem import explain_write_errors, user_path, write_jsonl
 from ..metrics.base import Scores
-from ..metrics.registry import METRICS, score
-from ..models import LABELLED, fit_padding, load_config, load_model
+from ..metrics.registry import METRICS, compute_scores
+from ..models import HEADS_WITH_LABELS, align_padding_token, load_config, load_model
 from ..runtime.attaching import load, tuned
 from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
-from ..tasks.base import Columns, InferenceContext, Limits, TaskKind
-from ..tasks.classification import CLASSIFICATION, logits
+from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from ..tasks.classification import CLASSIFICATION, predict_logits
 from ..tasks.encoding import EncodedRows, check_length
 from ..tasks.languages import language_codes, tokenizer_languages
 from . import hardware
@@ -53,7 +53,7 @@ def score_split(
     options: Given | None = None,
 ) -> ScoredSplit:
     """The answers to a split, measured by the named metrics; with use.loss_only its loss alone."""
-    answers = kind.answers(use, encoded)
+    answers = kind.predict(use, encoded)
     if use.loss_only:
         return ScoredSplit({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
     references = answers.references or kind.references(columns, use.labels)
@@ -73,10 +73,12 @@ def measured(
 ) -> Scores:
     """The named metrics of predictions; labels: how many there are; options: of metrics, by their names."""
     found = Scores({}, {})
-    for compared in dict.fromkeys(METRICS[name].kind for name in names):
-        own = [name for name in names if METRICS[name].kind == compared]
+    for compared in dict.fromkeys(METRICS[name].input_type for name in names):
+        own = [name for name in names if METRICS[name].input_type == compared]
         given = {name: values for name, values in (options or {}).items() if name in own}
-        some = score(own, predictions, references, list(range(labels)) if kind.labelled else None, given)
+        some = compute_scores(
+            own, predictions, references, list(range(labels)) if kind.predicts_label_ids else None, given
+        )
         found.update(some)
         found.omitted |= some.omitted
     return found
@@ -88,12 +90,12 @@ def prediction_lines(
     """The predictions of a split as lines of JSON: id, input, prediction, reference, scores."""
 
     def said(value: Any) -> Any:
-        return labels[value] if kind.labelled else value
+        return labels[value] if kind.predicts_label_ids else value
 
     return [
         {
             "id": columns["id"][i],
-            "input": kind.shown(columns, i),
+            "input": kind.row_input(columns, i),
             "prediction": said(prediction),
             "reference": said(result.references[i]),
             "scores": result.scores[i],
@@ -160,9 +162,9 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> Ready:
     if len(set(spoken.values())) > 1:
         told = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in spoken.items())
         raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({told}); use them apart")
-    own = labels[next(iter(runs))] if kind.name in LABELLED else None
-    model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
-    fit_padding(model, tokenizer)
+    own = labels[next(iter(runs))] if kind.name in HEADS_WITH_LABELS else None
+    model = load_model(spec.model, kind.head, own, "float32", spec.seed)
+    align_padding_token(model, tokenizer)
     for name, place in runs.items():
         if not place.finished:
             warnings.warn(f"{place.folder} is not finished: this is its best delta so far", stacklevel=2)
@@ -206,18 +208,18 @@ def evaluate(
         known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns, **whole})
     if other is not None:
         known = RunSpec(**{**known.model_dump(exclude={"data", "columns", "labels", "metric"}), **other})
-    asked = set_up_task(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
+    asked = set_up_task(known, training=False, labels=facts.labels if facts.kind.name in HEADS_WITH_LABELS else None)
     found = asked.data
     usual = {stem: split for split, stems in reading.SPLITS.items() for stem in stems}
     wanted = [s for s in SPLITS if s in found.splits] if splits is None else [usual.get(s, s) for s in splits]
     wrong = [unknown_name("split", s, found.splits) for s in wanted if s not in found.splits]
     if wrong or not wanted:
         raise DeltuneError(" ".join(wrong) or f"data {found.source} has neither a validation nor a test split")
-    if found.labels != facts.labels and facts.kind.name in LABELLED:
+    if found.labels != facts.labels and facts.kind.name in HEADS_WITH_LABELS:
         raise DeltuneError(f"the run's labels are {', '.join(facts.labels)}, here are {', '.join(found.labels)}")
     limits = length_limits(place.spec if other is None else known, facts.kind, found.labels)
     results = {}
-    with ProgressBar(progress) as bar, clear_write_errors(folder or place.folder):
+    with ProgressBar(progress) as bar, explain_write_errors(folder or place.folder):
         for split in wanted:
             rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
             content = f"{found.fingerprint} {split}"
@@ -251,7 +253,7 @@ def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dic
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
     kind = task_kind_by_name(place.data.kind)
-    labels = {name: i for i, name in enumerate(_labels(place))} if kind.labelled else {}
+    labels = {name: i for i, name in enumerate(_labels(place))} if kind.predicts_label_ids else {}
     results: dict[str, Scores] = {}
     for split, file in files.items():
         if file.is_file():
@@ -296,9 +298,9 @@ def predict(
     if rows is not None:
         return _mixed(facts, texts, list(rows))
     encoded, limits = _encoded(facts, next(iter(facts.runs)), dict(enumerate(texts)))
-    found = facts.kind.answers(_use(facts, limits), encoded)
-    key = "label" if facts.kind.labelled else "prediction"
-    said = [facts.labels[p] for p in found.predictions] if facts.kind.labelled else found.predictions
+    found = facts.kind.predict(_use(facts, limits), encoded)
+    key = "label" if facts.kind.predicts_label_ids else "prediction"
+    said = [facts.labels[p] for p in found.predictions] if facts.kind.predicts_label_ids else found.predictions
     return [{key: answer, "scores": scores} for answer, scores in zip(said, found.scores, strict=True)]
 
 
@@ -308,7 +310,7 @@ def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[d
     columns = columns_of(facts.kind.name, facts.run, [row["input"] for row in inputs])
     return [
         {
-            "id": row["id"], "input": facts.kind.shown(columns, i),
+            "id": row["id"], "input": facts.kind.row_input(columns, i),
             "prediction": answer[next(iter(answer))], "scores": answer["scores"],
         }
         for i, (row, answer) in enumerate(zip(inputs, predict(facts, [row["input"] for row in inputs]), strict=True))
@@ -332,19 +334,21 @@ def _mixed(facts: Ready, texts: Sequence[Input], names: Sequence[str]) -> list[d
         for i, row in zip(own, _encoded(facts, name, {i: texts[i] for i in own})[0].rows, strict=True):
             encoded[i] = row
     found = []
-    for name, row in zip(names, logits(_use(facts, Limits(), names), EncodedRows(encoded, 0)).softmax(-1), strict=True):
+    for name, row in zip(
+        names, predict_logits(_use(facts, TaskOptions(), names), EncodedRows(encoded, 0)).softmax(-1), strict=True
+    ):
         labels = facts.labels_of[name]
         scores = dict(zip(labels, row.tolist(), strict=False))  # beyond them stands what wider heads have
         found.append({"label": labels[int(row.argmax())], "scores": scores})
     return found
 
 
-def _use(facts: Ready, limits: Limits, deltas: Sequence[str] | None = None) -> InferenceContext:
+def _use(facts: Ready, limits: TaskOptions, deltas: Sequence[str] | None = None) -> InferenceContext:
     rows = facts.spec.rows()
     return InferenceContext(facts.model, facts.tokenizer, facts.labels, limits, rows, facts.precision, None, deltas)
 
 
-def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, Limits]:
+def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, TaskOptions]:
     """One run's inputs, by their place in all, as rows that are cut as the run cuts them; and its limits."""
     place = facts.runs[name]
     columns = columns_of(facts.kind.name, place, list(texts.values()), [i + 1 for i in texts])
@@ -352,7 +356,7 @@ def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[Encod
     handle = tuned(facts.model)
     before = handle.active
     try:
-        check_length(handle.use(name).model, facts.kind.positions(limits))
+        check_length(handle.use(name).model, facts.kind.max_positions(limits))
     finally:
         handle.use(before)
     return facts.kind.encode(facts.tokenizer, facts.model, columns, limits, False), limits

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from ..data import loading as reading
-from ..data.loading import Data
-from ..models import LABELLED, Kept, load_model
+from ..data.loading import TaskData
+from ..models import HEADS_WITH_LABELS, WeightsCache, load_model
 from .config import RunSpec
 from .task_setup import load_task_tokenizer
 
@@ -27,22 +27,22 @@ class ModelCache:
 
     def __init__(self) -> None:
         self._model: tuple[Any, PreTrainedModel] | None = None
-        self._weights: tuple[Any, Kept] | None = None
+        self._weights: tuple[Any, WeightsCache] | None = None
         self._tokenizer: tuple[Any, PreTrainedTokenizerBase] | None = None
-        self._data: OrderedDict[str, Data] = OrderedDict()
+        self._data: OrderedDict[str, TaskData] = OrderedDict()
         self.read = {"models": 0, "data": 0}
 
     def model(self, name: str, loads: str, labels: tuple[str, ...] | None, seed: int) -> PreTrainedModel:
         """As models.load_model in float32."""
         backbone = (name, loads, labels)
-        wanted = (*backbone, seed if loads in (*LABELLED, "choice") else None)
+        wanted = (*backbone, seed if loads in (*HEADS_WITH_LABELS, "choice") else None)
         if self._model is not None and self._model[0] == wanted:
             return self._model[1]
         self._model = None
         if self._weights is None or self._weights[0] != backbone:
-            self._weights = (backbone, Kept())
+            self._weights = (backbone, WeightsCache())
             self.read["models"] += 1
-        model = load_model(name, loads, labels, "float32", seed, kept=self._weights[1])
+        model = load_model(name, loads, labels, "float32", seed, cache=self._weights[1])
         self._model = (wanted, model)
         return model
 
@@ -57,7 +57,7 @@ class ModelCache:
             self._tokenizer = (wanted, load_task_tokenizer(spec))
         return self._tokenizer[1]
 
-    def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, *rest: Any) -> Data:
+    def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, *rest: Any) -> TaskData:
         """As data.load."""
         key = repr((source, columns, labels, samples, seed if samples else None, rest))
         if key not in self._data:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.columns import HELD, INPUTS, KINDS, has_lone_surrogate, value_fits
-from ..data.readers import STDIN, UnreadableFileError, data_suffix, read_rows, text_lines
+from ..data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
+from ..data.readers import STDIN, UnreadableFileError, data_suffix, has_lone_surrogate, read_rows, text_lines
 from ..errors import DeltuneError, unknown_name
-from ..filesystem import clear_write_errors, user_path, write_jsonl
+from ..filesystem import explain_write_errors, user_path, write_jsonl
 from .run_dir import RunDir
 
 Input = str | Sequence[str] | Mapping[str, Any]
@@ -22,7 +22,7 @@ ASKED = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair
 def input_columns(kind: str, run: RunDir) -> dict[str, str]:
     """The inputs that a run was trained on: role -> column."""
     told = run.data.columns
-    own = [c.role for c in KINDS[kind] if c.role in INPUTS and (c.role in told or not c.optional)]
+    own = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in told or not c.optional)]
     return {role: told.get(role, role) for role in own}
 
 
@@ -34,10 +34,12 @@ def columns_of(kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequenc
     wrong = [
         str(number)
         for number, row in zip(numbers or range(1, len(rows) + 1), rows, strict=True)
-        if set(row) != set(wanted) or not all(value_fits(INPUTS[role], row[role]) for role in wanted)
+        if set(row) != set(wanted) or not all(value_fits(INPUT_TYPES[role], row[role]) for role in wanted)
     ]
     if wrong:
-        asks = ASKED.get(tuple(wanted)) or ", ".join(f"{role} ({HELD[INPUTS[role]]})" for role in wanted)
+        asks = ASKED.get(tuple(wanted)) or ", ".join(
+            f"{role} ({TYPE_DESCRIPTIONS[INPUT_TYPES[role]]})" for role in wanted
+        )
         listed = ", ".join(wrong[:10])
         raise DeltuneError(f"this run wants {asks} in every row; row {listed} is not so")
     texts = [(n, row[role]) for n, row in zip(numbers or range(1, len(rows) + 1), rows, strict=True) for role in wanted]
@@ -50,7 +52,7 @@ def columns_of(kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequenc
 
 def _by_role(value: Input, wanted: Sequence[str]) -> dict[str, Any]:
     """An input by its roles; those that it lacks or has too much are as they are. A text for a list is split."""
-    alone = len(wanted) == 1 and INPUTS[wanted[0]] == "texts"
+    alone = len(wanted) == 1 and INPUT_TYPES[wanted[0]] == "texts"
     if isinstance(value, Mapping):
         row = dict(value)
     elif alone or isinstance(value, str) or not isinstance(value, Sequence):
@@ -96,8 +98,10 @@ def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
     for line, row in table.rows:
         value = _by_role({role: row.get(column) for role, column in told.items()}, list(told))
         for role, column in told.items():
-            if not value_fits(INPUTS[role], value[role]):
-                raise DeltuneError(f"{table.at(line)}: column {column!r} must be {HELD[INPUTS[role]]}")
+            if not value_fits(INPUT_TYPES[role], value[role]):
+                raise DeltuneError(
+                    f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
+                )
         inputs.append({"id": str(row.get("id", line)), "input": value})
     return inputs
 
@@ -105,6 +109,6 @@ def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
 def write_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write JSON lines, whole or not at all."""
     path = user_path(path, "output")
-    with clear_write_errors(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path, rows)

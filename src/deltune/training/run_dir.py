@@ -17,10 +17,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .._version import __version__
-from ..data.columns import KINDS
+from ..data.columns import TASK_COLUMNS
 from ..errors import BusyError, DeltuneError, error_from_problems, excerpt
 from ..filesystem import (
-    clear_write_errors,
+    explain_write_errors,
     fsync_directory,
     fsync_file,
     parse_json,
@@ -44,10 +44,10 @@ class Record(BaseModel):
 
 
 class DataFacts(Record):
-    """The data of a run (`Data.facts`)."""
+    """The data of a run (`TaskData.summary`)."""
 
     fingerprint: str | None = None
-    kind: str = Field(default="classification", pattern=f"^({'|'.join(KINDS)})$")
+    kind: str = Field(default="classification", pattern=f"^({'|'.join(TASK_COLUMNS)})$")
     source: str = ""
     columns: dict[str, str] = {}
     digests: dict[str, str] = {}
@@ -197,7 +197,7 @@ class RunDir:
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
-            with clear_write_errors(self.folder):
+            with explain_write_errors(self.folder):
                 held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             if (self.folder / "delta.json").is_file():
                 raise DeltuneError(
@@ -256,7 +256,7 @@ class RunDir:
                     "Choose another output folder, or start afresh there (--fresh)"
                 )
         elif self.folder.is_dir():
-            with clear_write_errors(self.folder):
+            with explain_write_errors(self.folder):
                 foreign = sorted(p.name for p in self.folder.iterdir())
             if foreign:
                 raise DeltuneError(f"{self.folder} is no RUN folder, it holds {', '.join(foreign[:5])}; choose another")
@@ -264,7 +264,7 @@ class RunDir:
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
 
     def check_data(self, now: Mapping[str, Any]) -> None:
-        """The run's data (Data.facts) is still what it was. Error: it is not, and what changed."""
+        """The run's data (TaskData.summary) is still what it was. Error: it is not, and what changed."""
         before = self.environment.get("data", {}) if self.exists else {}
         if before.get("fingerprint") in (None, now["fingerprint"]):
             return

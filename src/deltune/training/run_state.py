@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..data.loading import Data
+from ..data.loading import TaskData
 from ..errors import DivergedError
 from ..methods.registry import default_learning_rate
 from ..metrics.registry import METRICS
 from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.handle import Tuned
 from ..runtime.serialization import read_metadata
-from ..tasks.base import Columns, InferenceContext, Limits, TaskKind
+from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches
 from . import checkpoints, distributed
 from .config import RunSpec
@@ -35,10 +35,10 @@ class RunState:
     run: RunDir
     tuned: Tuned
     tokenizer: PreTrainedTokenizerBase
-    data: Data
+    data: TaskData
     kind: TaskKind
     metrics: tuple[str, ...]
-    limits: Limits
+    limits: TaskOptions
     columns: Mapping[str, Columns]
     encoded: dict[str, EncodedRows]
     batches: LengthGroupedBatches

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..data import loading as reading
-from ..data.hub_layouts import Layout
-from ..data.loading import Data
+from ..data.hub_layouts import HubLayout
+from ..data.loading import TaskData
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..metrics.registry import METRICS
-from ..models import SPEAKING, load_config, load_tokenizer
-from ..tasks.answer_ranking import CHOICES, CHOICES_AFTER, CLASSES, CLASSES_AFTER
-from ..tasks.base import Limits, TaskKind
+from ..models import LANGUAGE_MODEL_HEADS, load_config, load_tokenizer
+from ..tasks.base import TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION
-from ..tasks.entity_listing import LISTS
-from ..tasks.generation import CAUSAL, LANGUAGE, SEQ2SEQ
+from ..tasks.entity_generation import SEQ2SEQ_TAGGING
+from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
 from ..tasks.languages import language_codes, set_languages
 from ..tasks.multiple_choice import CHOICE
+from ..tasks.rank_classification import CAUSAL_CHOICE, CAUSAL_CLASSIFICATION, SEQ2SEQ_CHOICE, SEQ2SEQ_CLASSIFICATION
 from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import TAGGING
 from .config import RunSpec
@@ -36,11 +36,11 @@ class Ways(NamedTuple):
 
 
 TABLE: Mapping[str, Ways] = {
-    "classification": Ways(CLASSIFICATION, CLASSES, CLASSES_AFTER),
-    "tagging": Ways(TAGGING, LISTS, None),
-    "choice": Ways(CHOICE, CHOICES, CHOICES_AFTER),
-    "generation": Ways(None, SEQ2SEQ, CAUSAL),
-    "language": Ways(None, LANGUAGE, LANGUAGE),
+    "classification": Ways(CLASSIFICATION, SEQ2SEQ_CLASSIFICATION, CAUSAL_CLASSIFICATION),
+    "tagging": Ways(TAGGING, SEQ2SEQ_TAGGING, None),
+    "choice": Ways(CHOICE, SEQ2SEQ_CHOICE, CAUSAL_CHOICE),
+    "generation": Ways(None, SEQ2SEQ_GENERATION, CAUSAL_GENERATION),
+    "language": Ways(None, LANGUAGE_MODELING, LANGUAGE_MODELING),
 }
 """Every kind of task."""
 
@@ -49,7 +49,7 @@ TABLE: Mapping[str, Ways] = {
 class TaskSetup:
     """A spec's data as read, with the kind of task on this kind of model, and its metrics."""
 
-    data: Data
+    data: TaskData
     kind: TaskKind
     metrics: tuple[str, ...]
 
@@ -58,7 +58,7 @@ def set_up_task(
     spec: RunSpec,
     training: bool = True,
     labels: tuple[str, ...] | None = None,
-    read: Callable[..., Data] = reading.load_data,
+    read: Callable[..., TaskData] = reading.load_data,
 ) -> TaskSetup:
     """Read what a spec asks for; labels: the run's own, where it has them; read: data.load, or one that remembers.
 
@@ -67,7 +67,7 @@ def set_up_task(
     config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
     task, found = load_task_data(spec, training, labels, read)
     chosen = task_kind_for(found.kind, config, spec.answer)
-    metrics = spec.metrics or (task.metrics if task else chosen.metrics)
+    metrics = spec.metrics or (task.metrics if task else chosen.default_metrics)
     if len(found.labels) != 2:
         if "f1" in spec.metrics or spec.metric == "f1":
             raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
@@ -82,15 +82,15 @@ def load_task_data(
     spec: RunSpec,
     training: bool = True,
     labels: tuple[str, ...] | None = None,
-    read: Callable[..., Data] = reading.load_data,
-) -> tuple[Task | None, Data]:
+    read: Callable[..., TaskData] = reading.load_data,
+) -> tuple[Task | None, TaskData]:
     """The known task of a spec, where it has one, and its data as read; the arguments are those of `assignment`."""
     task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
     if spec.data is None:
         assert spec.task is not None
         task, where = find_task(spec.task, spec.data_root)
         kind = task.kind
-        if isinstance(where, Layout):
+        if isinstance(where, HubLayout):
             source, layout = where.source, where
         else:
             source, columns = where, spec.columns or dict(task.columns)
@@ -109,7 +109,7 @@ def load_task_data(
             f"{error}"
         ) from error
     if spec.relabel:
-        found = reading.with_label_names(found, spec.relabel)
+        found = reading.rename_labels(found, spec.relabel)
     return task, found
 
 
@@ -148,16 +148,16 @@ def task_kind_by_name(name: str) -> TaskKind:
     return next(kind for kind in TABLE[name] if kind is not None)
 
 
-def length_limits(spec: RunSpec, kind: TaskKind, labels: Sequence[str]) -> Limits:
+def length_limits(spec: RunSpec, kind: TaskKind, labels: Sequence[str]) -> TaskOptions:
     """Lengths, template and words of a run: the spec's own, else those of its task.
 
     Errors: words or a template where nothing is said in words; words that are missing, of no label, or shared.
     """
     task = TASKS[str(spec.task)] if spec.data is None else None
     wrong = []
-    if spec.template is not None and kind.loads not in SPEAKING:
+    if spec.template is not None and kind.head not in LANGUAGE_MODEL_HEADS:
         wrong.append("template is for a model that answers in words (answer: words)")
-    names = [name for name in dict.fromkeys(map(kind.spoken, labels)) if name] if kind.spoken else []
+    names = [name for name in dict.fromkeys(map(kind.word_key, labels)) if name] if kind.word_key else []
     if spec.words is None:
         told = {name: task.words.get(name, name) if task else name for name in names}
     elif not names:
@@ -173,7 +173,7 @@ def length_limits(spec: RunSpec, kind: TaskKind, labels: Sequence[str]) -> Limit
     wrong += [f"labels {', '.join(own)} have the same word {w!r}" for w, own in sharing.items() if w and len(own) > 1]
     if wrong:
         raise error_from_problems("what is said in words is wrong", wrong)
-    words = {label: told.get(kind.spoken(label), "") for label in labels} if kind.spoken else {}
+    words = {label: told.get(kind.word_key(label), "") for label in labels} if kind.word_key else {}
     return spec.limits(task.template if task else "", words)
 
 
@@ -181,6 +181,6 @@ def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
     """Error for metrics that are unknown or compare something else than this kind of task gives."""
     if wrong := [unknown_name("metric", name, METRICS) for name in metrics if name not in METRICS]:
         raise DeltuneError(" ".join(wrong))
-    if foreign := [name for name in metrics if METRICS[name].kind not in kind.compares]:
-        fitting = [name for name, metric in METRICS.items() if metric.kind in kind.compares]
+    if foreign := [name for name in metrics if METRICS[name].input_type not in kind.metric_inputs]:
+        fitting = [name for name, metric in METRICS.items() if metric.input_type in kind.metric_inputs]
         raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(foreign)}; it can by {', '.join(fitting)}")

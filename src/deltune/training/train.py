@@ -13,10 +13,10 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from ..data.loading import Data
+from ..data.loading import TaskData
 from ..errors import DeltuneError, unknown_name
-from ..filesystem import clear_write_errors
-from ..models import fit_padding
+from ..filesystem import explain_write_errors
+from ..models import align_padding_token
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.serialization import open_delta as read_delta
@@ -76,7 +76,7 @@ def train(
         told.info("%s is finished; nothing to do", run.folder)
         return found
     with contextlib.ExitStack() as held:
-        held.enter_context(clear_write_errors(run.folder))
+        held.enter_context(explain_write_errors(run.folder))
         distributed.broadcast_from_main(lambda: held.enter_context(run.locked()))
         if spec.several:
             if not resume:
@@ -96,7 +96,7 @@ def _finished(spec: RunSpec, run: RunDir, resume: bool, parts: ModelCache) -> di
     if not resume or not run.finished:
         return None
     try:
-        now = load_task_data(run.kept.spec, read=parts.data)[1].facts
+        now = load_task_data(run.kept.spec, read=parts.data)[1].summary
     except DeltuneError as error:
         told.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
     else:
@@ -136,14 +136,14 @@ def _job(
     limits = length_limits(spec, kind, found.labels)
     tokenizer = parts.tokenizer(spec)
     model = _base(spec, kind, found, tokenizer, parts)
-    if kind.loads == "causal-lm":
+    if kind.head == "causal-lm":
         check_causal(model)
     set_seed(spec.seed)
     tuned = attach(model, spec.method, head=spec.head)
     if not any(True for _ in tuned.trained()):
         raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
     trunk = None if spec.trunk_dropout == "on" else FrozenLayers(tuned)
-    check_length(model, kind.positions(limits))
+    check_length(model, kind.max_positions(limits))
     columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
     encoded = {
         split: token_cache.encode_cached(
@@ -156,15 +156,15 @@ def _job(
         parts.drop()  # its weights are shared out now
     batches = _batches(spec, encoded["train"], rows)
     held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision, trunk)
-    return RunState(spec, run, tuned, tokenizer, *held), found.facts
+    return RunState(spec, run, tuned, tokenizer, *held), found.summary
 
 
 def _base(
-    spec: RunSpec, kind: TaskKind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: ModelCache
+    spec: RunSpec, kind: TaskKind, data: TaskData, tokenizer: PreTrainedTokenizerBase, parts: ModelCache
 ) -> PreTrainedModel:
     """The model that a spec names, as it is before any tuning."""
-    model = parts.model(spec.model, kind.loads, data.labels or None, spec.seed)
-    fit_padding(model, tokenizer)
+    model = parts.model(spec.model, kind.head, data.labels or None, spec.seed)
+    align_padding_token(model, tokenizer)
     return model
 
 
@@ -183,7 +183,7 @@ def _arguments(job: RunState, device: torch.device) -> TrainingArguments:
         num_train_epochs=spec.epochs,
         max_steps=spec.steps or -1,
         per_device_train_batch_size=spec.rows(distributed.world_size()),
-        gradient_accumulation_steps=batches.chunks // distributed.world_size(),
+        gradient_accumulation_steps=batches.num_chunks // distributed.world_size(),
         learning_rate=spec.rate,
         lr_scheduler_type=SCHEDULES.get(spec.schedule, spec.schedule),
         warmup_steps=spec.warmup,
@@ -200,7 +200,7 @@ def _arguments(job: RunState, device: torch.device) -> TrainingArguments:
         eval_steps=spec.validate_every,
         save_strategy=moments,
         save_steps=spec.validate_every or 500,
-        logging_steps=max(1, batches.per_epoch // LINES),
+        logging_steps=max(1, batches.steps_per_epoch // LINES),
         logging_nan_inf_filter=False,  # a loss that is no number is an error here
         disable_tqdm=True,
         report_to=list(spec.report_to) or "none",
@@ -260,7 +260,7 @@ def _fit(job: RunState, arguments: TrainingArguments, bar: ProgressBar, checkpoi
         for split, rows in job.encoded.items():
             for cut, what, length in (
                 (rows.truncated, "inputs", job.limits.max_length),
-                (rows.truncated_targets, "targets", job.limits.target_length),
+                (rows.truncated_targets, "targets", job.limits.max_target_length),
             ):
                 if cut:
                     told.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, what, length)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..tasks.encoding import IGNORED, Row, collate
+from ..tasks.encoding import IGNORE_INDEX, Row, collate
 from . import checkpoints, distributed, interrupts
 from .progress import ProgressBar
 from .run_state import RunState, diverged_error, epochs_done
@@ -23,7 +23,7 @@ class DeltaTrainer(Trainer):
     def __init__(self, job: RunState, arguments: TrainingArguments) -> None:
         self.job = job
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
-        self.shifted = job.kind.loads == "causal-lm"
+        self.shifted = job.kind.head == "causal-lm"
         super().__init__(
             model=job.model,
             args=arguments,
@@ -53,7 +53,7 @@ class DeltaTrainer(Trainer):
         if rows:
             return collate(self.job.tokenizer, rows)
         batch = collate(self.job.tokenizer, [self.job.encoded["train"][0]])
-        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """The steps' batches, dealt to the processes by accelerate."""
@@ -71,7 +71,7 @@ class DeltaTrainer(Trainer):
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the loss of a batch is the mean of: rows, or the tokens that are predicted."""
         labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
-        return (labels != IGNORED).sum()
+        return (labels != IGNORE_INDEX).sum()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -153,7 +153,7 @@ def _terms(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str
     spec = RunSpec(**values["run"])
     run = RunDir(run_folder(runs, spec)).kept
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
-    return {"changes": changes(spec.model, kind.loads, run.delta), "seconds": 0.0}
+    return {"changes": changes(spec.model, kind.head, run.delta), "seconds": 0.0}
 
 
 def _time(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:

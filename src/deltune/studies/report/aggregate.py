@@ -53,7 +53,7 @@ def unit(name: str, view: View) -> Unit:
     if bare not in METRICS:
         return Unit(1.0, digits, view.lower, view.write(bare).replace("_", " "))
     metric = METRICS[bare]
-    usual = 2 if metric.kind in ("texts", "log-likelihoods") else 1
+    usual = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
     factor = 100.0 if metric.range[1] == 1.0 else 1.0
     return Unit(
         factor, usual if digits is None else digits, metric.better == "lower", view.write(bare).replace("_", " ")
