@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,3 +105,35 @@ def validation_problems(error: ValidationError, most: int = 10) -> list[str]:
     ]
     lines = list(dict.fromkeys(lines))
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def missing_extra(purpose: str, packages: Iterable[str], extra: str | None) -> str:
+    """Return the message for packages that are not installed: "figures need matplotlib: pip install deltune[studies]".
+
+    Args:
+        purpose: What needs them, with its verb: "figures need", "needs".
+        packages: The distributions that are missing.
+        extra: The extra of deltune that brings them; None for a plain installation.
+    """
+    return f"{purpose} {', '.join(packages)}: pip install deltune{f'[{extra}]' if extra else ''}"
+
+
+@contextlib.contextmanager
+def require_extra(extra: str, package: str, purpose: str) -> Iterator[None]:
+    """Turn a failing import in the block into an error that names the extra to install.
+
+        with require_extra("studies", "matplotlib", "figures need"):
+            import matplotlib
+
+    Args:
+        extra: The extra of deltune that brings the package.
+        package: The distribution that is imported.
+        purpose: What needs it, with its verb: "figures need".
+
+    Raises:
+        DeltuneError: An import in the block failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise DeltuneError(missing_extra(purpose, (package,), extra)) from error
