@@ -124,7 +124,7 @@ FORMS: tuple[tuple[Form, list[Outcome], str], ...] = (
 def test_a_form_is_decided_as_the_truth_is(form: Form, outcomes: list[Outcome], verdict: str) -> None:
     found = decided(form, outcomes)
     assert found.verdict == verdict, found
-    if found.interval and not found.parts:
+    if found.interval and not found.comparisons:
         low, high = found.interval
         assert low < found.effect < high
 

@@ -119,7 +119,7 @@ def test_the_page_says_everything(text: str) -> None:
         for outcome in outcomes:
             assert not outcome.error or outcome.error in said
     for one in FOUND:
-        assert one.claim in said and one.verdict in said
+        assert one.claim.text in said and one.verdict in said
     assert "+0.021" in said and "−0.011" in said and "< 0.001" in said
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
     curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
