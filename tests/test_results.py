@@ -218,7 +218,7 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
         pytest.skip(f"not permitted here: {error}")
     code = (
         "import sys; from deltune.studies.engine.store import ResultStore; from deltune.errors import DeltuneError\n"
-        "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.rows()))\n"
+        "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.records()))\n"
         "try: ResultStore(sys.argv[1])\n"
         "except DeltuneError as error: print(str(error))"
     )

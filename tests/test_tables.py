@@ -178,7 +178,7 @@ def test_a_seed_that_was_not_run_is_said() -> None:
 def test_a_forgotten_axis_is_an_error_and_no_average() -> None:
     one, two = cell("a", "x", 0.5), cell("a", "x", 0.7)
     two = Outcome({**two.cell, "lr": 0.1}, scores=two.scores)
-    with pytest.raises(DeltuneError, match="differ in lr: name it in the view"):
+    with pytest.raises(DeltuneError, match="differ in lr: name the axis in the view"):
         build_table(TableSpec(), [one, two])
 
 
