@@ -24,7 +24,7 @@ METHODS = (
 def measure(model: str, methods: Sequence[str], rows: int, tokens: int, rounds: int) -> list[Row]:
     """Two rows a method, the slowest first."""
     asked = {method: method for method in (FULL, *methods)}
-    facts = time_methods(model, asked, rows, tokens, rounds, whats=("step",))
+    facts = time_methods(model, asked, rows, tokens, rounds, phases=("step",))
     found = []
     for method in sorted(methods, key=lambda method: -facts[method]["step"]):
         own = facts[method]

@@ -49,7 +49,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     ids, labels = batch(shape)
     bare = {"input_ids": ids["input_ids"]}  # nothing is padded: the causal order is left to the kernel
     training, generating = ours(METHOD, shape, like), ours(METHOD, shape, like)
-    training.batch, training.labelled = bare, {**bare, "labels": labels}
+    training.batch, training.labelled_batch = bare, {**bare, "labels": labels}
     judged: dict[How, Target | None] = {"merged": None, "auto": NOT_SLOWER}
     for what, work in (("step", training.step), ("next token", token(generating))):
         gc.collect()

@@ -37,17 +37,17 @@ class Watched:
         self.tokenised: set[tuple[str, int]] = set()  # files of rows; one that is written again has another inode
 
     def idle(self) -> list[int]:
-        return [i for i, work in enumerate(self.at) if work is None]
+        return [i for i, job in enumerate(self.at) if job is None]
 
-    def give(self, worker: int, work: Job) -> None:
-        self.at[worker] = work
+    def submit(self, worker: int, job: Job) -> None:
+        self.at[worker] = job
 
-    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
+    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
         found = []
-        for worker, work in enumerate(self.at):
-            if work is not None:
+        for worker, job in enumerate(self.at):
+            if job is not None:
                 self.at[worker] = None
-                found.append((worker, execute_safely(work, self.runs, self.parts[worker])))
+                found.append((worker, execute_safely(job, self.runs, self.parts[worker])))
                 cache = token_cache.cache_folder()
                 assert cache is not None
                 self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
@@ -84,7 +84,7 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
     """methods × seeds × tasks runs of one step each."""
     with tempfile.TemporaryDirectory() as folder, cache(Path(folder) / "cache"):
         place = Path(folder)
-        works = [
+        jobs = [
             run_job(
                 RunSpec(
                     model=model, data=str(data), method=method, seed=seed, steps=1, batch_size=4, max_length=32,
@@ -97,12 +97,12 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
         ]  # fmt: skip
         pool = Watched(place / "runs", workers)
         with ResultStore(place / "study.sqlite") as results:
-            drive = Scheduler(lambda done: works, results, pool)
+            drive = Scheduler(lambda done: jobs, results, pool)
             drive.run(ProgressBar(wanted=False))
         if drive.failed:
-            raise RuntimeError(f"{len(drive.failed)} runs of {len(works)} failed")
+            raise RuntimeError(f"{len(drive.failed)} runs of {len(jobs)} failed")
     reads = max(parts.read["models"] for parts in pool.parts)
-    note = f"{len(works)} runs, {tasks} tasks, {workers} workers"
+    note = f"{len(jobs)} runs, {tasks} tasks, {workers} workers"
     made = len(pool.tokenised) / tasks / len(SPLITS)
     return [
         Row("study: reads of the backbone, by the worker with the most", reads, Target(1), unit="", note=note),

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.report.figure_spec import Bars, Curves, Heat, Scatter, Table, View
+from deltune.studies.report.figure_spec import Bars, Curves, HeatMap, Scatter, TableSpec, ViewSpec
 
 METHODS = {
     "full": 100.0, "scaled_parallel_adapter(at='ffn', rank=16)": 0.33, "prefix(length=16)": 0.33, "lora(rank=16)": 0.33,
     "mam(length=8, rank=16)": 0.66, "three_vectors": 0.0006, "bitfit": 0.07, "layernorm": 0.034,
     "prefix_layernorm(length=16)": 0.36,
 }  # fmt: skip
-WRITTEN = {
+NAMES = {
     "full": "FT", "scaled_parallel_adapter(at='ffn', rank=16)": "Adapter", "prefix(length=16)": "Prefix",
     "lora(rank=16)": "LoRA", "mam(length=8, rank=16)": "MAM", "three_vectors": "3V", "bitfit": "BitFit",
     "layernorm": "LN", "prefix_layernorm(length=16)": "Prefix+LN", "minilm": "MiniLM-L6", "bert": "BERT-base",
@@ -56,10 +56,10 @@ def nlu(models: tuple[str, ...] = ("minilm", "bert"), seeds: int = 3) -> list[Ou
     return found
 
 
-NLU = Table(
-    title="Results by task", groups="model", metric=("entity_f1", "accuracy"), rank=True, written=WRITTEN,
+NLU = TableSpec(
+    title="Results by task", groups="model", metric=("entity_f1", "accuracy"), rank=True, display_names=NAMES,
     order={"method": tuple(METHODS)},
-    paper={("BERT-base", "FT", "SICK"): 84.5, ("bert", "full", "sick"): 84.5, ("bert", "full", "sst2"): 90.9,
+    published={("BERT-base", "FT", "SICK"): 84.5, ("bert", "full", "sick"): 84.5, ("bert", "full", "sst2"): 90.9,
            ("bert", "full", "average"): 76.3, ("bert", "layernorm", "percent"): 0.04},
 )  # fmt: skip
 
@@ -76,8 +76,8 @@ def nlg() -> list[Outcome]:
     return found
 
 
-NLG = Table(
-    title="Generated text", columns=("task", "metric"), average=False, rank=True, written=WRITTEN,
+NLG = TableSpec(
+    title="Generated text", columns=("task", "metric"), average=False, rank=True, display_names=NAMES,
     metric=("bleu", "meteor", "rouge1", "rouge2", "rougeL", "cider", "ter", "bleurt"),
 )  # fmt: skip
 
@@ -97,7 +97,7 @@ def times() -> list[Outcome]:
 
 TIMES = Bars(
     title="Time of a training step, full = 100", groups="task", bars="method", y="train_step", lower=True,
-    relative={"method": "full"}, written=WRITTEN,
+    relative_to={"method": "full"}, display_names=NAMES,
 )  # fmt: skip
 
 
@@ -114,8 +114,11 @@ def terms(layers: int = 12) -> list[Outcome]:
     return found
 
 
-TERMS = Heat(
-    title="Change of gain and bias", over="changes", panels="task", written={**WRITTEN, "value": "mean absolute change"}
+TERMS = HeatMap(
+    title="Change of gain and bias",
+    entries="changes",
+    panels="task",
+    display_names={**NAMES, "value": "mean absolute change"},
 )
 
 
@@ -138,12 +141,12 @@ def budget() -> list[Outcome]:
 
 
 BUDGET = Scatter(
-    title="Score against parameters", y="rouge2", panels="task", levels={"full tuning": {"method": "full"}},
-    written={"mam": "MAM", "lora": "LoRA", "xsum": "XSum", "wmt16_enro": "en-ro"},
+    title="Score against parameters", y="rouge2", panels="task", reference_lines={"full tuning": {"method": "full"}},
+    display_names={"mam": "MAM", "lora": "LoRA", "xsum": "XSum", "wmt16_enro": "en-ro"},
 )  # fmt: skip
 POINTS = Scatter(
-    title="One point a method", y="accuracy", where={"task": "sst2", "model": "minilm"}, written=WRITTEN,
-    levels={"full tuning": {"method": "full"}},
+    title="One point a method", y="accuracy", where={"task": "sst2", "model": "minilm"}, display_names=NAMES,
+    reference_lines={"full tuning": {"method": "full"}},
 )  # fmt: skip
 
 
@@ -172,7 +175,9 @@ def gap() -> list[Outcome]:
     return found
 
 
-GAP = Curves(title="The gap shrinks with scale", x="size", y="accuracy", log=True, gap=True, written={"lora": "LoRA"})
+GAP = Curves(
+    title="The gap shrinks with scale", x="size", y="accuracy", log=True, gap=True, display_names={"lora": "LoRA"}
+)
 
 
 def structure() -> list[Outcome]:
@@ -185,7 +190,9 @@ def structure() -> list[Outcome]:
     ]  # fmt: skip
 
 
-STRUCTURE = Bars(title="A method and its twins", groups="group", bars="twin", panels="model", levels={"chance": 0.5})
+STRUCTURE = Bars(
+    title="A method and its twins", groups="group", bars="twin", panels="model", reference_lines={"chance": 0.5}
+)
 
 
 def convergence() -> list[Outcome]:
@@ -203,7 +210,7 @@ def convergence() -> list[Outcome]:
     return found
 
 
-CONVERGENCE = Curves(title="Convergence", series="kind", levels={"chance": 1 / 3})
+CONVERGENCE = Curves(title="Convergence", series="kind", reference_lines={"chance": 1 / 3})
 
 
 def thresholds() -> list[Outcome]:
@@ -225,7 +232,7 @@ def thresholds() -> list[Outcome]:
 
 THRESHOLDS = Curves(
     title="Two thresholds", x="N", y="accuracy", series=("method", "model"), log=True, marks=("low", "high"),
-    levels={"chance": 0.5, "full tuning": 0.925}, written={"lora": "LoRA"},
+    reference_lines={"chance": 0.5, "full tuning": 0.925}, display_names={"lora": "LoRA"},
 )  # fmt: skip
 
 
@@ -239,9 +246,9 @@ def transfer() -> list[Outcome]:
     ]  # fmt: skip
 
 
-TRANSFER = Heat(title="Zero-shot transfer", rows="source", columns="target", value="accuracy", diagonal=True)
+TRANSFER = HeatMap(title="Zero-shot transfer", rows="source", columns="target", value="accuracy", diagonal=True)
 
-STUDIES: dict[str, tuple[list[Outcome], tuple[View, ...]]] = {
+STUDIES: dict[str, tuple[list[Outcome], tuple[ViewSpec, ...]]] = {
     "ln/nlu": (nlu(), (NLU, POINTS)),
     "ln/nlg": (nlg(), (NLG,)),
     "ln/time": (times(), (TIMES,)),

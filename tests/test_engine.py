@@ -18,7 +18,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.filesystem import write_error
 from deltune.studies.engine import store as module
-from deltune.studies.engine.jobs import DOES, Job
+from deltune.studies.engine.jobs import RUNNERS, Job
 from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
@@ -35,25 +35,25 @@ def row(name: str, value: float = 1.0, error: str | None = None) -> JobRecord:
 class Here:
     """A pool of this very process: a worker answers when it is asked."""
 
-    def __init__(self, runs: Path, workers: int = 2, hook: Callable[[Job], None] = lambda work: None) -> None:
+    def __init__(self, runs: Path, workers: int = 2, hook: Callable[[Job], None] = lambda job: None) -> None:
         self.runs, self.hook, self.parts = runs, hook, ModelCache()
         self.at: list[Job | None] = [None] * workers
         self.given: list[str] = []
 
     def idle(self) -> list[int]:
-        return [i for i, work in enumerate(self.at) if work is None]
+        return [i for i, job in enumerate(self.at) if job is None]
 
-    def give(self, worker: int, work: Job) -> None:
-        self.at[worker] = work
-        self.given.append(work.name)
+    def submit(self, worker: int, job: Job) -> None:
+        self.at[worker] = job
+        self.given.append(job.name)
 
-    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
+    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
         found = []
-        for i, work in enumerate(self.at):
-            if work is not None:
+        for i, job in enumerate(self.at):
+            if job is not None:
                 self.at[i] = None
-                self.hook(work)
-                found.append((i, execute_safely(work, self.runs, self.parts)))
+                self.hook(job)
+                found.append((i, execute_safely(job, self.runs, self.parts)))
         return found
 
     def close(self) -> None:
@@ -68,15 +68,15 @@ def double(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str
 
 @pytest.fixture(autouse=True)
 def a_kind_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DOES, "double", double)
+    monkeypatch.setitem(RUNNERS, "double", double)
 
 
 def of(*numbers: int) -> list[Job]:
     return [Job("double", {"x": number}) for number in numbers]
 
 
-def drive(works: Sequence[Job], results: ResultStore, pool: Any = None, **options: Any) -> Scheduler:
-    made = Scheduler(lambda rows: works, results, pool or Here(results.runs), **options)
+def drive(jobs: Sequence[Job], results: ResultStore, pool: Any = None, **options: Any) -> Scheduler:
+    made = Scheduler(lambda rows: jobs, results, pool or Here(results.runs), **options)
     with ProgressBar(False) as bar:
         made.run(bar)
     return made
@@ -91,18 +91,18 @@ def test_what_was_put_is_there_again(tmp_path: Path) -> None:
         file.put(row("a"))
         file.put(row("b", error="it broke"))
     with ResultStore(tmp_path / "r.sqlite") as file:
-        assert file.get("a") == row("a") and [r.name for r in file.rows()] == ["a", "b"]
+        assert file.get("a") == row("a") and [r.name for r in file.records()] == ["a", "b"]
 
 
 def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
     with ResultStore(tmp_path / "r.sqlite") as file:
         file.put(row("a"))
         file.put(row("b"))
-        file._open.execute("UPDATE works SET result = '{\"value\": 9' WHERE name = 'a'")
+        file._db.execute("UPDATE works SET result = '{\"value\": 9' WHERE name = 'a'")
         with pytest.warns(UserWarning, match="row a of .* is corrupt"):
             assert file.get("a") is None
         with pytest.warns(UserWarning, match="corrupt"):
-            assert [r.name for r in file.rows()] == ["b"]
+            assert [r.name for r in file.records()] == ["b"]
 
 
 def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,17 +114,17 @@ def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         with ResultStore(tmp_path / "r.sqlite") as file:
             assert file.get("a") == row("a")
-            assert file._open.execute("SELECT * FROM notes").fetchall() == [("a",)]
+            assert file._db.execute("SELECT * FROM notes").fetchall() == [("a",)]
 
 
 def test_no_space_left(tmp_path: Path) -> None:
     with ResultStore(tmp_path / "r.sqlite") as file:
         file.put(row("a"))
-        (pages,) = file._open.execute("PRAGMA page_count").fetchone()
-        file._open.execute(f"PRAGMA max_page_count = {pages}")
+        (pages,) = file._db.execute("PRAGMA page_count").fetchone()
+        file._db.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(DeltuneError, match="no space left"):
             file.put(JobRecord("b", "run", {}, {"x": "y" * 100_000}, None, 0.0))
-        file._open.execute("PRAGMA max_page_count = 1000000")
+        file._db.execute("PRAGMA max_page_count = 1000000")
         assert file.get("a") == row("a") and file.get("b") is None
 
 
@@ -136,9 +136,9 @@ def test_everything_is_done_once(tmp_path: Path) -> None:
         pool = Here(file.runs)
         first = drive([*of(1, 2, 3), *of(2)], file, pool)
         assert first.done == 3 and len(pool.given) == 3 and not first.failed
-        assert [file.get(work.name).result["value"] for work in of(1, 2, 3)] == [2, 4, 6]  # type: ignore[union-attr]
+        assert [file.get(job.name).result["value"] for job in of(1, 2, 3)] == [2, 4, 6]  # type: ignore[union-attr]
         again = drive(of(1, 2, 3, 4), file, pool)
-        assert (again.done, again.found) == (1, 3)
+        assert (again.done, again.reused) == (1, 3)
 
 
 def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
         drive(of(-1, -2, -3, -4), file)
         pool = Here(file.runs, 1)
         made = drive(of(-1, -2, -3, -4), file, pool, retry=True)
-        assert len(pool.given) == 4 and made.done == 4 and made.found == 0
+        assert len(pool.given) == 4 and made.done == 4 and made.reused == 0
 
 
 def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +170,9 @@ def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pyte
 
     with ResultStore(tmp_path / "r.sqlite") as file:
         with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):
-            patch.setitem(DOES, "double", full)
+            patch.setitem(RUNNERS, "double", full)
             drive(of(1, 2), file)
-        assert not file.rows() and drive(of(1, 2), file).done == 2
+        assert not file.records() and drive(of(1, 2), file).done == 2
 
 
 def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
@@ -196,31 +196,31 @@ def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
 
         def join(self) -> None: ...
 
-    pool._ends, pool._processes, pool._at = [ours], [Ended()], [of(1)[0]]
+    pool._pipes, pool._processes, pool._jobs = [ours], [Ended()], [of(1)[0]]
     pool._start = lambda: (ours, Ended())  # type: ignore[method-assign]
     ours.recv_bytes()
-    ((_, found),) = pool.answers(1.0)
-    assert found.died
+    ((_, found),) = pool.poll(1.0)
+    assert found.worker_died
 
 
 def test_a_plan_that_learns(tmp_path: Path) -> None:
     """Bisection: what is wanted next depends on what came out."""
 
     def plan(rows: Mapping[str, JobRecord]) -> list[Job]:
-        low, high, works = 0, 64, []
+        low, high, jobs = 0, 64, []
         while high - low > 1:
-            works += of((low + high) // 2)
-            known = rows.get(works[-1].name)
+            jobs += of((low + high) // 2)
+            known = rows.get(jobs[-1].name)
             if known is None or known.result is None:
-                return works
+                return jobs
             low, high = (low, (low + high) // 2) if known.result["value"] >= 2 * 37 else ((low + high) // 2, high)
-        return works
+        return jobs
 
     with ResultStore(tmp_path / "r.sqlite") as file:
         made = Scheduler(plan, file, Here(file.runs))
         with ProgressBar(False) as bar:
             made.run(bar)
-        assert [work.spec["x"] for work in plan(made._rows)] == [32, 48, 40, 36, 38, 37] and made.done == 6
+        assert [job.spec["x"] for job in plan(made._records)] == [32, 48, 40, 36, 38, 37] and made.done == 6
 
 
 @pytest.mark.parametrize("there", range(7))
@@ -228,22 +228,22 @@ def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -
     """Each work is asked for after the one before: what a killed drive left in the file is no reason to stop."""
 
     def plan(rows: Mapping[str, JobRecord]) -> list[Job]:
-        works = of(*range(6))
-        return works[: 1 + next((i for i, work in enumerate(works) if work.name not in rows), 5)]
+        jobs = of(*range(6))
+        return jobs[: 1 + next((i for i, job in enumerate(jobs) if job.name not in rows), 5)]
 
     with ResultStore(tmp_path / "r.sqlite") as file:
         drive(of(*range(6))[:there], file, Here(file.runs))
         made = Scheduler(plan, file, Here(file.runs))
         with ProgressBar(False) as bar:
             made.run(bar)
-        assert (made.found, made.done) == (there, 6 - there) and len(file.rows()) == 6
+        assert (made.reused, made.done) == (there, 6 - there) and len(file.records()) == 6
 
 
 def test_a_worker_keeps_to_its_kin(tmp_path: Path) -> None:
-    works = [Job("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
+    jobs = [Job("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
     with ResultStore(tmp_path / "r.sqlite") as file:
         order: list[str] = []
-        drive(works, file, Here(file.runs, 1, lambda work: order.append(work.spec["model"])))
+        drive(jobs, file, Here(file.runs, 1, lambda job: order.append(job.spec["model"])))
     assert order == sorted(order)
 
 
@@ -271,10 +271,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(root: Path) -> dict[str, Any]:
     """The scores of a study that nothing disturbed, run in this process."""
     with ResultStore(root / "whole.sqlite") as file:
-        works = [planned.work for planned in study(root).cells()]
-        made = drive(works, file)
+        jobs = [planned.job for planned in study(root).cells()]
+        made = drive(jobs, file)
         assert made.done == 6 and not made.failed
-        return {r.name: scores(r) for r in file.rows()}
+        return {r.name: scores(r) for r in file.records()}
 
 
 def scores(found: JobRecord) -> Any:
@@ -284,7 +284,7 @@ def scores(found: JobRecord) -> Any:
 
 def test_what_a_run_answers(root: Path, whole: dict[str, Any]) -> None:
     with ResultStore(root / "whole.sqlite") as file:
-        for found in file.rows():
+        for found in file.records():
             assert found.result is not None
             outcome = Outcome({}, found.spec, found.result["scores"], found.result["count"], found.result["examples"])
             examples = outcome.examples["accuracy"]
@@ -337,7 +337,7 @@ def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path)
     assert process.returncode == 0, errors
     assert {path: path.stat().st_mtime_ns for path in before} == before
     with ResultStore(file) as results:
-        assert {r.name: scores(r) for r in results.rows()} == whole
+        assert {r.name: scores(r) for r in results.records()} == whole
 
 
 @pytest.mark.slow
@@ -349,7 +349,7 @@ def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) 
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
     with ResultStore(file) as results:
-        assert {r.name: scores(r) for r in results.rows()} == whole
+        assert {r.name: scores(r) for r in results.records()} == whole
     starts = [path.read_text().count('"event": "start"') for path in file.with_suffix(".runs").glob("*/log.jsonl")]
     assert starts == [1] * 6
 
@@ -358,35 +358,35 @@ def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -
     """kill -9 of a worker: another takes its place and its run."""
     with ResultStore(tmp_path / "r.sqlite") as file:
         pool = LocalPool(1, file.runs)
-        works = [planned.work for planned in study(root).cells()]
+        jobs = [planned.job for planned in study(root).cells()]
         killed: list[int] = []
-        give = pool.give
+        submit = pool.submit
 
-        def give_and_kill(worker: int, work: Job) -> None:
-            give(worker, work)
-            if not killed:
+        def submit_and_kill(worker: int, job: Job) -> None:
+            submit(worker, job)
+            if len(killed) < 2:
                 time.sleep(0.1)
                 killed.append(pool._processes[worker].pid)
                 os.kill(killed[-1], signal.SIGKILL)
 
-        pool.give = give_and_kill  # type: ignore[method-assign]
-        made = drive(works, file, pool)
-        assert len(killed) == 1 and made.done == 6 and not made.failed
-        assert {r.name: scores(r) for r in file.rows()} == whole
+        pool.submit = submit_and_kill  # type: ignore[method-assign]
+        made = drive(jobs, file, pool)
+        assert len(set(killed)) == 2 and made.done == 6 and not made.failed
+        assert {r.name: scores(r) for r in file.records()} == whole
 
 
 def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
     with ResultStore(tmp_path / "r.sqlite") as file:
         pool = LocalPool(1, file.runs)
-        give = pool.give
+        submit = pool.submit
 
-        def give_and_kill(worker: int, work: Job) -> None:
-            give(worker, work)
+        def submit_and_kill(worker: int, job: Job) -> None:
+            submit(worker, job)
             os.kill(pool._processes[worker].pid, signal.SIGKILL)
 
-        pool.give = give_and_kill  # type: ignore[method-assign]
-        made = drive([study(root).cells()[0].work], file, pool)
-        (only,) = file.rows()
+        pool.submit = submit_and_kill  # type: ignore[method-assign]
+        made = drive([study(root).cells()[0].job], file, pool)
+        (only,) = file.records()
         assert made.failed == [only.name] and "signal 9" in str(only.error)
 
 
@@ -396,7 +396,7 @@ def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
 def test_a_grid_is_every_combination(root: Path) -> None:
     axes = {"rate": {"low": {"lr": 1e-4}, "high": {"lr": 1e-2}}}
     cells = study(root, axes=axes).cells()
-    assert len(cells) == 3 * 2 * 2 and len({planned.work.name for planned in cells}) == 12
+    assert len(cells) == 3 * 2 * 2 and len({planned.job.name for planned in cells}) == 12
     assert cells[0].cell == {"model": "bert", "task": "words", "rate": "low", "method": "layernorm", "seed": 0}
     assert {planned.spec.lr for planned in cells} == {1e-4, 1e-2}
 
@@ -407,7 +407,7 @@ def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
     (tmp_path / "study.yaml").write_text(made.yaml())
     again = read_sweep(tmp_path / "study.yaml")
-    assert [p.work.name for p in again.cells()] == [p.work.name for p in made.cells()]
+    assert [p.job.name for p in again.cells()] == [p.job.name for p in made.cells()]
 
 
 def test_equal_counts(root: Path) -> None:
@@ -420,16 +420,16 @@ def test_equal_counts(root: Path) -> None:
     [
         ({"methods": ["lorra", "layernorm"], "tasks": {"x": {"task": "sikc"}}}, "Did you mean 'lora'"),
         ({"options": {"epoch": 3}}, "Did you mean 'epochs'"),
-        ({"options": {"seed": 3}}, "an axis of its own"),
+        ({"options": {"seed": 3}}, "is an axis of the study"),
         ({"budget": "1%", "align": "lora"}, "not both"),
         ({"model": ["x"]}, "Did you mean 'models'"),
         ({"seeds": ()}, "seeds"),
-        ({"name": "two\nlines"}, "is no label"),
+        ({"name": "two\nlines"}, "is not a label"),
         (
             {"methods": {"\x1b[2J": "head"}, "tasks": {"\ud800": {"task": "cb"}}},
-            r"(?s)tasks: .*methods: .* no label",
+            r"(?s)tasks: .*methods: .* not a label",
         ),
-        ({"axes": {"rate": {"low\x00": {"lr": 1e-4}}}}, "axes rate: .* is no label"),
+        ({"axes": {"rate": {"low\x00": {"lr": 1e-4}}}}, "axes rate: .* is not a label"),
     ],
 )
 def test_what_is_wrong_with_a_grid(changes: dict[str, Any], said: str, root: Path) -> None:

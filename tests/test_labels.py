@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv as csv_module
+import csv
 import io
 import re
 from dataclasses import replace
@@ -13,12 +13,12 @@ import pytest
 from matplotlib.text import Text
 
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.report.figure_spec import Bars, Curves, Figure, Heat, Scatter, Table
-from deltune.studies.report.page import Section, page
-from deltune.studies.report.plots import FORMATS, draw, rendered
-from deltune.studies.report.table_formats import csv, latex, markdown
-from deltune.studies.report.tables import Grid, grid
-from deltune.studies.sections import as_markdown, files
+from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter, TableSpec
+from deltune.studies.report.page import Section, render_page
+from deltune.studies.report.plots import FORMATS, draw, render
+from deltune.studies.report.table_formats import to_csv, to_latex, to_markdown
+from deltune.studies.report.tables import Table, build_table
+from deltune.studies.sections import section_markdown, write_section
 
 LABELS = (
     r"$\foo$", "$", "$a$ and $b_{$", r"\input{/etc/passwd}", "=1+1", "+1-1", "-1-1", "@SUM(1)", " =1", "＝1",
@@ -29,12 +29,12 @@ LABELS = (
 DRAWN = (r"$\foo$", "_hidden", "{}")
 """Those that something of matplotlib's has a meaning for."""
 
-FIGURES: dict[str, Figure] = {
+FIGURES: dict[str, FigureSpec] = {
     "scatter": Scatter(title="T", y="accuracy"),
     "bars": Bars(title="T", y="accuracy", groups="task"),
     "panels": Bars(title="T", y="accuracy", groups="method", bars="seed", panels="task"),
     "curves": Curves(title="T", x="step", y="loss", series="method", panels="task"),
-    "heat": Heat(title="T", rows="method", columns="task", value="accuracy"),
+    "heat": HeatMap(title="T", rows="method", columns="task", value="accuracy"),
 }
 
 labels = pytest.mark.parametrize("label", LABELS, ids=lambda label: ascii(label)[:24])
@@ -52,8 +52,8 @@ def outcomes(label: str) -> list[Outcome]:
     return [*done, Outcome({"method": "head", "task": label}, error=label)]
 
 
-def table(label: str) -> Grid:
-    return grid(Table(title=label, written={"accuracy": label}), outcomes(label))
+def table(label: str) -> Table:
+    return build_table(TableSpec(title=label, display_names={"accuracy": label}), outcomes(label))
 
 
 @pytest.mark.filterwarnings("ignore:Glyph .* missing from font")
@@ -61,14 +61,14 @@ def table(label: str) -> Grid:
 @pytest.mark.parametrize("label", [pytest.param(one, marks=() if one in DRAWN else pytest.mark.slow) for one in LABELS])
 def test_a_figure_shows_a_label_as_it_is(label: str, kind: str) -> None:
     picture = draw(FIGURES[kind], outcomes(label))
-    assert all(rendered(picture.figure, form) for form in (FORMATS if label not in DRAWN else ["svg"]))
+    assert all(render(picture.figure, form) for form in (FORMATS if label not in DRAWN else ["svg"]))
     texts = [text.get_text().replace("\n", " ") for text in picture.figure.findobj(Text)]  # type: ignore[attr-defined]
     assert any(label[:12].strip() in text or label[-12:].strip() in text for text in texts)
 
 
 @labels
 def test_no_cell_of_a_csv_file_is_a_formula(label: str) -> None:
-    lines = list(csv_module.reader(io.StringIO(csv(table(label)))))
+    lines = list(csv.reader(io.StringIO(to_csv(table(label)))))
     assert {len(line) for line in lines} == {len(lines[0])}
     for cell in (cell for line in lines for cell in line):
         assert not re.match(r"\s*[=+@＝-]", cell) or re.fullmatch(r"-?[\d.]+", cell)
@@ -78,16 +78,16 @@ def test_no_cell_of_a_csv_file_is_a_formula(label: str) -> None:
 @pytest.mark.parametrize("value", [-0.5, 1e-07, -1e22, 0.25])
 def test_numbers_stay_numbers(value: float) -> None:
     done = [Outcome({"method": str(-value), "task": "sick"}, {}, {"accuracy": value}, {"percent": 1.0})]
-    line = list(csv_module.reader(io.StringIO(csv(grid(Table(), done)))))[1]
+    line = list(csv.reader(io.StringIO(to_csv(build_table(TableSpec(), done)))))[1]
     assert line[0] == str(-value) and repr(value) in line
 
 
 @labels
 def test_a_table_is_no_more_than_text(label: str) -> None:
-    text = markdown(table(label))
+    text = to_markdown(table(label))
     assert "\x1b" not in text and not re.search(r"(?<!\\)<(?!/?(u|sup)>)", text)
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")}) == 1
-    text = latex(table(label))
+    text = to_latex(table(label))
     body = text[text.index(r"\toprule") :]
     assert "\\input{" not in body and "\x1b" not in body
     assert len(re.findall(r"(?<!\\)\{", body)) == len(re.findall(r"(?<!\\)\}", body))
@@ -121,12 +121,12 @@ def section(label: str) -> Section:
 def test_a_page_gets_no_element_from_a_label(label: str, tmp_path: Path) -> None:
     """The page of a study whose every word is this one; as Markdown and as files too."""
     part = section(label)
-    made = Elements(page([part], label))
+    made = Elements(render_page([part], label))
     beyond = {element for element in made.elements if element[0] in ("script", "img", "a", "iframe", "link")}
     assert beyond <= {("script",), ("img", "src", "alt", "style", "width", "height"), ("a", "href")}
     assert sum(element[0] == "script" for element in made.elements) == 1
     assert not any(name.startswith("on") for _, *names in made.elements for name in names)
     assert any(label in words for words in made.words)
-    assert not re.search(r"(?<!\\)<(?!/?(u|sup)>)", as_markdown(part))
-    written = files(replace(part, figures=()), tmp_path / "out")
+    assert not re.search(r"(?<!\\)<(?!/?(u|sup)>)", section_markdown(part))
+    written = write_section(replace(part, figures=()), tmp_path / "out")
     assert all(path.parent == tmp_path / "out" and path.is_file() for path in written)

@@ -4,50 +4,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import browser
 import made
+from deltune.studies.claims.claims import Beats, Claim
+from deltune.studies.claims.verdicts import Finding
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.report.figure_spec import Bars, Figure, Heat, Table
-from deltune.studies.report.page import Section, page, spark
+from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
+from deltune.studies.report.page import Section, render_page, sparkline
 from deltune.studies.report.plots import draw
-from deltune.studies.report.table_formats import grid
+from deltune.studies.report.tables import build_table
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"
 
 
-@dataclass(frozen=True)
-class Found:
-    claim: str
-    source: str
-    verdict: str
-    effect: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    note: str = ""
+def finding(text: str, source: str, *values: Any, **more: Any) -> Finding:
+    return Finding(Claim(text, source, Beats({"method": "a"}, {"method": "b"})), *values, **more)
 
 
 FOUND = (
-    Found("layernorm beats BitFit with half the parameters", "LN 3.2", "holds", 0.021, 0.012, 0.03, 0.0004, "paired"),
-    Found("MAM beats every other method", "LN 3.2", "does not hold", -0.011, -0.02, -0.004, 0.013),
-    Found("the gap between methods shrinks with scale", "AP 4.2", "undecided", note="one size only"),
-)
+    finding("layernorm beats BitFit with half the parameters", "LN 3.2", "holds", 0.021, (0.012, 0.03),
+            p_adjusted=0.0004, note="paired"),
+    finding("MAM beats every other method", "LN 3.2", "does not hold", -0.011, (-0.02, -0.004), p_adjusted=0.013),
+    finding("the gap between methods shrinks with scale", "AP 4.2", "undecided", note="one size only"),
+)  # fmt: skip
 
 
-def section(name: str, outcomes: list[Outcome], views: tuple[object, ...], found: tuple[Found, ...] = ()) -> Section:
+def section(
+    name: str, outcomes: list[Outcome], views: tuple[object, ...], findings: tuple[Finding, ...] = ()
+) -> Section:
     return Section(
         name,
         "What does it cost to tune few parameters?\n\nAnd where are they best spent?",
-        tuple(grid(view, outcomes) for view in views if isinstance(view, Table)),
-        tuple(draw(view, outcomes) for view in views if isinstance(view, Figure)),
-        found,
+        tuple(build_table(view, outcomes) for view in views if isinstance(view, TableSpec)),
+        tuple(draw(view, outcomes) for view in views if isinstance(view, FigureSpec)),
+        findings,
         tuple(outcomes),
         tuple(f"{outcome.cell['method']} on {outcome.cell['task']}" for outcome in outcomes if outcome.error),
     )
@@ -56,7 +53,9 @@ def section(name: str, outcomes: list[Outcome], views: tuple[object, ...], found
 @pytest.fixture(scope="module")
 def text() -> str:
     """A page of every kind of study."""
-    return page([section(name, *study, FOUND if name == "ln/nlu" else ()) for name, study in made.STUDIES.items()])
+    return render_page(
+        [section(name, *study, FOUND if name == "ln/nlu" else ()) for name, study in made.STUDIES.items()]
+    )
 
 
 class Reader(HTMLParser):
@@ -120,7 +119,7 @@ def test_the_page_says_everything(text: str) -> None:
         for outcome in outcomes:
             assert not outcome.error or outcome.error in said
     for one in FOUND:
-        assert one.claim in said and one.verdict in said
+        assert one.claim.text in said and one.verdict in said
     assert "+0.021" in said and "−0.011" in said and "< 0.001" in said
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
     curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
@@ -141,7 +140,7 @@ def test_figures_have_words_for_those_who_do_not_see_them(text: str) -> None:
 
 def test_equal_outcomes_give_an_equal_page() -> None:
     outcomes, views = made.STUDIES["ap/gap"]
-    assert page([section("a", outcomes, views)]) == page([section("a", outcomes, views)])
+    assert render_page([section("a", outcomes, views)]) == render_page([section("a", outcomes, views)])
 
 
 def test_every_word_is_escaped() -> None:
@@ -149,29 +148,33 @@ def test_every_word_is_escaped() -> None:
         made.outcome({"method": EVIL, "task": EVIL, "seed": 0}, {"accuracy": 0.5}),
         Outcome({"method": "b", "task": EVIL, "seed": 0}, error=EVIL),
     ]
-    views = (Table(title=EVIL), Bars(title=EVIL), Heat(title=EVIL, rows="method", columns="task", value="accuracy"))
-    one = section(EVIL, outcomes, views, (Found(EVIL, EVIL, "holds", note=EVIL),))
-    made_page = page([one, one], title=EVIL)
+    views = (
+        TableSpec(title=EVIL),
+        Bars(title=EVIL),
+        HeatMap(title=EVIL, rows="method", columns="task", value="accuracy"),
+    )
+    one = section(EVIL, outcomes, views, (finding(EVIL, EVIL, "holds", note=EVIL),))
+    made_page = render_page([one, one], title=EVIL)
     found = Reader(made_page)
     assert len(found.all("script")) == 1
     assert "alert(" in found.said() and "<script>alert" not in made_page
 
 
-@pytest.mark.parametrize("sections", [[], [Section("empty")], [section("none", [], (Table(), Bars()))]])
+@pytest.mark.parametrize("sections", [[], [Section("empty")], [section("none", [], (TableSpec(), Bars()))]])
 def test_a_study_without_a_run_has_its_page(sections: list[Section]) -> None:
-    assert "0 runs" in Reader(page(sections)).said()
+    assert "0 runs" in Reader(render_page(sections)).said()
 
 
 def test_a_spec_is_told_once_where_it_is_shared() -> None:
     outcomes = [made.outcome({"method": "a", "seed": s, "task": "x"}, {"accuracy": 0.5}) for s in range(3)]
-    text = page([section("one", outcomes, ())])
+    text = render_page([section("one", outcomes, ())])
     assert text.count("batch_size: 16") == 1 and text.count("seed: 2") == 1
 
 
 def test_small_curves() -> None:
-    assert spark([]) == spark([{"step": 1, "loss": 2.0}]) == "–"
-    assert spark([{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 1.0}]) == "–"
-    drawn = str(spark([{"step": i, "loss": 5.0 / (i + 1)} for i in range(500)]))
+    assert sparkline([]) == sparkline([{"step": 1, "loss": 2.0}]) == "–"
+    assert sparkline([{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 1.0}]) == "–"
+    drawn = str(sparkline([{"step": i, "loss": 5.0 / (i + 1)} for i in range(500)]))
     assert "loss from 5 to 0.01, steps 0 to 499" in drawn
     assert drawn.count(",") < 60
 

@@ -18,22 +18,21 @@ from matplotlib.transforms import Bbox
 
 import made
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.report.figure_spec import Bars, Curves, Heat, Scatter
-from deltune.studies.report.figure_spec import Figure as View
-from deltune.studies.report.plots import draw, rendered, save
-from deltune.studies.report.style import COLOURS, canvas, series_style, short
+from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
+from deltune.studies.report.plots import draw, render, save
+from deltune.studies.report.style import COLOURS, lay_out, series_style, short_number
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
     for name, (outcomes, views) in made.STUDIES.items()
     for view in views
-    if isinstance(view, View)
+    if isinstance(view, FigureSpec)
 ]
 
 
 def words(figure: Figure) -> list[tuple[Text, Bbox]]:
     """Every text that is seen, with its place on the canvas."""
-    renderer = canvas(figure).get_renderer()
+    renderer = lay_out(figure).get_renderer()
     found = []
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
@@ -88,14 +87,14 @@ def assert_legible(figure: Figure) -> None:
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
-def test_words_are_legible(view: View, outcomes: list[Outcome]) -> None:
+def test_words_are_legible(view: FigureSpec, outcomes: list[Outcome]) -> None:
     assert_legible(draw(view, outcomes).figure)
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
-def test_every_series_and_level_has_an_artist(view: View, outcomes: list[Outcome]) -> None:
+def test_every_series_and_level_has_an_artist(view: FigureSpec, outcomes: list[Outcome]) -> None:
     figure = draw(view, outcomes).figure
-    levels = [where for where in view.levels.values() if isinstance(where, dict)]
+    levels = [where for where in view.reference_lines.values() if isinstance(where, dict)]
     rest = [o for o in outcomes if not any(o.cell.get(k) == v for where in levels for k, v in where.items())]
     axes: tuple[str, ...] = ()
     if isinstance(view, (Scatter, Curves)):
@@ -105,12 +104,12 @@ def test_every_series_and_level_has_an_artist(view: View, outcomes: list[Outcome
     elif view.panels:
         axes = (view.panels,)
     wanted = {f"series {', '.join(view.write(o.cell[axis]) for axis in axes)}" for o in rest}
-    wanted |= {f"level {name}" for name in view.levels}
+    wanted |= {f"level {name}" for name in view.reference_lines}
     assert wanted <= artists(figure)
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
-def test_every_outcome_is_drawn_or_noted(view: View, outcomes: list[Outcome]) -> None:
+def test_every_outcome_is_drawn_or_noted(view: FigureSpec, outcomes: list[Outcome]) -> None:
     picture = draw(view, outcomes)
     for outcome in outcomes:
         if outcome.error and all(outcome.cell.get(k) == v for k, v in view.where.items()):
@@ -119,11 +118,11 @@ def test_every_outcome_is_drawn_or_noted(view: View, outcomes: list[Outcome]) ->
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
-def test_equal_numbers_give_equal_bytes(view: View, outcomes: list[Outcome]) -> None:
+def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome]) -> None:
     one, two = draw(view, outcomes).figure, draw(view, outcomes).figure
     for kind in ("svg", "png"):
-        assert rendered(one, kind) == rendered(two, kind)
-    assert rendered(one, "svg") == rendered(one, "svg"), "drawing changes nothing"
+        assert render(one, kind) == render(two, kind)
+    assert render(one, "svg") == render(one, "svg"), "drawing changes nothing"
 
 
 def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
@@ -173,12 +172,12 @@ LONG = (
         Curves(x="N", y="accuracy", log=True),
         Bars(),
         Bars(groups="method", bars="task"),
-        Heat(rows="method", columns="task", value="accuracy"),
-        Heat(rows="task", columns="method", value="accuracy", panels="seed"),
+        HeatMap(rows="method", columns="task", value="accuracy"),
+        HeatMap(rows="task", columns="method", value="accuracy", panels="seed"),
     ],
 )
-def test_long_expressions_are_wrapped(view: View) -> None:
-    tasks = (1, 2) if isinstance(view, (Bars, Heat)) or len(view.series) == 2 else (1,)
+def test_long_expressions_are_wrapped(view: FigureSpec) -> None:
+    tasks = (1, 2) if isinstance(view, (Bars, HeatMap)) or len(view.series) == 2 else (1,)
     outcomes = [
         made.outcome({**cell, "N": 10, "seed": 0}, {"accuracy": 0.5}, m)
         for m in (1, 2, 3, 4)
@@ -266,11 +265,13 @@ def test_a_threshold_beyond_every_size_is_marked_as_that() -> None:
     assert not any("LoRA" in note for note in picture.notes)
 
 
-@pytest.mark.parametrize("view", [Scatter(), Curves(), Bars(), Heat(rows="a", columns="b"), Curves(gap=True, log=True)])
+@pytest.mark.parametrize(
+    "view", [Scatter(), Curves(), Bars(), HeatMap(rows="a", columns="b"), Curves(gap=True, log=True)]
+)
 @pytest.mark.parametrize("outcomes", [[], [Outcome({"method": "a", "task": "x", "seed": 0}, error="no")]])
-def test_nothing_to_draw_is_a_figure_that_says_so(view: View, outcomes: list[Outcome]) -> None:
+def test_nothing_to_draw_is_a_figure_that_says_so(view: FigureSpec, outcomes: list[Outcome]) -> None:
     picture = draw(view, outcomes)
-    assert rendered(picture.figure, "svg")
+    assert render(picture.figure, "svg")
     assert not outcomes or any("no" in note for note in picture.notes)
 
 
@@ -300,7 +301,7 @@ def test_no_two_series_of_a_figure_look_alike() -> None:
     ],
 )
 def test_ticks_in_short(value: float, text: str) -> None:
-    assert short(value) == text
+    assert short_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -309,12 +310,12 @@ def test_ticks_in_short(value: float, text: str) -> None:
 def test_without_the_extra_it_is_named(package: str, module: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None\ntry: import {module}\nexcept Exception as e: print(repr(e))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.startswith("DeltuneError") and "pip install deltune[report]" in told
+    assert told.startswith("DeltuneError") and "pip install 'deltune[studies]'" in told
 
 
 def test_a_figure_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
     view, outcomes = FIGURES[0].values
-    assert isinstance(view, View)
+    assert isinstance(view, FigureSpec)
     picture = draw(view, outcomes)  # type: ignore[arg-type]
     save(picture.figure, tmp_path / "figure")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -21,25 +21,25 @@ def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     """A worker is killed in the middle, too."""
     from deltune.studies.engine.ray_workers import RayPool
 
-    works = [planned.work for planned in study(tmp_path).cells()]
+    jobs = [planned.job for planned in study(tmp_path).cells()]
     with ResultStore(tmp_path / "here.sqlite") as file:
-        drive(works, file, Here(file.runs))
-        whole = {row.name: scores(row) for row in file.rows()}
+        drive(jobs, file, Here(file.runs))
+        whole = {row.name: scores(row) for row in file.records()}
     with ResultStore(tmp_path / "ray.sqlite") as file:
         cluster = RayPool(2, file.runs)
         killed: list[int] = []
-        give, pids = cluster.give, cluster.pids()
+        submit, pids = cluster.submit, cluster.pids()
 
-        def give_and_kill(worker: int, work: object) -> None:
-            give(worker, work)  # type: ignore[arg-type]
+        def submit_and_kill(worker: int, job: object) -> None:
+            submit(worker, job)  # type: ignore[arg-type]
             if not killed:
                 killed.append(pids[worker])
                 time.sleep(0.2)
                 os.kill(pids[worker], signal.SIGKILL)
 
-        cluster.give = give_and_kill  # type: ignore[method-assign, assignment]
-        made = Scheduler(lambda rows: works, file, cluster)
+        cluster.submit = submit_and_kill  # type: ignore[method-assign, assignment]
+        made = Scheduler(lambda rows: jobs, file, cluster)
         with ProgressBar(False) as bar:
             made.run(bar)
         assert killed and made.done == 6 and not made.failed
-        assert {row.name: scores(row) for row in file.rows()} == whole
+        assert {row.name: scores(row) for row in file.records()} == whole

@@ -16,7 +16,7 @@ import pytest
 import tiny
 from deltune.cli import app
 from deltune.errors import DeltuneError
-from deltune.studies.study import narrowed, of_file
+from deltune.studies.study import select_cells, study_from_file
 from test_engine import study
 
 
@@ -102,13 +102,13 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
 
 
 def test_only_some_cells(place: Path) -> None:
-    whole = of_file(place / "mine.yaml")
-    some = narrowed(whole, ["method=low*", "seed=1"])
+    whole = study_from_file(place / "mine.yaml")
+    some = select_cells(whole, ["method=low*", "seed=1"])
     assert [want.cell["method"] for want in some.wanted({})] == ["low rank"] and len(whole.wanted({})) == 6
     with pytest.raises(DeltuneError, match="Did you mean 'method'"):
-        narrowed(whole, ["methods=x"])
+        select_cells(whole, ["methods=x"])
     with pytest.raises(DeltuneError, match="Did you mean 'norms'"):
-        narrowed(whole, ["method=nroms"])
+        select_cells(whole, ["method=nroms"])
     assert "no folder" in deltune("run", place / "mine.yaml", "--data-root", place / "nowhere", code=2).stderr
     assert "unknown axis" in deltune("run", place / "mine.yaml", "--only", "methods=x", code=2).stderr
 

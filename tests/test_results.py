@@ -72,7 +72,7 @@ class Two:
 
     def on(self, name: str) -> ResultStore | None:
         self.patch.setattr(module, "time", self.clocks[name])
-        self.patch.setattr(module, "_machine", lambda: name)
+        self.patch.setattr(module, "_host_id", lambda: name)
         return self.drivers.get(name)
 
     def sleep(self, seconds: float) -> None:
@@ -84,10 +84,10 @@ class Two:
         assert driver is not None
         return driver.claim("work")
 
-    def beat(self, name: str) -> None:
+    def heartbeat(self, name: str) -> None:
         driver = self.on(name)
         assert driver is not None
-        driver.beat()
+        driver.heartbeat()
 
 
 @pytest.mark.parametrize("ahead", [0.0, 61.0, 1e6, -61.0, -1e6], ids=lambda ahead: f"{ahead:+.0f}s")
@@ -100,7 +100,7 @@ def test_a_claim_does_not_depend_on_what_the_clocks_say(
     for i in range(200):
         two.sleep(1.0)
         if i % 15 == 14:
-            two.beat("early")
+            two.heartbeat("early")
         assert not two.claim("late"), f"its owner was at work {i} seconds later"
     waited = 0
     while not two.claim("late"):
@@ -124,7 +124,7 @@ def test_what_is_no_sign_of_an_owner_that_ended(case: str, tmp_path: Path, monke
         two.sleep(1e5)
         assert not two.claim("late"), "the owner was given no time to beat"
     if case == "observer stopped":
-        two.beat("early")
+        two.heartbeat("early")
         two.sleep(59.0)
         assert not two.claim("late")
 
@@ -136,7 +136,7 @@ def test_claims_of_one_machine(tmp_path: Path) -> None:
         assert one.claim("b")
         ended = one.owner.replace(f" {os.getpid()} ", " 999999999 ")
         for owner, taken in ((ended, True), (f"other{ended}", False), ("who knows", False), ("", False)):
-            one._open.execute("UPDATE claims SET owner = ?", (owner,))
+            one._db.execute("UPDATE claims SET owner = ?", (owner,))
             assert two.claim("b") == taken, f"an owner called {owner!r}"
 
 
@@ -160,7 +160,7 @@ def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
 def test_reading_changes_nothing(file: Path) -> None:
     before = content(file.parent)
     with ResultStore(file, read_only=True) as results:
-        assert results.rows() == ROWS
+        assert results.records() == ROWS
         with pytest.raises(DeltuneError, match="cannot be written"):
             results.put(row("new"))
     assert content(file.parent) == before
@@ -173,8 +173,8 @@ def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
             results.put(row("a"))
     for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
         with ResultStore(tmp_path / "r.sqlite", read_only) as results:
-            assert results.rows() == [row("a")]
-            assert results._open.execute("PRAGMA user_version").fetchone() == (schema,)
+            assert results.records() == [row("a")]
+            assert results._db.execute("PRAGMA user_version").fetchone() == (schema,)
 
 
 @pytest.mark.parametrize("left", ["nothing", "a log"])
@@ -195,7 +195,7 @@ def test_a_file_beside_which_nothing_can_be_written(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with ResultStore(file, read_only=True) as results:
-        assert results.rows() == rows
+        assert results.records() == rows
     assert content(file.parent) == before and not list(tmp_path.glob("deltune-*"))
 
 
@@ -218,7 +218,7 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
         pytest.skip(f"not permitted here: {error}")
     code = (
         "import sys; from deltune.studies.engine.store import ResultStore; from deltune.errors import DeltuneError\n"
-        "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.rows()))\n"
+        "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.records()))\n"
         "try: ResultStore(sys.argv[1])\n"
         "except DeltuneError as error: print(str(error))"
     )
@@ -310,7 +310,7 @@ def test_random_damage(kind: str, file: Path) -> None:
             warnings.simplefilter("always")
             try:
                 with ResultStore(file, read_only=True) as results:
-                    rows = results.rows()
+                    rows = results.records()
             except DeltuneError as error:
                 assert "\n" not in str(error), f"seed {seed}"
                 rows = None

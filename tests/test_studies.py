@@ -15,18 +15,34 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.studies.claims.verdicts import findings
+from deltune.studies.claims.verdicts import decide_claims
 from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
-from deltune.studies.papers.apet import PAPER, SMALLER
-from deltune.studies.papers.registry import CLAIMS, STUDIES, study
+from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
+from deltune.studies.papers.registry import CLAIMS, STUDIES
 from deltune.studies.report import plots, tables
-from deltune.studies.report.figure_spec import Figure, Table, names
-from deltune.studies.scales import RATES, StudySetup, choices, crossed, joined, small_scale_rate
-from deltune.studies.study import Study, Want, told
-from deltune.studies.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
+from deltune.studies.report.figure_spec import FigureSpec, TableSpec, as_tuple
+from deltune.studies.scales import (
+    LEARNING_RATES,
+    StudySetup,
+    cross_product,
+    join_plans,
+    method_variants,
+    small_scale_rate,
+)
+from deltune.studies.study import PlannedCell, Study, job_outcomes
+from deltune.studies.thresholds import (
+    ThresholdSearch,
+    bisect_sizes,
+    is_above_chance,
+    plan_searches,
+    powers_of_two,
+    reaches_full_tuning,
+    search_cells,
+    threshold_outcomes,
+)
 from deltune.tasks.registry import TASKS
 from deltune.training.config import RunSpec
 from deltune.training.progress import ProgressBar
@@ -49,16 +65,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> StudySetup:
 
 
 def built(name: str, scale: str, place: StudySetup) -> Study:
-    return study(name, place if scale == "small" else StudySetup())
+    return STUDIES[name](place if scale == "small" else StudySetup())
 
 
 # -- made-up results
 
 
-def result(work: Job) -> dict[str, Any]:
+def result(job: Job) -> dict[str, Any]:
     """What a work of each kind would answer."""
-    chance = random.Random(work.name)
-    if work.kind == "time":
+    chance = random.Random(job.name)
+    if job.kind == "time":
         turns = {
             label: {
                 "turns": {
@@ -66,20 +82,20 @@ def result(work: Job) -> dict[str, Any]:
                 },
                 "percent": 1.0, "kept": 1000,
             }
-            for label in work.spec["methods"]
+            for label in job.spec["methods"]
         }  # fmt: skip
         return {"turns": turns, "seconds": 0.0}
-    run = work.spec.get("run", work.spec)
-    if work.kind == "terms":
+    run = job.spec.get("run", job.spec)
+    if job.kind == "terms":
         changes = [
             {"layer": layer, "module": module, "term": term, "value": (1 + layer) * (1 + chance.random())}
             for layer in range(4) for module in ("attention", "ffn") for term in ("gain", "bias")
         ]  # fmt: skip
         return {"changes": changes, "seconds": 0.0}
-    task = work.spec.get("other", run)["task"]
+    task = job.spec.get("other", run)["task"]
     drawn = re.search(r"parameters=(\d+)", run["method"])
     value = 0.8 + 0.03 * chance.random()
-    if drawn and work.kind == "run":
+    if drawn and job.kind == "run":
         value = 0.5 + 0.4 / (1 + math.exp(-2.5 * (math.log10(int(drawn[1])) - 2.5)))
     scores = {
         metric: value * (1 if metric in ("accuracy", "entity_f1", "exact") else 50)
@@ -100,15 +116,15 @@ def result(work: Job) -> dict[str, Any]:
 def driven(made: Study) -> dict[str, JobRecord]:
     """All that a study asks for, answered, until it asks for nothing more."""
     rows: dict[str, JobRecord] = {}
-    while left := [work for work in made.plan(rows) for work in work.all() if work.name not in rows]:
-        for work in left:
-            rows[work.name] = JobRecord(work.name, work.kind, dict(work.spec), result(work), None, 1.0)
+    while left := [job for job in made.jobs(rows) for job in job.with_requirements() if job.name not in rows]:
+        for job in left:
+            rows[job.name] = JobRecord(job.name, job.kind, dict(job.spec), result(job), None, 1.0)
     return rows
 
 
 def metric_of(made: Study, outcomes: list[Outcome]) -> str | dict[str, str]:
     """The study's metric for each task, where it has several."""
-    several = names(made.metric)
+    several = as_tuple(made.metric)
     if len(several) == 1:
         return several[0]
     tasks = {str(o.cell[axis]) for o in outcomes for axis in ("task", "target") if axis in o.cell}
@@ -120,7 +136,7 @@ def metric_of(made: Study, outcomes: list[Outcome]) -> str | dict[str, str]:
 def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     """Specs are valid, cells are one of a kind, claims find their axes and labels, views can be drawn."""
     made = built(name, scale, place)
-    assert made.name == name and made.asks and made.views
+    assert made.name == name and made.question and made.views
     assert scale == "paper" or made.notes, "what is other than in the paper"
     rows = driven(made)
     outcomes = made.outcomes(rows)
@@ -135,18 +151,18 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     if name == "ap/thresholds":
         for outcome in outcomes:
             assert "N" in outcome.cell or set(outcome.extra) >= {"low", "high"}
-    for finding in findings(CLAIMS[name], outcomes, metric_of(made, outcomes), made.lower):
+    for finding in decide_claims(CLAIMS[name], outcomes, metric_of(made, outcomes), made.lower):
         assert finding.effect is not None, f"{finding.claim.text}: {finding.note}"
     for view in made.views:
-        if isinstance(view, Table):
-            grid = tables.grid(view, outcomes)
-            assert grid.rows and not grid.left, grid.left
-            assert scale == "small" or not view.paper or grid.compared
-            entries = {key for key in view.paper if not any(part in ("percent", "average", "rank") for part in key)}
-            shown = [entry.paper for row in grid.rows for entry in row.entries if entry.paper is not None]
+        if isinstance(view, TableSpec):
+            grid = tables.build_table(view, outcomes)
+            assert grid.rows and not grid.excluded, grid.excluded
+            assert scale == "small" or not view.published or grid.has_published
+            entries = {key for key in view.published if not any(part in ("percent", "average", "rank") for part in key)}
+            shown = [entry.published for row in grid.rows for entry in row.cells if entry.published is not None]
             assert scale == "small" or len(shown) >= 0.7 * len(entries)
         else:
-            assert isinstance(view, Figure)
+            assert isinstance(view, FigureSpec)
             figure = plots.draw(view, outcomes)
             assert figure.text
             assert not figure.notes or name == "ap/thresholds", figure.notes
@@ -157,12 +173,10 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
 def test_what_is_not_run_yet(name: str, place: StudySetup) -> None:
     made = built(name, "small", place)
     assert all(outcome.error == "not run yet" for outcome in made.outcomes({}))
-    assert made.plan({})
+    assert made.jobs({})
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(DeltuneError, match="Did you mean 'ln/nlu'"):
-        study("ln/nlo", StudySetup())
     with pytest.raises(DeltuneError, match="Did you mean 'small'"):
         StudySetup("smal")  # type: ignore[arg-type]
 
@@ -171,10 +185,10 @@ def test_small_says_what_to_give(tmp_path: Path) -> None:
     for name in STUDIES:
         said = "--model-root" if name == "ln/time" else "(?s)--data-root.*--model-root"
         with pytest.raises(DeltuneError, match=said):
-            study(name, StudySetup("small"))
+            STUDIES[name](StudySetup("small"))
     (tmp_path / "data" / "sick").mkdir(parents=True)
     with pytest.raises(DeltuneError, match=r"(?s)no folder sst2.*has no model minilm-d128: give --model-root"):
-        study("ln/unified", StudySetup("small", str(tmp_path / "data")))
+        STUDIES["ln/unified"](StudySetup("small", str(tmp_path / "data")))
 
 
 def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
@@ -194,8 +208,8 @@ def test_works_are_the_same_from_wherever_their_folders_are_named(
 
 
 @pytest.mark.parametrize(("method", "wanted"), [
-    ("full", RATES["full"]), ("prefix(length=4) + lora", RATES["lora"]),
-    ("apet(bitfit, parameters=9)", RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),
+    ("full", LEARNING_RATES["full"]), ("prefix(length=4) + lora", LEARNING_RATES["lora"]),
+    ("apet(bitfit, parameters=9)", LEARNING_RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),
 ])  # fmt: skip
 def test_a_sum_learns_at_the_lowest_rate(method: str, wanted: float) -> None:
     assert small_scale_rate(method) == wanted
@@ -209,7 +223,7 @@ def test_sizes_of_the_groups() -> None:
 
     bert = {"minilm-d128": (128, 2), "minilm-d192": (192, 3), "minilm-d256": (256, 4), "bert-small": (512, 4),
             "bert-base": (768, 12)}  # fmt: skip
-    for family in (SMALLER["MiniLM"], PAPER["BERT"]):
+    for family in (SMALL_FAMILIES["MiniLM"], PAPER_FAMILIES["BERT"]):
         for model, (width, layers) in bert.items():
             if model in family.models:
                 config = BertConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
@@ -217,7 +231,7 @@ def test_sizes_of_the_groups() -> None:
                 sizes = [count(config, method).method for method in family.methods.values()]
                 assert tuple(sizes) == family.models[model].sizes
                 assert count(config, family.everything).method >= max(sizes)
-    family = PAPER["T5"]
+    family = PAPER_FAMILIES["T5"]
     small = T5Config(d_model=512, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu")
     assert tuple(count(small, m).method for m in family.methods.values()) == family.models["t5-small"].sizes
     assert count(small, family.everything).method >= max(family.models["t5-small"].sizes)
@@ -228,10 +242,10 @@ def test_sizes_of_the_groups() -> None:
 
 @pytest.mark.parametrize("count", range(1, 18))
 def test_bisection_finds_every_place(count: int) -> None:
-    sizes = powers(4 * 2 ** (count - 1))
+    sizes = powers_of_two(4 * 2 ** (count - 1))
     assert len(sizes) == count
     for place in range(count + 1):
-        asked, bracket = bisected(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
+        asked, bracket = bisect_sizes(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
         assert len(asked) == len(set(asked)) <= 1 + math.ceil(math.log2(max(1, count)))
         if place == count:
             assert bracket == (sizes[-1], None)
@@ -239,11 +253,11 @@ def test_bisection_finds_every_place(count: int) -> None:
             assert bracket == (sizes[place - 1] if place else 0, sizes[place])
 
 
-def climb(seed: int = 0, most: int = 2**14) -> Climb:
-    def work(n: int) -> Job:
+def climb(seed: int = 0, most: int = 2**14) -> ThresholdSearch:
+    def job(n: int) -> Job:
         return Job("score", {"n": n, "seed": seed})
 
-    return Climb({"model": "m", "method": "lora", "seed": seed}, powers(most), work, work(-1), 0.5)
+    return ThresholdSearch({"model": "m", "method": "lora", "seed": seed}, powers_of_two(most), job, job(-1), 0.5)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -251,15 +265,15 @@ def test_thresholds_of_a_noisy_curve(seed: int) -> None:
     """Above chance from about 100 on, at full tuning's 0.9 from 4,000 on."""
     chance, one = random.Random(seed), climb(seed)
     rows: dict[str, JobRecord] = {}
-    made = Study("t", "?", searched([one]), tell=bracketed)
-    while left := [work for work in made.plan(rows) if work.name not in rows]:
-        for work in left:
-            n = work.spec["n"]
+    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
+    while left := [job for job in made.jobs(rows) if job.name not in rows]:
+        for job in left:
+            n = job.spec["n"]
             truth = 0.9 if n < 0 or n >= 4000 else 0.5 if n < 100 else 0.7 + 0.15 * math.log10(n / 100) / 1.6
             right = [float(i < 1000 * (truth + chance.uniform(-0.004, 0.004))) for i in range(1000)]
             held = {"scores": {"accuracy": sum(right) / 1000}, "examples": {"accuracy": right},
                     "count": {"denominator_size": 10**6}}  # fmt: skip
-            rows[work.name] = JobRecord(work.name, "score", dict(work.spec), held, None, 1.0)
+            rows[job.name] = JobRecord(job.name, "score", dict(job.spec), held, None, 1.0)
     (found,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
     assert found.extra == {"low": [64, 128], "high": [2048, 4096]}
     assert len(rows) <= 2 + 2 * math.ceil(math.log2(len(one.sizes)))
@@ -267,22 +281,22 @@ def test_thresholds_of_a_noisy_curve(seed: int) -> None:
 
 def test_what_is_never_reached_has_no_bracket() -> None:
     one, rows = climb(), {}
-    for work in (one.full, one.run(2**14)):
-        value = 0.9 if work is one.full else 0.6
+    for job in (one.full, one.run(2**14)):
+        value = 0.9 if job is one.full else 0.6
         held = {"scores": {"accuracy": value}, "examples": {}, "count": {"denominator_size": 9}}
-        rows[work.name] = JobRecord(work.name, "score", {}, held, None, 1.0)
-    (last,) = [want for want in wants(one, rows) if "N" not in want.cell]
-    assert last.work is None, "the low threshold is still looked for"
+        rows[job.name] = JobRecord(job.name, "score", {}, held, None, 1.0)
+    (last,) = [want for want in search_cells(one, rows) if "N" not in want.cell]
+    assert last.job is None, "the low threshold is still looked for"
     assert last.extra == {"high": [2**14, None]}, "beyond every size"
 
 
 def test_a_failed_run_is_told() -> None:
     one = climb()
     failed = JobRecord(one.run(2**14).name, "score", {}, None, "it broke", 1.0)
-    made = Study("t", "?", searched([one]), tell=bracketed)
+    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
     errors = [outcome.error for outcome in made.outcomes({failed.name: failed}) if "N" not in outcome.cell]
     assert errors == ["it broke"]
-    assert not [work for work in made.plan({failed.name: failed}) if work not in (one.full, one.run(2**14))]
+    assert not [job for job in made.jobs({failed.name: failed}) if job not in (one.full, one.run(2**14))]
 
 
 @pytest.mark.parametrize(("examples", "truth"), [
@@ -291,12 +305,12 @@ def test_a_failed_run_is_told() -> None:
 ])  # fmt: skip
 def test_above_chance(examples: list[float], truth: bool) -> None:
     scores: Mapping[str, float] = {"accuracy": sum(examples) / len(examples)}
-    assert above({"scores": scores, "examples": {"accuracy": examples}}, "accuracy", 0.5) is truth
+    assert is_above_chance({"scores": scores, "examples": {"accuracy": examples}}, "accuracy", 0.5) is truth
 
 
 def test_within_a_point() -> None:
     held = [{"scores": {"accuracy": value}} for value in (0.9, 0.89, 0.889)]
-    assert [reaches(one, held[0], "accuracy") for one in held] == [True, True, False]
+    assert [reaches_full_tuning(one, held[0], "accuracy") for one in held] == [True, True, False]
 
 
 # -- for real
@@ -311,22 +325,22 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
         return RunSpec(model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
                        epochs=1, batch_size=8, max_length=16, lr=1e-2)  # fmt: skip
 
-    def made(seed: int) -> Climb:
-        return Climb({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers(64),
+    def made(seed: int) -> ThresholdSearch:
+        return ThresholdSearch({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers_of_two(64),
                      lambda n: run_job(spec(f"apet(lora(rank=4), parameters={n})", seed)),
                      run_job(spec("full", seed)), 1 / 3)  # fmt: skip
 
-    climbing = Study("tiny/thresholds", "?", searched([made(0), made(1)]), tell=bracketed)
+    climbing = Study("tiny/thresholds", "?", plan_searches([made(0), made(1)]), read_outcomes=threshold_outcomes)
     with ResultStore(tmp_path / "r.sqlite") as file, ProgressBar(False) as bar:
-        drive = Scheduler(climbing.plan, file, Here(file.runs))
+        drive = Scheduler(climbing.jobs, file, Here(file.runs))
         drive.run(bar)
         assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)
-        outcomes = climbing.outcomes(drive._rows)
+        outcomes = climbing.outcomes(drive._records)
     assert not [outcome.error for outcome in outcomes if outcome.error]
     assert {outcome.cell["N"] for outcome in outcomes if outcome.cell["method"] == "full"} == {outcomes[0].cell["N"]}
     with pytest.raises(DeltuneError, match="give --data-root"):
-        crossed(StudySetup("small"), "x", {"a": "a"}, ("sst2",), choices({"full": "full"}))
-    assert not joined()({})
+        cross_product(StudySetup("small"), "x", {"a": "a"}, ("sst2",), method_variants({"full": "full"}))
+    assert not join_plans()({})
 
 
 @pytest.mark.parametrize(
@@ -340,7 +354,9 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
 def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]) -> None:
     """As of a file that another program, or somebody's hand, has written rightly but for this."""
     right = {"scores": {"accuracy": 0.5}, "count": {}, "examples": {"accuracy": [1]}, "curve": [], "seconds": 1.0}
-    (outcome,) = told(Want({"seed": 0}, None), JobRecord("a", "run", {}, {**right, "more": 1}, None, 0.0))
+    (outcome,) = job_outcomes(
+        PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, "more": 1}, None, 0.0)
+    )
     assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
-    (outcome,) = told(Want({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
+    (outcome,) = job_outcomes(PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
     assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv as csv_module
+import csv
 import io
 import re
 import statistics
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import made
 from deltune.errors import DeltuneError
 from deltune.studies.engine.outcomes import Outcome
-from deltune.studies.report.aggregate import Unit, aggregate
-from deltune.studies.report.figure_spec import Table
-from deltune.studies.report.table_formats import csv, escaped, latex, mark, markdown
-from deltune.studies.report.tables import Entry, Grid, flagged, grid, share
+from deltune.studies.report.aggregate import NumberFormat, aggregate
+from deltune.studies.report.figure_spec import TableSpec
+from deltune.studies.report.table_formats import escape_latex, note_mark, to_csv, to_latex, to_markdown
+from deltune.studies.report.tables import Table, TableCell, build_table, format_percent, mark_best
 
-FORMATS = {"markdown": markdown, "latex": latex, "csv": csv}
+FORMATS = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
 
 LABELS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
 JOBS = st.lists(
@@ -42,18 +42,18 @@ def cell(row: str, column: str, value: float | None = None, seed: int = 0, perce
     return Outcome(where, scores={"accuracy": value}, count={"percent": percent})
 
 
-def entries(made_grid: Grid) -> dict[tuple[str, str], Entry]:
+def entries(made_grid: Table) -> dict[tuple[str, str], TableCell]:
     return {
         (row.label, column.text): entry
         for row in made_grid.rows
-        for entry, column in zip(row.entries, made_grid.columns, strict=True)
+        for entry, column in zip(row.cells, made_grid.columns, strict=True)
     }
 
 
 @settings(deadline=None)
 @given(JOBS)
 def test_every_outcome_is_in_its_cell_or_said_to_be_missing(jobs: list[tuple[str, str, int, float | None]]) -> None:
-    found = grid(Table(), [cell(row, column, value, seed) for row, column, seed, value in jobs])
+    found = build_table(TableSpec(), [cell(row, column, value, seed) for row, column, seed, value in jobs])
     at = entries(found)
     values: dict[tuple[str, str], list[float]] = {}
     for row, column, seed, value in jobs:
@@ -72,11 +72,11 @@ def test_every_outcome_is_in_its_cell_or_said_to_be_missing(jobs: list[tuple[str
             assert own or entry.notes, "an empty cell without a word"
 
 
-@pytest.mark.parametrize("name", [name for name, (_, views) in made.STUDIES.items() if isinstance(views[0], Table)])
+@pytest.mark.parametrize("name", [name for name, (_, views) in made.STUDIES.items() if isinstance(views[0], TableSpec)])
 def test_every_error_of_a_study_stands_below_its_table(name: str) -> None:
     outcomes, views = made.STUDIES[name]
-    assert isinstance(views[0], Table)
-    found = grid(views[0], outcomes)
+    assert isinstance(views[0], TableSpec)
+    found = build_table(views[0], outcomes)
     for outcome in outcomes:
         if outcome.error:
             assert outcome.error in " ".join(found.notes)
@@ -105,7 +105,7 @@ def test_a_papers_table_comes_out_as_printed() -> None:
         for method, row in LN.items()
         for i, value in enumerate(row)
     ]
-    found = grid(Table(percent=False), outcomes)
+    found = build_table(TableSpec(percent=False), outcomes)
     at = entries(found)
     for method, printed in PRINTED.items():  # made there of numbers with more digits than are printed
         assert 100 * (at[method, "Avg."].mean or 0) == pytest.approx(printed, abs=0.07)
@@ -132,8 +132,9 @@ def test_a_papers_table_comes_out_as_printed() -> None:
     ],
 )
 def test_best_and_second(values: list[float | None], lower: bool, best: list[int], second: list[int]) -> None:
-    found = flagged(
-        [Entry(value, None, 1, "missing" if value is None else "shown") for value in values], Unit(100, 1, lower)
+    found = mark_best(
+        [TableCell(value, None, 1, "missing" if value is None else "shown") for value in values],
+        NumberFormat(100, 1, lower),
     )
     assert [i for i, entry in enumerate(found) if entry.best] == best
     assert [i for i, entry in enumerate(found) if entry.second] == second
@@ -141,35 +142,35 @@ def test_best_and_second(values: list[float | None], lower: bool, best: list[int
 
 def test_lower_is_better_where_the_metric_says_so() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
-    assert isinstance(view, Table)
-    found = grid(view, outcomes)
+    assert isinstance(view, TableSpec)
+    found = build_table(view, outcomes)
     (ter,) = [i for i, column in enumerate(found.columns) if "TER" in column.text]
-    values = [row.entries[ter].mean or 0.0 for row in found.rows]
-    assert found.rows[values.index(min(values))].entries[ter].best
+    values = [row.cells[ter].mean or 0.0 for row in found.rows]
+    assert found.rows[values.index(min(values))].cells[ter].best
     assert "↓" in found.columns[ter].text
-    ranks = [row.entries[-1].mean or 0.0 for row in found.rows]
-    assert found.rows[ranks.index(min(ranks))].entries[-1].best
+    ranks = [row.cells[-1].mean or 0.0 for row in found.rows]
+    assert found.rows[ranks.index(min(ranks))].cells[-1].best
     assert sum(ranks) == pytest.approx(len(ranks) * (len(ranks) + 1) / 2), "ranks with ties shared add up"
 
 
 def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
-    assert isinstance(view, Table)
-    found = grid(view, outcomes)
-    assert found.left == tuple(f"{task}, BLEURT: in no outcome" for task in ("E2E", "SAMSum", "dart"))
+    assert isinstance(view, TableSpec)
+    found = build_table(view, outcomes)
+    assert found.excluded == tuple(f"{task}, BLEURT: in no outcome" for task in ("E2E", "SAMSum", "dart"))
     assert not any("BLEURT" in column.text for column in found.columns)
 
 
 def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
-    found = grid(Table(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
+    found = build_table(TableSpec(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
     planned = found.rows[1]
     assert planned.label == "planned"
-    assert [entry.state for entry in planned.entries[1:3]] == ["missing", "missing"]
-    assert "not run" in markdown(found)
+    assert [entry.state for entry in planned.cells[1:3]] == ["missing", "missing"]
+    assert "not run" in to_markdown(found)
 
 
 def test_a_seed_that_was_not_run_is_said() -> None:
-    found = grid(Table(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
+    found = build_table(TableSpec(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
     entry = entries(found)["b", "x"]
     assert entry.n == 1 and found.notes[entry.notes[0]] == "1 of 2: seed 1 not run"
 
@@ -177,8 +178,8 @@ def test_a_seed_that_was_not_run_is_said() -> None:
 def test_a_forgotten_axis_is_an_error_and_no_average() -> None:
     one, two = cell("a", "x", 0.5), cell("a", "x", 0.7)
     two = Outcome({**two.cell, "lr": 0.1}, scores=two.scores)
-    with pytest.raises(DeltuneError, match="differ in lr: name it in the view"):
-        grid(Table(), [one, two])
+    with pytest.raises(DeltuneError, match="differ in lr: name the axis in the view"):
+        build_table(TableSpec(), [one, two])
 
 
 def test_relative_then_pooled() -> None:
@@ -186,7 +187,7 @@ def test_relative_then_pooled() -> None:
         cell("full", "x", 0.5), cell("full", "y", 0.8), cell("a", "x", 0.4), cell("a", "y", 0.4), cell("b", "y", 0.8),
         cell("c", "x", None),
     ]  # fmt: skip
-    view = Table(columns=(), relative={"method": "full"}, pooled=("task",))
+    view = TableSpec(columns=(), relative_to={"method": "full"}, average_over=("task",))
     facts = aggregate(view, outcomes, "accuracy", ("method",))
     assert facts[("a",)].mean == pytest.approx((80 + 50) / 2)
     assert facts[("b",)].mean == pytest.approx(100)
@@ -196,9 +197,9 @@ def test_relative_then_pooled() -> None:
 
 def test_columns_in_different_units_have_no_average() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
-    assert isinstance(view, Table)
-    found = grid(Table(columns=view.columns, metric=view.metric, average=True), outcomes)
-    assert "no average: the columns are in different units" in found.left
+    assert isinstance(view, TableSpec)
+    found = build_table(TableSpec(columns=view.columns, metric=view.metric, average=True), outcomes)
+    assert "no average: the columns are in different units" in found.excluded
     assert all(column.kind != "average" for column in found.columns)
 
 
@@ -208,27 +209,27 @@ def test_columns_in_different_units_have_no_average() -> None:
      (0.0006, "0.0006"), (0.0002, "0.0002"), (0.0, "0")],
 )  # fmt: skip
 def test_shares_of_parameters_as_the_papers_print_them(percent: float, shown: str) -> None:
-    assert share(percent) == shown
+    assert format_percent(percent) == shown
 
 
 @pytest.mark.parametrize(
-    ("unit", "value", "shown"),
-    [(Unit(100, 1), 0.8625, "86.2"), (Unit(1, 2), 43.404, "43.40"), (Unit(), 1234.5, "1,234"),
-     (Unit(), 0.01234, "0.0123"),
-     (Unit(1, 1), -0.04, "0.0"), (Unit(), None, "–")],
+    ("number_format", "value", "shown"),
+    [(NumberFormat(100, 1), 0.8625, "86.2"), (NumberFormat(1, 2), 43.404, "43.40"), (NumberFormat(), 1234.5, "1,234"),
+     (NumberFormat(), 0.01234, "0.0123"),
+     (NumberFormat(1, 1), -0.04, "0.0"), (NumberFormat(), None, "–")],
 )  # fmt: skip
-def test_numbers_as_they_are_shown(unit: Unit, value: float | None, shown: str) -> None:
-    assert unit.show(value) == shown
+def test_numbers_as_they_are_shown(number_format: NumberFormat, value: float | None, shown: str) -> None:
+    assert number_format.show(value) == shown
 
 
 @settings(deadline=None)
 @given(JOBS)
 def test_csv_reads_back_to_the_same_numbers(jobs: list[tuple[str, str, int, float | None]]) -> None:
-    found = grid(Table(rank=True), [cell(row, column, value, seed) for row, column, seed, value in jobs])
-    lines = list(csv_module.DictReader(io.StringIO(csv(found))))
+    found = build_table(TableSpec(rank=True), [cell(row, column, value, seed) for row, column, seed, value in jobs])
+    lines = list(csv.DictReader(io.StringIO(to_csv(found))))
     for row, line in zip(found.rows, lines, strict=False):
         assert line["method"] == row.label
-        for entry, column in zip(row.entries, found.columns, strict=True):
+        for entry, column in zip(row.cells, found.columns, strict=True):
             assert (float(line[column.text]) if line[column.text] else None) == entry.mean
             if line.get(f"{column.text} std"):
                 assert float(line[f"{column.text} std"]) == entry.std
@@ -242,12 +243,12 @@ def test_any_label_survives_every_format(row: str, column: str, reason: str) -> 
         cell(row, column, 0.6),
         Outcome({"method": "failed", "task": column}, error=reason),
     ]
-    found = grid(Table(title=row, groups=""), outcomes)
-    lines = markdown(found).splitlines()
+    found = build_table(TableSpec(title=row, groups=""), outcomes)
+    lines = to_markdown(found).splitlines()
     table = [line for line in lines if line.startswith("| ")]
     bars = {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in table}
     assert len(table) == 2 + len(found.rows) and len(bars) == 1, "every line has as many cells"
-    body = latex(found)
+    body = to_latex(found)
     for one, other in {
         r"\&": "",
         r"\%": "",
@@ -263,39 +264,39 @@ def test_any_label_survives_every_format(row: str, column: str, reason: str) -> 
     assert not re.search(r"[#_~^<>|\"]", re.sub(r"\$_{\\pm [\d.]+}\$", "", rows))
     assert {line.count("&") for line in rows.splitlines() if "&" in line} == {len(found.columns)}
     assert rows.count("{") == rows.count("}") and rows.count("$") % 2 == 0
-    readers = list(csv_module.reader(io.StringIO(csv(found))))
+    readers = list(csv.reader(io.StringIO(to_csv(found))))
     assert {len(line) for line in readers} == {len(readers[0])}
     assert all(line[0] in (r.label, f"'{r.label}") for line, r in zip(readers[1:], found.rows, strict=True))
 
 
 def test_latex_specials() -> None:
-    assert escaped("a_b & 5 % #1 {x} ~^\\ $") == (
+    assert escape_latex("a_b & 5 % #1 {x} ~^\\ $") == (
         r"a\_b \& 5 \% \#1 \{x\} \textasciitilde{}\textasciicircum{}\textbackslash{} \$"
     )
-    assert escaped("[x]*") == "{[}x{]}{*}", "no option of the line before"
+    assert escape_latex("[x]*") == "{[}x{]}{*}", "no option of the line before"
 
 
 def test_what_the_formats_look_like() -> None:
     outcomes = [cell("lora", "sick", 0.861 + seed / 100, seed, 0.33) for seed in range(2)]
     outcomes += [cell("bitfit", "sick", 0.8, seed, 0.07) for seed in range(2)]
-    view = Table(title="T", written={"lora": "LoRA", "sick": "SICK"}, paper={("lora", "sick"): 86.4})
-    found = grid(view, outcomes)
-    assert markdown(found).splitlines()[2:6] == [
+    view = TableSpec(title="T", display_names={"lora": "LoRA", "sick": "SICK"}, published={("lora", "sick"): 86.4})
+    found = build_table(view, outcomes)
+    assert to_markdown(found).splitlines()[2:6] == [
         "| method | % params | SICK |",
         "| :-- | --: | --: |",
         "| LoRA | 0.33 % | **86.6** ± 0.7 (86.4) |",
         "| bitfit | 0.07 % | <u>80.0</u> ± 0.0 |",
     ]
-    assert r"LoRA & 0.33 \% & \textbf{86.6}$_{\pm 0.7}$ {\scriptsize(86.4)} \\" in latex(found)
-    assert r"bitfit & 0.07 \% & \underline{80.0}$_{\pm 0.0}$ \\" in latex(found)
-    assert csv(found).splitlines()[0] == "method,% params,SICK,SICK std,SICK n,SICK paper,notes"
+    assert r"LoRA & 0.33 \% & \textbf{86.6}$_{\pm 0.7}$ {\scriptsize(86.4)} \\" in to_latex(found)
+    assert r"bitfit & 0.07 \% & \underline{80.0}$_{\pm 0.0}$ \\" in to_latex(found)
+    assert to_csv(found).splitlines()[0] == "method,% params,SICK,SICK std,SICK n,SICK paper,notes"
 
 
 def test_marks_go_on_after_z() -> None:
-    assert [mark(i) for i in (0, 25, 26, 27, 52)] == ["a", "z", "aa", "ab", "ba"]
+    assert [note_mark(i) for i in (0, 25, 26, 27, 52)] == ["a", "z", "aa", "ab", "ba"]
 
 
 @pytest.mark.parametrize("outcomes", [[], [cell("a", "x", None)]])
 def test_nothing_to_show_is_no_error(outcomes: list[Any]) -> None:
-    found = grid(Table(title="T", rank=True), outcomes)
+    found = build_table(TableSpec(title="T", rank=True), outcomes)
     assert all(text(found) for text in FORMATS.values())

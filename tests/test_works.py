@@ -58,7 +58,7 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
     found = execute(transfer_job(spec, target), tmp_path, parts)
     own = evaluate(tmp_path / spec.name)["test"]
     assert found["scores"].keys() == own.keys() and 0 <= found["scores"]["accuracy"] <= 1
-    assert transfer_job(spec, target).needs == (run_job(spec),)
+    assert transfer_job(spec, target).requires == (run_job(spec),)
     same = execute(transfer_job(spec, {**target, "task": "sst2"}), tmp_path, parts)
     assert same["scores"] == pytest.approx(own)
     with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
@@ -85,8 +85,8 @@ def test_terms(root: Path, tmp_path: Path) -> None:
 def test_time(root: Path, tmp_path: Path) -> None:
     """Every method has its turns in every round; the bare model has no step."""
     methods = {"full": "full", "ours": "lora(rank=2)"}
-    work = timing_job(str(root / "model"), methods, rows=2, tokens=8, repeats=3)
-    found = execute(work, tmp_path, ModelCache())["turns"]
+    job = timing_job(str(root / "model"), methods, rows=2, tokens=8, repeats=3)
+    found = execute(job, tmp_path, ModelCache())["turns"]
     assert set(found) == {"full", "ours", "bare"} and "step" not in found["bare"]
     assert all(len(seconds) == 3 for one in found.values() for seconds in one["turns"].values())
     assert found["ours"]["kept"] < found["full"]["kept"] and found["ours"]["percent"] > 0

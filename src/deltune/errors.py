@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import importlib.util
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,21 +53,6 @@ class _BoundedRepr(reprlib.Repr):
 
 
 _BOUNDED_REPR = _BoundedRepr()
-
-
-def require_extra(package: str, extra: str, purpose: str) -> None:
-    """Check that an optional dependency is installed.
-
-    Args:
-        package: The name by which the package is imported, such as "matplotlib".
-        extra: The extra of deltune that installs it.
-        purpose: What needs it, as the subject of a sentence, such as "a figure".
-
-    Raises:
-        DeltuneError: The package is not installed; the message names the extra to install.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise DeltuneError(f"{purpose} needs {package}: pip install 'deltune[{extra}]'")
 
 
 def excerpt(value: object, length: int = 80) -> str:
@@ -149,3 +134,38 @@ def _without_class_names(kind: str, message: str) -> str:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return "here an object of names and values is expected"
     return message.removeprefix("Value error, ")
+
+
+def missing_extra(purpose: str, packages: Iterable[str], extra: str | None) -> str:
+    """Return the message for packages that are not installed.
+
+    For example: "figures need matplotlib: pip install 'deltune[studies]'".
+
+    Args:
+        purpose: What needs them, with its verb: "figures need", "needs".
+        packages: The distributions that are missing.
+        extra: The extra of deltune that brings them; None for a plain installation.
+    """
+    target = f"'deltune[{extra}]'" if extra else "deltune"  # quoted, because zsh expands brackets
+    return f"{purpose} {', '.join(packages)}: pip install {target}"
+
+
+@contextlib.contextmanager
+def require_extra(extra: str, package: str, purpose: str) -> Iterator[None]:
+    """Turn a failing import in the block into an error that names the extra to install.
+
+        with require_extra("studies", "matplotlib", "figures need"):
+            import matplotlib
+
+    Args:
+        extra: The extra of deltune that brings the package.
+        package: The distribution that is imported.
+        purpose: What needs it, with its verb: "figures need".
+
+    Raises:
+        DeltuneError: An import in the block failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise DeltuneError(missing_extra(purpose, (package,), extra)) from error

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DeltuneError, error_summary, require_extra, unknown_name
+from .errors import DeltuneError, error_summary, missing_extra, unknown_name
 from .filesystem import user_path
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def packaged_minilm() -> Path:
     Raises:
         DeltuneError: The package is not installed.
     """
-    require_extra(MINILM_PACKAGE, "demo", "the model minilm")
     spec = importlib.util.find_spec(MINILM_PACKAGE)
-    assert spec is not None and spec.submodule_search_locations
+    if spec is None or not spec.submodule_search_locations:
+        raise DeltuneError(missing_extra("the model minilm needs", (MINILM_PACKAGE,), "demo"))
     return Path(spec.submodule_search_locations[0]) / "model"
 
 

@@ -63,10 +63,10 @@ def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
     """So many kills and more, at any moment of the life of a driver with two workers, over one study after another."""
     numbers, struck = chance(f"study {kills}"), 0
     tiny.model(tmp_path / "model")
-    works = [planned.work for planned in study(tmp_path).cells()]
+    jobs = [planned.job for planned in study(tmp_path).cells()]
     with ResultStore(tmp_path / "whole.sqlite") as results:
-        assert drive(works, results).done == 6
-        known: dict[str, Any] = {row.name: scores(row) for row in results.rows()}
+        assert drive(jobs, results).done == 6
+        known: dict[str, Any] = {row.name: scores(row) for row in results.records()}
     runs = sorted((tmp_path / "whole.runs").iterdir())
     while struck < kills:
         file, history, began, code = tmp_path / f"after{struck}.sqlite", [], time.monotonic(), -1
@@ -80,8 +80,8 @@ def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
         struck += sum(workers + driver for workers, driver, _ in history)
         print(f"kills of workers, of the driver, then finished: {history}")
         with ResultStore(file) as results:
-            assert {row.name: scores(row) for row in results.rows()} == known, history
-            assert results._open.execute("SELECT count(*) FROM claims").fetchone() == (0,)
+            assert {row.name: scores(row) for row in results.records()} == known, history
+            assert results._db.execute("SELECT count(*) FROM claims").fetchone() == (0,)
         assert [run.name for run in runs] == sorted(path.name for path in place.iterdir())
         for run in runs:
             assert content(run) == content(place / run.name), history

@@ -32,7 +32,7 @@ def studies(
     """The studies of names or files. Errors: all that is wrong with any of them."""
     from ..studies.papers.registry import STUDIES
     from ..studies.scales import StudySetup
-    from ..studies.study import narrowed, of_file
+    from ..studies.study import select_cells, study_from_file
 
     for root in (data_root, model_root):
         if root is not None and not user_path(root, "folder").is_dir():
@@ -42,8 +42,8 @@ def studies(
     wrong = [unknown_name("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
     if wrong:
         raise error_from_problems("these studies are not there", wrong)
-    found = [of_file(name, data_root) if name in files else STUDIES[name](place) for name in asked]
-    return [narrowed(study, only or []) for study in found]
+    found = [study_from_file(name, data_root) if name in files else STUDIES[name](place) for name in asked]
+    return [select_cells(study, only or []) for study in found]
 
 
 def _rows(store: Path) -> dict[str, JobRecord]:
@@ -53,7 +53,7 @@ def _rows(store: Path) -> dict[str, JobRecord]:
     if not user_path(store, "--store").exists():
         raise DeltuneError(f"there are no results {str(store)!r}; `deltune study run … --store {store}` makes them")
     with ResultStore(store, read_only=True) as results:
-        return {row.name: row for row in results.rows()}
+        return {row.name: row for row in results.records()}
 
 
 @app.command("list")
@@ -62,7 +62,7 @@ def listed(as_json: Json = False) -> None:
     from ..studies.papers.registry import STUDIES
     from ..studies.scales import StudySetup
 
-    facts = {name: make(StudySetup("paper")).asks for name, make in STUDIES.items()}
+    facts = {name: make(StudySetup("paper")).question for name, make in STUDIES.items()}
     console.print_json(data=facts) if as_json else console.print(
         "\n".join(f"{n:18s} {text}" for n, text in facts.items())
     )
@@ -98,7 +98,7 @@ def run(
         return
     with log_to_stderr(quiet), ResultStore(store) as results:
         pool = _pool(engine, workers, results.runs)
-        drive = engines.Scheduler(lambda rows: [w for study in several for w in study.plan(rows)], results, pool, retry)
+        drive = engines.Scheduler(lambda rows: [w for study in several for w in study.jobs(rows)], results, pool, retry)
         try:
             with ProgressBar(not quiet) as bar:
                 drive.run(bar)
@@ -106,7 +106,7 @@ def run(
             print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
     failed = f"; {len(drive.failed)} of them failed (deltune study status tells which and why)" if drive.failed else ""
-    console.print(f"{drive.done} run, {drive.found} were there{failed}; results in {store}")
+    console.print(f"{drive.done} run, {drive.reused} were there{failed}; results in {store}")
     if drive.failed:
         raise typer.Exit(1)
 
@@ -127,7 +127,7 @@ def _outlook(several: list[Study], rows: dict[str, JobRecord], workers: int) -> 
 
     lines = []
     for study in several:
-        works = topological_order(study.plan(rows))
+        works = topological_order(study.jobs(rows))
         left = [work for work in works if work.name not in rows]
         known: dict[tuple[Any, ...], list[float]] = {}
         for row in rows.values():
@@ -157,17 +157,17 @@ def status(
 ) -> None:
     """How far studies are: done, failed with its reason, left."""
     from ..studies.engine.jobs import topological_order
-    from ..studies.report.aggregate import describe
+    from ..studies.report.aggregate import cell_label
 
     asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
     for study in asked:
-        works = topological_order(study.plan(rows))
+        works = topological_order(study.jobs(rows))
         failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
         cells[study.name] = {
-            want.work.name: describe(want.cell) for want in study.wanted(rows) if want.work is not None
+            want.job.name: cell_label(want.cell) for want in study.plan_cells(rows) if want.job is not None
         }
         left = sum(work.name not in rows for work in works)
         facts[study.name] = {"works": len(works), "left": left, "failed": failed}
@@ -202,15 +202,15 @@ def report(
     to = None if to is None else user_path(to, "--to")
     asked = studies(names, scale, data_root, model_root)
     rows = _rows(store)
-    parts = [sections.section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
+    parts = [sections.build_section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
     if html is not None:
         html = user_path(html, "--html")
         with explain_write_errors(html):
             html.parent.mkdir(parents=True, exist_ok=True)
-            write_text(html, page.page(parts))
+            write_text(html, page.render_page(parts))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
-        written = [path for part in parts for path in sections.files(part, to)]
+        written = [path for part in parts for path in sections.write_section(part, to)]
         print(f"{len(written)} files in {to}", file=sys.stderr)
     if html is None and to is None:
-        console.print("\n".join(sections.as_markdown(part) for part in parts))
+        console.print("\n".join(sections.section_markdown(part) for part in parts))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, missing_extra
 
 InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
 """What a metric compares.
@@ -118,8 +118,7 @@ class Metric:
         """Return why the metric cannot be computed here with these options, or None if it can."""
         missing = [p for p in self.packages if importlib.util.find_spec(IMPORT_NAMES.get(p, p)) is None]
         if missing:
-            origin = f"pip install 'deltune[{self.extra}]'" if self.extra else "pip install deltune"
-            return f"needs {', '.join(missing)}: {origin}"
+            return missing_extra("needs", missing, self.extra)
         return self.unmet_requirement(options)
 
     def package_versions(self) -> dict[str, str]:

@@ -1,133 +1,120 @@
-"""A study's outcomes as a section of a report: its findings, tables, figures, and what is missing."""
+"""A study's outcomes as a section of a report, and that section as Markdown and as files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import error_summary
-from ..filesystem import explain_write_errors, write_text
+from ..filesystem import write_text
 from .claims.claims import Claim
-from .claims.verdicts import Finding, findings
+from .claims.verdicts import Finding, decide_claims
 from .engine.outcomes import Outcome
-from .engine.store import JobRecord
-from .report.figure_spec import Figure, Table, names
+from .report.aggregate import cell_label
+from .report.figure_spec import FigureSpec, TableSpec, as_tuple
 from .report.page import Section
-from .report.plots import Picture, draw, save
-from .report.table_formats import csv, latex, markdown, plain
-from .report.tables import Grid, grid
-from .study import Study
+from .report.plots import draw, save
+from .report.table_formats import escape_markdown, to_csv, to_latex, to_markdown
+from .report.tables import build_table
+from .study import Records, Study
 
 
-@dataclass(frozen=True)
-class Said:
-    """A finding as a page shows it."""
+def build_section(study: Study, records: Records, claims: Sequence[Claim] = (), paper: bool = False) -> Section:
+    """Build the section of a study from what is done of it.
 
-    claim: str
-    source: str
-    verdict: str
-    effect: float | None
-    low: float | None
-    high: float | None
-    p: float | None
-    note: str
-
-
-def section(study: Study, rows: dict[str, JobRecord], claims: Sequence[Claim] = (), paper: bool = False) -> Section:
-    """A study with what is done of it. paper: the paper's own numbers stand beside ours."""
-    outcomes = study.outcomes(rows)
-    tables = [view if paper else replace(view, paper={}) for view in study.views if isinstance(view, Table)]
-    figures = [view for view in study.views if isinstance(view, Figure)]
-    found = findings(claims, outcomes, _metric(study, outcomes), study.lower) if claims else []
+    Args:
+        study: The study.
+        records: The records of finished jobs.
+        claims: The claims to decide.
+        paper: Whether the paper's own numbers stand beside ours.
+    """
+    outcomes = study.outcomes(records)
+    tables = [view if paper else replace(view, published={}) for view in study.views if isinstance(view, TableSpec)]
+    figures = [view for view in study.views if isinstance(view, FigureSpec)]
+    findings = decide_claims(claims, outcomes, _metric(study, outcomes), study.lower) if claims else []
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.asks, study.notes) if text),
-        tuple(grid(view, outcomes) for view in tables),
+        "\n\n".join(text for text in (study.question, study.notes) if text),
+        tuple(build_table(view, outcomes) for view in tables),
         tuple(draw(view, outcomes) for view in figures),
-        tuple(said(finding) for finding in found),
+        tuple(findings),
         tuple(outcomes),
         tuple(_missing(outcomes)),
     )
 
 
-def said(finding: Finding) -> Said:
-    """A finding in plain fields."""
-    low, high = finding.interval or (None, None)
-    note = "; ".join(text for text in (finding.note, finding.unit and f"in {finding.unit}") if text)
-    claim = finding.claim
-    return Said(claim.text, claim.source, finding.verdict, finding.effect, low, high, finding.p_adjusted, note)
-
-
 def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
-    """The score that counts; of several that of each task, the first that its outcomes have."""
-    wanted = names(study.metric)
-    if len(wanted) == 1:
-        return wanted[0]
-    found: dict[str, str] = {}
+    """The score that counts; if the study names several, for each task the first that its outcomes have."""
+    metrics = as_tuple(study.metric)
+    if len(metrics) == 1:
+        return metrics[0]
+    by_task: dict[str, str] = {}
     for outcome in outcomes:
         task = str(outcome.cell.get("target", outcome.cell.get("task")))
-        for name in wanted:
+        for name in metrics:
             if name in outcome.scores:
-                found.setdefault(task, name)
+                by_task.setdefault(task, name)
                 break
-    return found
+    return by_task
 
 
 def _missing(outcomes: Sequence[Outcome]) -> list[str]:
-    """What was planned and is not there, by its reason."""
+    """What was planned and has no result, by reason."""
     reasons: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
             reasons.setdefault(error_summary(outcome.error), []).append(outcome)
     return [
-        f"{len(several)} of {len(outcomes)}: {reason} (such as "
-        f"{', '.join(f'{axis} {label}' for axis, label in several[0].cell.items())})"
-        for reason, several in reasons.items()
+        f"{len(missing)} of {len(outcomes)}: {reason} (such as {cell_label(missing[0].cell)})"
+        for reason, missing in reasons.items()
     ]
 
 
-def as_markdown(part: Section) -> str:
-    """Findings, tables and what is missing, as Markdown."""
-    lines = [f"## {plain(part.title)}", "", *(plain(text) + "\n" for text in part.text.split("\n\n"))]
-    for table in part.grids:
-        lines += [markdown(table), ""]
-    if part.findings:
+def section_markdown(section: Section) -> str:
+    """Return the tables, the findings and what is missing as Markdown."""
+    paragraphs = section.text.split("\n\n")
+    lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(text) + "\n" for text in paragraphs)]
+    for table in section.tables:
+        lines += [to_markdown(table), ""]
+    if section.findings:
         lines += ["| claim | verdict | effect | interval | p |", "|---|---|---|---|---|"]
-        lines += [_line(finding) for finding in part.findings] + [""]
-    lines += [f"- not there: {plain(text)}" for text in part.missing]
+        lines += [_finding_row(finding) for finding in section.findings] + [""]
+    lines += [f"- not there: {escape_markdown(text)}" for text in section.missing]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _line(finding: object) -> str:
-    assert isinstance(finding, Said)
+def _finding_row(finding: Finding) -> str:
+    claim = f"{escape_markdown(finding.claim.text)} ({escape_markdown(finding.claim.source)})"
+    verdict = f"**{finding.verdict}**" + (f" ({escape_markdown(finding.remark)})" if finding.remark else "")
     effect = "" if finding.effect is None else f"{finding.effect:+.2f}"
-    interval = "" if finding.low is None or finding.high is None else f"{finding.low:+.2f} … {finding.high:+.2f}"
-    p = "" if finding.p is None else f"{finding.p:.3f}"
-    verdict = f"**{finding.verdict}**" + (f" ({plain(finding.note)})" if finding.note else "")
-    return f"| {plain(finding.claim)} ({plain(finding.source)}) | {verdict} | {effect} | {interval} | {p} |"
+    interval = "" if finding.interval is None else "{:+.2f} … {:+.2f}".format(*finding.interval)
+    p = "" if finding.p_adjusted is None else f"{finding.p_adjusted:.3f}"
+    return f"| {claim} | {verdict} | {effect} | {interval} | {p} |"
 
 
-def files(part: Section, folder: Path) -> list[Path]:
-    """Write a section's tables (Markdown, LaTeX, CSV) and figures (PNG, SVG, PDF) into a folder."""
-    stem = part.title.replace("/", "-")
+def write_section(section: Section, folder: Path) -> list[Path]:
+    """Write a section as Markdown, its tables as LaTeX and CSV, and its figures as PNG, SVG and PDF.
+
+    Args:
+        section: The section.
+        folder: Where to write; it is created if it is missing.
+
+    Returns:
+        The files.
+
+    Raises:
+        DeltuneError: The folder cannot be written.
+    """
+    stem = section.title.replace("/", "-")
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        found = [folder / f"{stem}.md"]
-        write_text(found[0], as_markdown(part))
-        for i, table in enumerate(part.grids, 1):
-            found += _table(table, folder / f"{stem}-table{i}")
-        for i, picture in enumerate(part.figures, 1):
-            found += _figure(picture, folder / f"{stem}-figure{i}")
-    return found
-
-
-def _table(table: Grid, stem: Path) -> list[Path]:
-    ways = {".tex": latex, ".csv": csv}
-    for ending, way in ways.items():
-        write_text(stem.with_name(stem.name + ending), way(table))
-    return [stem.with_name(stem.name + ending) for ending in ways]
-
-
-def _figure(picture: Picture, stem: Path) -> list[Path]:
-    return save(picture.figure, stem)
+        files = [folder / f"{stem}.md"]
+        write_text(files[0], section_markdown(section))
+        for i, table in enumerate(section.tables, 1):
+            for suffix, text in ((".tex", to_latex(table)), (".csv", to_csv(table))):
+                files.append(folder / f"{stem}-table{i}{suffix}")
+                write_text(files[-1], text)
+        for i, figure in enumerate(section.figures, 1):
+            files += save(figure.figure, folder / f"{stem}-figure{i}")
+    return files

@@ -1,8 +1,9 @@
-"""How few parameters do something, and how few do all: bisection on N over a grid of powers of two (AP §5.3).
+"""How few parameters leave chance, and how few reach full tuning: bisection over powers of two (AP §5.3).
 
-low: the smallest N whose 95 % interval over test examples lies above chance. high: the smallest N within 1 point of
-full tuning (ours). Each is an interval [N that is too few, N that is enough] for every method, model and seed; seeds
-are the repeats. A curve that is not monotone has several such places: bisection finds one of them.
+The low threshold is the smallest N whose 95 % interval over test examples lies above chance. The high threshold is the
+smallest N within 1 point of full tuning (our margin). Each is a bracket [N that is too few, N that is enough] for every
+method, model and seed; seeds are the repeats. A curve that is not monotone crosses a threshold several times; bisection
+finds one of these places.
 """
 
 from __future__ import annotations
@@ -13,23 +14,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .claims.statistics import wilson
+from scipy import stats
+
 from .engine.jobs import Job
 from .engine.outcomes import Cell, Outcome
 from .engine.store import JobRecord
-from .scales import Wanted
-from .study import Rows, Want, told
+from .study import CellPlan, PlannedCell, Records, job_outcomes
 
-NEAR = 0.01
-"""Of full tuning's score: what still counts as reaching it, where scores lie in [0, 1]."""
+FULL_TUNING_MARGIN = 0.01
+"""How far below full tuning a score in [0, 1] may lie and still count as reaching it."""
+
 Z = statistics.NormalDist().inv_cdf(0.975)
+
+Bracket = tuple[int, int | None]
+"""(N that is too few, N that is enough); (the largest N, None) if even that is too few."""
 
 
 @dataclass(frozen=True)
-class Climb:
-    """One method, model and seed. cell: without N. sizes: the grid, ascending. run: N -> its work. full: full tuning's.
+class ThresholdSearch:
+    """The search for both thresholds of one method, model and seed.
 
-    chance: the score of guessing. metric: the score that counts.
+    Attributes:
+        cell: The cell of the result, without the axis N.
+        sizes: The values of N to choose from, ascending.
+        run: N -> its job.
+        full: Full tuning's job.
+        chance: The score of guessing.
+        metric: The score that counts.
     """
 
     cell: Cell
@@ -40,99 +51,120 @@ class Climb:
     metric: str = "accuracy"
 
 
-def powers(most: int, first: int = 4) -> tuple[int, ...]:
-    """The powers of two from `first` to `most`, both included where they are some."""
+def powers_of_two(most: int, first: int = 4) -> tuple[int, ...]:
+    """Return the powers of two in [first, most]."""
     return tuple(2**k for k in range(math.ceil(math.log2(first)), int(math.log2(most)) + 1))
 
 
-def bisected(
-    sizes: Sequence[int], enough: Callable[[int], bool | None]
-) -> tuple[list[int], tuple[int, int | None] | None]:
-    """What is asked, in order, and the bracket (too few, enough) once all answers are there; None for no answer yet.
+def bisect_sizes(sizes: Sequence[int], is_enough: Callable[[int], bool | None]) -> tuple[list[int], Bracket | None]:
+    """Find the smallest size that is enough, as far as answers are there.
 
-    The largest size is asked first: where that is too few the bracket is (it, None). N = 0 is too few by definition.
-    At most 1 + ⌈log2 sizes⌉ are asked.
+    The largest size is tried first; N = 0 is too few by definition. At most 1 + ⌈log2 len(sizes)⌉ sizes are tried.
+
+    Args:
+        sizes: The sizes, ascending.
+        is_enough: Whether a size is enough; None if that is not known yet.
+
+    Returns:
+        The sizes that were tried, in order, and the bracket; None for the bracket if an answer is missing.
     """
     low, high = -1, len(sizes) - 1
-    asked, at = [], high
+    tried, at = [], high
     while True:
-        asked.append(sizes[at])
-        found = enough(sizes[at])
-        if found is None:
-            return asked, None
-        if not found and at == len(sizes) - 1:
-            return asked, (sizes[at], None)
-        low, high = (low, at) if found else (at, high)
+        tried.append(sizes[at])
+        enough = is_enough(sizes[at])
+        if enough is None:
+            return tried, None
+        if not enough and at == len(sizes) - 1:
+            return tried, (sizes[at], None)
+        low, high = (low, at) if enough else (at, high)
         if high - low == 1:
-            return asked, (sizes[low] if low >= 0 else 0, sizes[high])
+            return tried, (sizes[low] if low >= 0 else 0, sizes[high])
         at = (low + high) // 2
 
 
-def above(result: Mapping[str, Any], metric: str, chance: float) -> bool:
-    """Whether the 95 % interval over examples lies above chance: Wilson's where each is right or wrong, else normal."""
+def is_above_chance(result: Mapping[str, Any], metric: str, chance: float) -> bool:
+    """Whether the 95 % interval of a score over examples lies above chance.
+
+    The interval is Wilson's where each example is right or wrong, and the normal one elsewhere.
+
+    Args:
+        result: The result of a run, with "scores" and "examples".
+        metric: The score.
+        chance: The score of guessing.
+    """
     examples = [float(value) for value in result["examples"].get(metric, ())]
     if not examples:
         return bool(result["scores"][metric] > chance)
     if set(examples) <= {0.0, 1.0}:
-        return wilson(round(sum(examples)), len(examples))[0] > chance
+        return float(stats.binomtest(round(sum(examples)), len(examples)).proportion_ci(0.95, "wilson").low) > chance
     if len(examples) < 2:
         return False
     return statistics.fmean(examples) - Z * statistics.stdev(examples) / math.sqrt(len(examples)) > chance
 
 
-def reaches(result: Mapping[str, Any], full: Mapping[str, Any], metric: str) -> bool:
-    """Whether the score lies at most 1 point below full tuning's."""
-    return bool(result["scores"][metric] >= full["scores"][metric] - NEAR - 1e-9)
+def reaches_full_tuning(result: Mapping[str, Any], full: Mapping[str, Any], metric: str) -> bool:
+    """Whether a score lies at most `FULL_TUNING_MARGIN` below full tuning's."""
+    return bool(result["scores"][metric] >= full["scores"][metric] - FULL_TUNING_MARGIN - 1e-9)
 
 
-def wants(climb: Climb, rows: Rows) -> list[Want]:
-    """The runs asked for so far, and the cell with its brackets once they are there."""
+def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]:
+    """Return a cell for every N that the bisections have tried so far, and the cell of the two brackets.
 
-    def result(work: Job) -> Mapping[str, Any] | None:
-        row = rows.get(work.name)
-        return None if row is None else row.result
+    Args:
+        search: The search.
+        records: What is done so far.
 
-    def low(n: int) -> bool | None:
-        found = result(climb.run(n))
-        return None if found is None else above(found, climb.metric, climb.chance)
+    Returns:
+        The cells of the runs, which have an axis N, and then the cell of the brackets, which has none. Its extra holds
+        the brackets "low" and "high" that are found; its job is None until both are, unless a run has failed.
+    """
 
-    def high(n: int) -> bool | None:
-        found, full = result(climb.run(n)), result(climb.full)
-        return None if found is None or full is None else reaches(found, full, climb.metric)
+    def result(job: Job) -> Mapping[str, Any] | None:
+        record = records.get(job.name)
+        return None if record is None else record.result
 
-    brackets = {"low": bisected(climb.sizes, low), "high": bisected(climb.sizes, high)}
-    asked = dict.fromkeys(n for several, _ in brackets.values() for n in several)
-    found = [Want({**climb.cell, "N": n}, climb.run(n)) for n in sorted(asked)]
-    failed = [n for n in asked if (row := rows.get(climb.run(n).name)) is not None and row.result is None]
-    done = all(bracket is not None for _, bracket in brackets.values())
-    # The bracket's own work is one that has ended: a failed one, else the largest N, for its count and its spec.
-    at = failed[0] if failed else climb.sizes[-1]
-    extra = {name: list(b) for name, (_, b) in brackets.items() if b is not None}  # [largest, None]: beyond all sizes
-    return [*found, Want(climb.cell, climb.run(at) if done or failed else None, extra)]
+    def leaves_chance(n: int) -> bool | None:
+        run = result(search.run(n))
+        return None if run is None else is_above_chance(run, search.metric, search.chance)
+
+    def reaches_full(n: int) -> bool | None:
+        run, full = result(search.run(n)), result(search.full)
+        return None if run is None or full is None else reaches_full_tuning(run, full, search.metric)
+
+    bisections = {"low": bisect_sizes(search.sizes, leaves_chance), "high": bisect_sizes(search.sizes, reaches_full)}
+    tried = dict.fromkeys(n for sizes, _ in bisections.values() for n in sizes)
+    cells = [PlannedCell({**search.cell, "N": n}, search.run(n)) for n in sorted(tried)]
+    failed = [n for n in tried if (record := records.get(search.run(n).name)) is not None and record.result is None]
+    done = all(bracket is not None for _, bracket in bisections.values())
+    # The job of the brackets' cell is one that has ended: a failed one, else the largest N, for its count and its spec.
+    last = failed[0] if failed else search.sizes[-1]
+    extra = {name: list(bracket) for name, (_, bracket) in bisections.items() if bracket is not None}
+    return [*cells, PlannedCell(search.cell, search.run(last) if done or failed else None, extra)]
 
 
-def searched(climbs: Sequence[Climb]) -> Wanted:
-    """All climbs, and full tuning once for each of its works: at N = all parameters, for the line to reach."""
-    full = {climb.full: climb for climb in reversed(climbs)}
+def plan_searches(searches: Sequence[ThresholdSearch]) -> CellPlan:
+    """Return the cells of all searches, and full tuning once for each of its jobs, at N = all parameters."""
+    full = {search.full: search for search in reversed(searches)}
 
-    def wanted(rows: Rows) -> list[Want]:
-        whole = [
-            Want({**climb.cell, "method": "full", "N": _size(rows.get(work.name))}, work)
-            for work, climb in full.items()
+    def plan_cells(records: Records) -> list[PlannedCell]:
+        cells = [
+            PlannedCell({**search.cell, "method": "full", "N": _model_size(records.get(job.name))}, job)
+            for job, search in full.items()
         ]
-        return [*whole, *(want for climb in climbs for want in wants(climb, rows))]
+        return [*cells, *(planned for search in searches for planned in search_cells(search, records))]
 
-    return wanted
-
-
-def _size(row: JobRecord | None) -> int:
-    """All scalars of a model; 0 while its full tuning is not done."""
-    return 0 if row is None or row.result is None else int(row.result["count"]["denominator_size"])
+    return plan_cells
 
 
-def bracketed(want: Want, row: JobRecord) -> list[Outcome]:
-    """A run as it is; a cell without N as its brackets alone, for its run stands at its own N already."""
-    (found,) = told(want, row)
-    if "N" in want.cell or found.error is not None:
-        return [found]
-    return [Outcome(want.cell, found.spec, count=found.count, extra=want.extra)]
+def _model_size(record: JobRecord | None) -> int:
+    """The number of a model's parameters; 0 while its full tuning is not done."""
+    return 0 if record is None or record.result is None else int(record.result["count"]["denominator_size"])
+
+
+def threshold_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
+    """Return the outcome of a run; of the brackets' cell the brackets alone, since its run has a cell of its own."""
+    (outcome,) = job_outcomes(planned, record)
+    if "N" in planned.cell or outcome.error is not None:
+        return [outcome]
+    return [Outcome(planned.cell, outcome.spec, count=outcome.count, extra=planned.extra)]

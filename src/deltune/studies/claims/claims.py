@@ -1,4 +1,4 @@
-"""Claims as comparisons of cells: each form is a paired effect and the region of effects in which the claim holds."""
+"""Claims as values: each form is a comparison of cells and the region of effects in which the claim is true."""
 
 from __future__ import annotations
 
@@ -15,252 +15,322 @@ from ..engine.outcomes import Cell, Outcome
 from .comparisons import (
     EVERY,
     Cells,
+    CellSelector,
     Check,
     Comparison,
     Exact,
     Key,
     MissingCells,
     Term,
-    Where,
-    combined,
+    combine_numbers,
     describe_cell,
-    difference,
-    levels,
-    linear,
-    mean_of,
-    one_seed,
+    mean_terms,
+    one_seed_reason,
+    paired_differences,
     seeds_of,
+    trend_weights,
+    weighted_effects,
     weighted_sum,
 )
-from .measurements import COUNT, SCORE, Number, Reading
+from .measurements import COUNT, SCORE, Measurement, Number
 
 
 @dataclass(frozen=True)
 class Beats:
-    """mean(better) − mean(worse) > margin, in the reading's better direction, paired over all other axes and seeds."""
+    """mean(better) − mean(worse) > margin, in the better direction, paired over all other axes and seeds.
 
-    better: Where
-    worse: Where
+    Attributes:
+        better: The cells that are claimed to be better.
+        worse: The cells that they are compared with; both name the same axes.
+        margin: By how much, in units of the measurement.
+        measurement: What is compared.
+    """
+
+    better: CellSelector
+    worse: CellSelector
     margin: float = 0.0
-    reading: Reading = SCORE
+    measurement: Measurement = SCORE
 
     def __post_init__(self) -> None:
         _same_axes(self.better, self.worse)
 
-    def checks(self, grid: Cells) -> list[Check]:
-        units = difference(grid, self.better, self.worse, self.reading)
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        effects = paired_differences(cells, self.better, self.worse, self.measurement)
         text = f"{describe_cell(self.better)} − {describe_cell(self.worse)}"
-        return [Comparison(text, units, self.margin, math.inf, self.reading.unit)]
+        return [Comparison(text, effects, self.margin, math.inf, self.measurement.unit)]
 
 
 @dataclass(frozen=True)
 class Within:
-    """mean(what) − mean(reference) > −points: no worse than that. both: no better either, |difference| < points."""
+    """mean(cells) − mean(reference) > −points: at most so much worse.
 
-    what: Where
-    reference: Where
+    Attributes:
+        what: The cells.
+        reference: The cells that they are compared with; both name the same axes.
+        points: The margin, in units of the measurement.
+        both: Whether they may not be better either: |difference| < points.
+        measurement: What is compared.
+    """
+
+    what: CellSelector
+    reference: CellSelector
     points: float
     both: bool = False
-    reading: Reading = SCORE
+    measurement: Measurement = SCORE
 
     def __post_init__(self) -> None:
         _same_axes(self.what, self.reference)
 
-    def checks(self, grid: Cells) -> list[Check]:
-        units = difference(grid, self.what, self.reference, self.reading)
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        effects = paired_differences(cells, self.what, self.reference, self.measurement)
         text = f"{describe_cell(self.what)} − {describe_cell(self.reference)}"
-        return [Comparison(text, units, -self.points, self.points if self.both else math.inf, self.reading.unit)]
+        return [Comparison(text, effects, -self.points, self.points if self.both else math.inf, self.measurement.unit)]
 
 
 @dataclass(frozen=True)
 class Rises:
-    """The least-squares slope of a reading on log10 of an axis' labels (a model's size) > margin.
+    """The least-squares slope along an axis, per decade (factor of ten) of its labels, > margin.
 
-    of: the cells whose mean is taken at each label. less: cells whose slope is subtracted. The slope is per decade.
+    Attributes:
+        axis: The axis: numbers, or models by their size.
+        of: The cells whose mean is taken at each label.
+        minus: Cells whose slope is subtracted, if any.
+        margin: In units of the measurement per decade.
+        measurement: What is measured.
     """
 
     axis: str
-    of: Where = field(default_factory=dict)
-    less: Where | None = None
+    of: CellSelector = field(default_factory=dict)
+    minus: CellSelector | None = None
     margin: float = 0.0
-    reading: Reading = SCORE
+    measurement: Measurement = SCORE
 
-    def checks(self, grid: Cells) -> list[Check]:
-        return [self._comparison(grid, self.margin, math.inf)]
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        return [self._comparison(cells, self.margin, math.inf)]
 
-    def _comparison(self, grid: Cells, low: float, high: float) -> Comparison:
-        wheres = [self.of] if self.less is None else [self.of, self.less]
+    def _comparison(self, cells: Cells, low: float, high: float) -> Comparison:
+        selectors = [self.of] if self.minus is None else [self.of, self.minus]
 
         def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-            found: list[Term] = []
-            for where, sign in zip(wheres, (1.0, -1.0), strict=False):
-                for label, weight in levels(grid, self.axis, where, members, setting):
-                    found += mean_of(grid.picked({**where, self.axis: label}, members, setting), sign * weight)
-            return found
+            weighted: list[Term] = []
+            for selector, sign in zip(selectors, (1.0, -1.0), strict=False):
+                for label, weight in trend_weights(cells, self.axis, selector, members, setting):
+                    weighted += mean_terms(
+                        cells.select({**selector, self.axis: label}, members, setting), sign * weight
+                    )
+            return weighted
 
         text = f"slope along {self.axis}" + "".join(
-            f"{' −' if i else ''} of {describe_cell(w)}" for i, w in enumerate(wheres) if w
+            f"{' −' if i else ''} of {describe_cell(s)}" for i, s in enumerate(selectors) if s
         )
-        units = linear(grid, [{**where, self.axis: EVERY} for where in wheres], terms, self.reading)
-        return Comparison(text, units, low, high, f"{self.reading.unit} a decade of {self.axis}")
+        effects = weighted_effects(
+            cells, [{**selector, self.axis: EVERY} for selector in selectors], terms, self.measurement
+        )
+        return Comparison(text, effects, low, high, f"{self.measurement.unit} a decade of {self.axis}")
 
 
 @dataclass(frozen=True)
 class Falls(Rises):
-    """The same slope < margin."""
+    """The slope of `Rises` < margin."""
 
-    def checks(self, grid: Cells) -> list[Check]:
-        return [self._comparison(grid, -math.inf, self.margin)]
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        return [self._comparison(cells, -math.inf, self.margin)]
 
 
 @dataclass(frozen=True)
-class Shrinks:
-    """The slope of (best − worst label of `over`) on log10 of `along` < 0.
+class GapShrinks:
+    """The gap between the best and the worst label of an axis shrinks along another: its slope per decade < 0.
 
-    Which labels are the best and the worst is decided by the other seeds, and their distance measured on this one: the
-    largest less the smallest of noisy means lies above the true gap, the more the noisier, and would shrink with the
-    noise alone. This one lies at or below the true gap, and at 0 where there is none.
+    For each seed the other seeds decide which labels are the best and the worst, and the gap is measured on this seed.
+    The largest less the smallest of noisy means would lie above the true gap, the more the noisier, and would shrink
+    with the noise alone. This one lies at or below the true gap, and at 0 where there is none.
+
+    Attributes:
+        over: The axis of the gap, such as "method".
+        along: The axis along which it shrinks, such as "model".
+        of: The cells that are considered.
+        measurement: What is measured.
     """
 
     over: str
     along: str
-    of: Where = field(default_factory=dict)
-    reading: Reading = SCORE
+    of: CellSelector = field(default_factory=dict)
+    measurement: Measurement = SCORE
 
-    def checks(self, grid: Cells) -> list[Check]:
-        where = {**self.of, self.over: self.of.get(self.over, EVERY), self.along: EVERY}
-        units, reasons = {}, []
-        for setting, members in grid.strata([where]):
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        selector = {**self.of, self.over: self.of.get(self.over, EVERY), self.along: EVERY}
+        effects, reasons = {}, []
+        for setting, members in cells.strata([selector]):
             try:
-                units[setting] = self._slopes(grid, where, members, setting)
+                effects[setting] = self._slopes(cells, selector, members, setting)
             except MissingCells as lacking:
                 reasons += lacking.reasons
         if reasons:
             raise MissingCells(reasons)
         text = f"slope along {self.along} of the gap over {self.over}"
-        return [Comparison(text, units, -math.inf, 0.0, f"{self.reading.unit} a decade of {self.along}")]
+        return [Comparison(text, effects, -math.inf, 0.0, f"{self.measurement.unit} a decade of {self.along}")]
 
-    def _slopes(self, grid: Cells, where: Where, members: Sequence[Outcome], setting: Key) -> dict[Hashable, Number]:
+    def _slopes(
+        self, cells: Cells, selector: CellSelector, members: Sequence[Outcome], setting: Key
+    ) -> dict[Hashable, Number]:
         seeds = seeds_of(members)
         if len(seeds) < 2:
-            raise MissingCells([one_seed(setting)])
+            raise MissingCells([one_seed_reason(setting)])
         gaps: dict[Hashable, list[tuple[float, Number]]] = {seed: [] for seed in seeds}
-        for label, weight in levels(grid, self.along, where, members, setting):
+        for label, weight in trend_weights(cells, self.along, selector, members, setting):
             groups: dict[Any, list[Cell]] = {}
-            for cell in grid.picked({**where, self.along: label}, members, setting):
+            for cell in cells.select({**selector, self.along: label}, members, setting):
                 groups.setdefault(cell[self.over], []).append(cell)
             if len(groups) < 2:
                 raise MissingCells([f"one {self.over} at {self.along}={label}: no gap"])
             numbers = {
-                seed: [weighted_sum(grid, mean_of(cells), self.reading, seed) for cells in groups.values()]
+                seed: [weighted_sum(cells, mean_terms(group), self.measurement, seed) for group in groups.values()]
                 for seed in seeds
             }
             values = np.array([[number.value for number in numbers[seed]] for seed in seeds])
             for i, seed in enumerate(seeds):
                 others = np.delete(values, i, axis=0).mean(axis=0)
-                gap = combined([(1.0, numbers[seed][others.argmax()]), (-1.0, numbers[seed][others.argmin()])])
+                gap = combine_numbers([(1.0, numbers[seed][others.argmax()]), (-1.0, numbers[seed][others.argmin()])])
                 gaps[seed].append((weight, gap))
-        return {seed: combined(terms) for seed, terms in gaps.items()}
+        return {seed: combine_numbers(terms) for seed, terms in gaps.items()}
 
 
 @dataclass(frozen=True)
-class Fewer:
-    """trained(fewer) ≤ ratio · trained(more) in every setting: counts are exact, one seed is enough."""
+class FewerParameters:
+    """trained(fewer) ≤ ratio · trained(more) in every setting. Counts are exact, so that one seed is enough.
 
-    fewer: Where
-    more: Where
+    Attributes:
+        fewer: The cells that are claimed to train fewer parameters.
+        more: The cells that they are compared with; both name the same axes.
+        ratio: The largest ratio.
+    """
+
+    fewer: CellSelector
+    more: CellSelector
     ratio: float = 1.0
 
     def __post_init__(self) -> None:
         _same_axes(self.fewer, self.more)
 
-    def checks(self, grid: Cells) -> list[Check]:
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
         largest = 0.0
-        for setting, members in grid.strata([self.fewer, self.more]):
-            sizes = []
-            for where in (self.fewer, self.more):
-                cells, seed = grid.picked(where, members, setting), seeds_of(members)[0]
-                sizes.append(sum(grid.read(COUNT, cell, seed).value for cell in cells) / len(cells))
-            largest = max(largest, sizes[0] / sizes[1] if sizes[1] else math.inf)
+        for setting, members in cells.strata([self.fewer, self.more]):
+            counts = []
+            for selector in (self.fewer, self.more):
+                selected, seed = cells.select(selector, members, setting), seeds_of(members)[0]
+                counts.append(sum(cells.read(COUNT, cell, seed).value for cell in selected) / len(selected))
+            largest = max(largest, counts[0] / counts[1] if counts[1] else math.inf)
         text = f"trained scalars of {describe_cell(self.fewer)} / {describe_cell(self.more)}, the largest"
         return [Exact(text, largest, self.ratio, "times")]
 
 
 @dataclass(frozen=True)
 class Best:
-    """A choice beats every other label of an axis; `but`: labels that it is not compared with."""
+    """Cells beat those with every other label of an axis.
 
-    what: Where
+    Attributes:
+        what: The cells.
+        over: The axis.
+        exclude: Labels that they are not compared with.
+        measurement: What is compared.
+    """
+
+    what: CellSelector
     over: str
-    but: tuple[Any, ...] = ()
-    reading: Reading = SCORE
+    exclude: tuple[Any, ...] = ()
+    measurement: Measurement = SCORE
 
-    def checks(self, grid: Cells) -> list[Check]:
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
         rest = {axis: label for axis, label in self.what.items() if axis != self.over}
-        rivals = [r for r in grid.labels(self.over, rest) if r not in (self.what[self.over], *self.but)]
+        rivals = [r for r in cells.labels(self.over, rest) if r not in (self.what[self.over], *self.exclude)]
         if not rivals:
             raise MissingCells([f"nothing to compare {describe_cell(self.what)} with"])
         return _all_checks(
-            grid, [Beats(self.what, {**self.what, self.over: rival}, reading=self.reading) for rival in rivals]
+            cells, [Beats(self.what, {**self.what, self.over: rival}, measurement=self.measurement) for rival in rivals]
         )
 
 
 @dataclass(frozen=True)
-class Alike:
-    """Any two labels of an axis differ by less than `points`."""
+class AllWithin:
+    """Any two labels of an axis differ by less than some points.
+
+    Attributes:
+        over: The axis.
+        points: The margin, in units of the measurement.
+        of: The cells that are considered.
+        measurement: What is compared.
+    """
 
     over: str
     points: float
-    of: Where = field(default_factory=dict)
-    reading: Reading = SCORE
+    of: CellSelector = field(default_factory=dict)
+    measurement: Measurement = SCORE
 
-    def checks(self, grid: Cells) -> list[Check]:
-        where = {**self.of, self.over: self.of.get(self.over, EVERY)}
-        pairs = list(itertools.combinations(grid.labels(self.over, where), 2))
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        selector = {**self.of, self.over: self.of.get(self.over, EVERY)}
+        pairs = list(itertools.combinations(cells.labels(self.over, selector), 2))
         if not pairs:
             raise MissingCells([f"no two labels of {self.over} to compare"])
         sides = [({**self.of, self.over: a}, {**self.of, self.over: b}) for a, b in pairs]
-        return _all_checks(grid, [Within(a, b, self.points, both=True, reading=self.reading) for a, b in sides])
+        return _all_checks(
+            cells, [Within(a, b, self.points, both=True, measurement=self.measurement) for a, b in sides]
+        )
 
 
 @dataclass(frozen=True)
-class Both:
-    """All of several forms."""
+class AllOf:
+    """Several forms at once: the claim holds if all of them are true."""
 
     parts: tuple[Form, ...]
 
-    def checks(self, grid: Cells) -> list[Check]:
-        return _all_checks(grid, self.parts)
+    def checks(self, cells: Cells) -> list[Check]:
+        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+        return _all_checks(cells, self.parts)
 
 
-Form = Beats | Within | Rises | Shrinks | Fewer | Best | Alike | Both
+Form = Beats | Within | Rises | GapShrinks | FewerParameters | Best | AllWithin | AllOf
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, where it stands, and what it comes down to. off: axis -> labels that it is not about."""
+    """A sentence of a paper and its form.
+
+    Attributes:
+        text: The sentence.
+        source: Where the paper makes it.
+        form: The comparisons that decide it.
+        exclude: Axis -> labels that it is not about.
+    """
 
     text: str
     source: str
     form: Form
-    off: Where = field(default_factory=dict)
+    exclude: CellSelector = field(default_factory=dict)
 
 
-def _all_checks(grid: Cells, forms: Sequence[Form]) -> list[Check]:
-    found: list[Check] = []
+def _all_checks(cells: Cells, forms: Sequence[Form]) -> list[Check]:
+    checks: list[Check] = []
     reasons: list[str] = []
     for form in forms:
         try:
-            found += form.checks(grid)
+            checks += form.checks(cells)
         except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:
         raise MissingCells(reasons)
-    return found
+    return checks
 
 
-def _same_axes(one: Where, other: Where) -> None:
+def _same_axes(one: CellSelector, other: CellSelector) -> None:
     if one.keys() != other.keys() or not one:
         raise DeltuneError(
-            f"both sides of a comparison name the same axes: {describe_cell(one)!r}, {describe_cell(other)!r}."
+            f"both sides of a comparison must name the same axes: {describe_cell(one)!r}, {describe_cell(other)!r}."
         )

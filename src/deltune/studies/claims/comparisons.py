@@ -1,4 +1,4 @@
-"""Paired effects of cells: weighted sums of their numbers for each setting and seed, or the reasons why not."""
+"""Comparisons of cells: paired effects for each setting and seed, or the reasons why they cannot be computed."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ import numpy as np
 
 from ...errors import DeltuneError
 from ..engine.outcomes import Cell, Outcome
-from .measurements import MetricChoice, Number, Reading
+from .measurements import Measurement, MetricChoice, Number
 from .statistics import slope_weights
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Labels of an axis that are known only in a study: all of them, the smallest, the largest."""
+class SymbolicLabel:
+    """A label that stands for labels of the study at hand: all of them, the smallest, or the largest."""
 
-    what: str
+    name: str
 
     def __repr__(self) -> str:
-        return self.what
+        return self.name
 
 
-EVERY, SMALLEST, LARGEST = Chosen("every"), Chosen("smallest"), Chosen("largest")
+EVERY, SMALLEST, LARGEST = SymbolicLabel("every"), SymbolicLabel("smallest"), SymbolicLabel("largest")
 
-Where = Mapping[str, Any]
-"""axis -> a label, several labels (their mean), or EVERY, SMALLEST, LARGEST of those that occur."""
+CellSelector = Mapping[str, Any]
+"""Axis -> a label, a tuple of labels (their mean is taken), or EVERY, SMALLEST or LARGEST of those that occur."""
 
-DATA = ("task", "target")
-"""Axes that say which test split a score is of."""
+DATA_AXES = ("task", "target")
+"""Axes that determine the test split of a score."""
 
 SEED = "seed"
 Key = tuple[tuple[str, Hashable], ...]
+"""Labels on some axes, in the order of the axes."""
 
 
 class MissingCells(Exception):
-    """Reasons why a comparison cannot be made."""
+    """A comparison cannot be made, for these reasons."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.reasons = list(dict.fromkeys(reasons))
@@ -48,18 +49,27 @@ class MissingCells(Exception):
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
 
 
-def describe_cell(where: Mapping[str, Any]) -> str:
-    """A cell or a choice of cells in words: method=lora, task=cb."""
+def describe_cell(selector: Mapping[str, Any]) -> str:
+    """Describe a cell or a selection of cells: "method=lora, task=cb"."""
     return ", ".join(
-        f"{axis}={' or '.join(map(str, label)) if isinstance(label, tuple) else label}" for axis, label in where.items()
+        f"{axis}={' or '.join(map(str, label)) if isinstance(label, tuple) else label}"
+        for axis, label in selector.items()
     )
 
 
 class Cells:
-    """The outcomes of a study by their cells."""
+    """The outcomes of a study, by cell.
 
-    def __init__(self, outcomes: Sequence[Outcome], asked: MetricChoice) -> None:
-        self.outcomes, self.asked = list(outcomes), asked
+    Args:
+        outcomes: The outcomes.
+        metric: The score that counts.
+
+    Raises:
+        DeltuneError: Two outcomes belong to one cell.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], metric: MetricChoice) -> None:
+        self.outcomes, self.metric = list(outcomes), metric
         self.axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
         self.cells: dict[Key, Outcome] = {}
         for outcome in self.outcomes:
@@ -67,56 +77,73 @@ class Cells:
             if key in self.cells:
                 raise DeltuneError(f"two outcomes of one cell: {describe_cell(outcome.cell)}.")
             self.cells[key] = outcome
-        self._read: dict[tuple[Reading, Key], Number | str] = {}
+        self._read: dict[tuple[Measurement, Key], Number | str] = {}
 
-    def without(self, off: Where) -> Cells:
-        """The grid less the cells with one of the labels."""
-        kept = [o for o in self.outcomes if not any(o.cell.get(a) in _labels(v) for a, v in off.items())]
-        return Cells(kept, self.asked) if off else self
+    def excluding(self, exclude: CellSelector) -> Cells:
+        """Return the cells without those that have one of the labels."""
+        remaining = [o for o in self.outcomes if not any(o.cell.get(a) in _as_labels(v) for a, v in exclude.items())]
+        return Cells(remaining, self.metric) if exclude else self
 
-    def labels(self, axis: str, where: Where) -> list[Any]:
-        """Labels of an axis among the cells that a choice leaves, in order of appearance."""
-        return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and _fits(o, where)))
+    def labels(self, axis: str, selector: CellSelector) -> list[Any]:
+        """Return the labels of an axis among the selected cells, in order of appearance."""
+        return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and _matches(o, selector)))
 
-    def strata(self, wheres: Sequence[Where], also: Sequence[str] = ()) -> Iterator[tuple[Key, list[Outcome]]]:
-        """The settings of all axes that a comparison does not name, each with its outcomes. Raises Lacking for none."""
-        compared = {*also, SEED}.union(*wheres)
+    def strata(self, selectors: Sequence[CellSelector]) -> Iterator[tuple[Key, list[Outcome]]]:
+        """Yield every setting of the axes that a comparison does not name, with its outcomes.
+
+        Raises:
+            MissingCells: There is none.
+        """
+        compared = {SEED}.union(*selectors)
         missing = sorted(compared - {*self.axes, SEED})
         if missing:
             raise MissingCells([f"the outcomes have no axis {', '.join(map(repr, missing))}"])
         free = [axis for axis in self.axes if axis not in compared]
-        found: dict[Key, list[Outcome]] = {}
+        by_setting: dict[Key, list[Outcome]] = {}
         for outcome in self.outcomes:
-            if any(_fits(outcome, where) for where in wheres):
-                found.setdefault(self._key(outcome.cell, free), []).append(outcome)
-        if not found:
-            raise MissingCells([f"no outcome has {describe_cell(where)}" for where in wheres])
-        yield from found.items()
+            if any(_matches(outcome, selector) for selector in selectors):
+                by_setting.setdefault(self._key(outcome.cell, free), []).append(outcome)
+        if not by_setting:
+            raise MissingCells([f"no outcome has {describe_cell(selector)}" for selector in selectors])
+        yield from by_setting.items()
 
-    def picked(self, where: Where, members: Sequence[Outcome], setting: Key) -> list[Cell]:
-        """The cells, but for their seeds, that a choice means in one stratum. Raises Lacking where there is none."""
-        fitting = [o for o in members if _fits(o, where)]
-        for axis, label in where.items():
-            if isinstance(label, Chosen) and label is not EVERY and fitting:
+    def select(self, selector: CellSelector, members: Sequence[Outcome], setting: Key) -> list[Cell]:
+        """Return the cells, without their seeds, that a selector means in one stratum.
+
+        Args:
+            selector: The selector.
+            members: The outcomes of the stratum.
+            setting: The labels that they share.
+
+        Raises:
+            MissingCells: There is no such cell.
+        """
+        matches = [o for o in members if _matches(o, selector)]
+        for axis, label in selector.items():
+            if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
                 if len(self.labels(axis, {})) < 2:
                     raise MissingCells([f"only one {axis} in the study: no {label}"])
-                extreme = (min if label is SMALLEST else max)(self.place(axis, o.cell[axis]) for o in fitting)
-                fitting = [o for o in fitting if self.place(axis, o.cell[axis]) == extreme]
-        if not fitting:
+                extreme = (min if label is SMALLEST else max)(self.position(axis, o.cell[axis]) for o in matches)
+                matches = [o for o in matches if self.position(axis, o.cell[axis]) == extreme]
+        if not matches:
             raise MissingCells(
-                [f"nothing has {describe_cell(where)}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
+                [f"nothing has {describe_cell(selector)}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
             )
-        open_axes = [axis for axis, label in where.items() if isinstance(label, Chosen)]
-        fixed = {axis: _labels(label) for axis, label in where.items() if axis not in open_axes}
-        found = dict.fromkeys(self._key(o.cell, open_axes) for o in fitting)
+        open_axes = [axis for axis, label in selector.items() if isinstance(label, SymbolicLabel)]
+        fixed = {axis: _as_labels(label) for axis, label in selector.items() if axis not in open_axes}
+        keys = dict.fromkeys(self._key(o.cell, open_axes) for o in matches)
         return [
             {**dict(setting), **dict(zip(fixed, labels, strict=True)), **dict(key)}
-            for key in found
+            for key in keys
             for labels in itertools.product(*fixed.values())
         ]
 
-    def place(self, axis: str, label: Any) -> float:
-        """Where a label stands on its axis: a number as it is ("0.5%" is 0.5), a model by its size. Raises Lacking."""
+    def position(self, axis: str, label: Any) -> float:
+        """Return a label's position on its axis: the size of a model, elsewhere the label's number ("0.5%" is 0.5).
+
+        Raises:
+            MissingCells: The label has no position.
+        """
         if axis != "model":
             number = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*%?\s*", str(label))
             if not number:
@@ -128,25 +155,34 @@ class Cells:
                 return float(size)
         raise MissingCells([f"the size of the model {label!r} is not known"])
 
-    def read(self, reading: Reading, cell: Cell, seed: Any) -> Number:
-        """The number of one cell. Raises Lacking if it is missing or failed."""
-        known = {**cell, SEED: seed}
-        full = {axis: known[axis] for axis in self.axes if known.get(axis) is not None}
+    def read(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
+        """Return the measured number of a cell.
+
+        Args:
+            measurement: What is measured.
+            cell: The cell, without its seed.
+            seed: The seed.
+
+        Raises:
+            MissingCells: The run is missing, has failed or does not have the number.
+        """
+        labels = {**cell, SEED: seed}
+        full = {axis: labels[axis] for axis in self.axes if labels.get(axis) is not None}
         outcome = self.cells.get(self._key(full, self.axes))
         if outcome is None:
             raise MissingCells([f"missing: {describe_cell(full)}"])
         if outcome.error is not None:
             state = "waiting" if outcome.waiting else "failed"
             raise MissingCells([f"{state}: {describe_cell(full)} ({(outcome.error.splitlines() or [''])[0]})"])
-        key = (reading, self._key(full, self.axes))
+        key = (measurement, self._key(full, self.axes))
         if key not in self._read:
             group = [outcome]
-            if reading.over is not None:
-                alike = [axis for axis in self.axes if axis not in (reading.over, "pair")]
+            if measurement.over is not None:
+                alike = [axis for axis in self.axes if axis not in (measurement.over, "pair")]
                 same = self._key(full, alike)
                 group = [o for o in self.outcomes if self._key(o.cell, alike) == same]
-            for member, number in zip(group, reading.read(group, self.asked), strict=True):
-                self._read[reading, self._key(member.cell, self.axes)] = number
+            for member, number in zip(group, measurement.read(group, self.metric), strict=True):
+                self._read[measurement, self._key(member.cell, self.axes)] = number
         found = self._read[key]
         if isinstance(found, str):
             raise MissingCells([f"{found}: {describe_cell(full)}"])
@@ -158,33 +194,44 @@ class Cells:
 
 
 def seeds_of(members: Sequence[Outcome]) -> list[Any]:
+    """Return the seeds of some outcomes, each once."""
     return list(dict.fromkeys(outcome.cell.get(SEED) for outcome in members))
 
 
-def _labels(value: Any) -> tuple[Any, ...]:
+def _as_labels(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _fits(outcome: Outcome, where: Where) -> bool:
-    """Whether an outcome has the labels of a choice, those known only in a study aside."""
+def _matches(outcome: Outcome, selector: CellSelector) -> bool:
+    """Whether an outcome has the labels of a selector; a symbolic label is any label of its axis."""
     return all(
-        label is EVERY or (axis in outcome.cell and (isinstance(label, Chosen) or outcome.cell[axis] in _labels(label)))
-        for axis, label in where.items()
+        label is EVERY
+        or (axis in outcome.cell and (isinstance(label, SymbolicLabel) or outcome.cell[axis] in _as_labels(label)))
+        for axis, label in selector.items()
     )
 
 
-Units = Mapping[Key, Mapping[Hashable, Number]]
-"""setting (all axes that are not compared) -> seed -> effect."""
+Effects = Mapping[Key, Mapping[Hashable, Number]]
+"""Setting (labels on the axes that are not compared) -> seed -> effect."""
 
 Term = tuple[float, Cell]
+"""A weight and the cell whose number it multiplies."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The effect of each seed in each setting; the claim is that their mean lies between low and high."""
+    """A claim that the mean effect lies between two bounds.
+
+    Attributes:
+        text: What is compared.
+        effects: The effect of each seed in each setting.
+        low: The lower bound.
+        high: The upper bound.
+        unit: The unit of the effects.
+    """
 
     text: str
-    units: Units
+    effects: Effects
     low: float
     high: float
     unit: str
@@ -192,81 +239,119 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Exact:
-    """A number known without error; the claim is that it is `most` or less."""
+    """A claim that a number without error is at most some maximum.
+
+    Attributes:
+        text: What the number is.
+        value: The number.
+        maximum: What it may be at most.
+        unit: The unit of the number.
+    """
 
     text: str
     value: float
-    most: float
+    maximum: float
     unit: str
 
     @property
-    def true(self) -> bool:
-        return self.value <= self.most
+    def is_true(self) -> bool:
+        """Whether the claim is true."""
+        return self.value <= self.maximum
 
 
 Check = Comparison | Exact
 
 
-def difference(grid: Cells, one: Where, other: Where, reading: Reading) -> Units:
-    sign = -1.0 if reading.lower else 1.0
+def paired_differences(cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement) -> Effects:
+    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed.
+
+    Raises:
+        MissingCells: Cells are missing, with a reason for each.
+    """
+    sign = -1.0 if measurement.lower else 1.0
 
     def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-        first, second = (grid.picked(where, members, setting) for where in (one, other))
-        return mean_of(first, sign) + mean_of(second, -sign)
+        first, second = (cells.select(selector, members, setting) for selector in (one, other))
+        return mean_terms(first, sign) + mean_terms(second, -sign)
 
-    return linear(grid, [one, other], terms, reading)
+    return weighted_effects(cells, [one, other], terms, measurement)
 
 
-def linear(
-    grid: Cells, wheres: Sequence[Where], terms: Callable[[Key, Sequence[Outcome]], list[Term]], reading: Reading
-) -> Units:
-    """The weighted sum of cells for each setting and seed. Raises Lacking with every cell that is not there."""
-    found: dict[Key, dict[Hashable, Number]] = {}
+def weighted_effects(
+    cells: Cells,
+    selectors: Sequence[CellSelector],
+    terms: Callable[[Key, Sequence[Outcome]], list[Term]],
+    measurement: Measurement,
+) -> Effects:
+    """Return a weighted sum of cells for each setting and seed.
+
+    Args:
+        cells: The study's cells.
+        selectors: What is compared.
+        terms: (setting, its outcomes) -> the terms of the sum.
+        measurement: What is measured.
+
+    Raises:
+        MissingCells: Cells are missing, with a reason for each.
+    """
+    effects: dict[Key, dict[Hashable, Number]] = {}
     reasons: list[str] = []
-    for setting, members in grid.strata(wheres):
+    for setting, members in cells.strata(selectors):
         try:
             weighted = terms(setting, members)
         except MissingCells as lacking:
             reasons += lacking.reasons
             continue
-        found[setting] = {}
+        effects[setting] = {}
         for seed in seeds_of(members):
             try:
-                found[setting][seed] = weighted_sum(grid, weighted, reading, seed)
+                effects[setting][seed] = weighted_sum(cells, weighted, measurement, seed)
             except MissingCells as lacking:
                 reasons += lacking.reasons
         if len(seeds_of(members)) < 2:
-            reasons.append(one_seed(setting))
+            reasons.append(one_seed_reason(setting))
     if reasons:
         raise MissingCells(reasons)
-    return found
+    return effects
 
 
-def one_seed(setting: Key) -> str:
+def one_seed_reason(setting: Key) -> str:
+    """Return the reason why a setting with a single seed decides nothing."""
     return "one seed" + (f" at {describe_cell(dict(setting))}" if setting else "") + ": no claim from one seed"
 
 
-def mean_of(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
+def mean_terms(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
+    """Return the terms of weight · mean(cells)."""
     return [(weight / len(cells), cell) for cell in cells]
 
 
-def weighted_sum(grid: Cells, terms: Sequence[Term], reading: Reading, seed: Hashable) -> Number:
+def weighted_sum(cells: Cells, terms: Sequence[Term], measurement: Measurement, seed: Hashable) -> Number:
+    """Return Σ weight · number of the terms under one seed.
+
+    Raises:
+        MissingCells: Cells are missing, with a reason for each.
+    """
     numbers: list[tuple[float, Number]] = []
     reasons: list[str] = []
     for weight, cell in terms:
         try:
-            numbers.append((weight, grid.read(reading, cell, seed)))
+            numbers.append((weight, cells.read(measurement, cell, seed)))
         except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:
         raise MissingCells(reasons)
     # Examples of two test splits are no pairs, even where they are equally many.
-    apart = {tuple(cell.get(axis) for axis in DATA) for _, cell in terms}
-    return combined(numbers, aligned=len(apart) == 1)
+    apart = {tuple(cell.get(axis) for axis in DATA_AXES) for _, cell in terms}
+    return combine_numbers(numbers, aligned=len(apart) == 1)
 
 
-def combined(terms: Sequence[tuple[float, Number]], aligned: bool = True) -> Number:
-    """Σ weight · number, of their examples too where all have the same ones."""
+def combine_numbers(terms: Sequence[tuple[float, Number]], aligned: bool = True) -> Number:
+    """Return Σ weight · number, also of their examples if all numbers have the same ones.
+
+    Args:
+        terms: Weights and numbers.
+        aligned: Whether the numbers are of one test split.
+    """
     value = sum(weight * number.value for weight, number in terms)
     slack = sum(abs(weight) * number.slack for weight, number in terms)
     rows = [weight * number.examples for weight, number in terms if number.examples is not None]
@@ -274,13 +359,19 @@ def combined(terms: Sequence[tuple[float, Number]], aligned: bool = True) -> Num
     return Number(value, np.sum(rows, axis=0) if same else None, slack)
 
 
-def levels(grid: Cells, axis: str, where: Where, members: Sequence[Outcome], setting: Key) -> list[tuple[Any, float]]:
-    """Labels of an ordered axis in one stratum with the weights of the slope on their log10."""
-    cells = grid.picked({**where, axis: EVERY}, members, setting)
-    labels = list(dict.fromkeys(cell[axis] for cell in cells))
-    places = [grid.place(axis, label) for label in labels]
+def trend_weights(
+    cells: Cells, axis: str, selector: CellSelector, members: Sequence[Outcome], setting: Key
+) -> list[tuple[Any, float]]:
+    """Return the labels of an ordered axis in one stratum, each with its weight in the slope on log10 of its position.
+
+    Raises:
+        MissingCells: The axis has fewer than two positions.
+    """
+    selected = cells.select({**selector, axis: EVERY}, members, setting)
+    labels = list(dict.fromkeys(cell[axis] for cell in selected))
+    places = [cells.position(axis, label) for label in labels]
     if min(places) <= 0 or len(set(places)) < 2:
         raise MissingCells(
             [f"a trend needs two sizes of {axis}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
         )
-    return list(zip(labels, slope_weights([math.log10(place) for place in places]), strict=True))
+    return list(zip(labels, slope_weights([math.log10(position) for position in places]), strict=True))

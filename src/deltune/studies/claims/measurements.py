@@ -1,4 +1,4 @@
-"""Numbers of outcomes that claims compare: scores, ranks, steps to converge, thresholds, changes of terms, transfer."""
+"""The numbers that claims compare: scores, ranks, steps to converge, thresholds, changes of norms, transfer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..engine.outcomes import Outcome
 from .statistics import average_ranks
 
 CONVERGED = 0.95
-"""A curve has converged where it has come this share of the way that both of two curves go."""
+"""A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
 
 NEAR_OUTPUT = 14 / 24
-"""LN §4: of BERT-large's 24 layers, 15 to 24 are close to the output."""
+"""The share of layers that are close to the input: of BERT-large's 24, all but layers 15 to 24 (LN §4)."""
 
 TYPES = {
     "sst2": "sentiment", "imdb": "sentiment", "rotten_tomatoes": "sentiment",
@@ -25,12 +25,18 @@ TYPES = {
     "sick": "inference", "mrpc": "paraphrase", "qqp": "paraphrase", "nq_open": "questions",
     "samsum": "summaries", "multi_news": "summaries", "xsum": "summaries",
 }  # fmt: skip
-"""AP appendix A: the types of its tasks, and those of the others by the same words."""
+"""Task -> its type: those of AP's tasks as in its appendix A, those of others in the same words."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number. examples: one for each of the test split, with it as their mean. slack: how far it may be off."""
+    """A measured number.
+
+    Attributes:
+        value: The number.
+        examples: A number for each example of the test split, of which `value` is the mean; None if there are none.
+        slack: How far the value may be off for sure, such as half the width of a bracket.
+    """
 
     value: float
     examples: np.ndarray | None = None
@@ -39,30 +45,41 @@ class Number:
 
 @dataclass(frozen=True)
 class MetricChoice:
-    """The study's metric, in general or for each task. lower: lower is better, even if METRICS does not say so."""
+    """The score that counts.
+
+    Attributes:
+        metric: Its name, or task -> name.
+        lower: Whether lower is better, for scores of which `METRICS` does not say so.
+    """
 
     metric: str | Mapping[str, str]
     lower: bool = False
 
-    def of(self, outcome: Outcome) -> str:
+    def for_outcome(self, outcome: Outcome) -> str:
+        """Return the name of an outcome's score."""
         if isinstance(self.metric, str):
             return self.metric
         return self.metric.get(str(outcome.cell.get("target", outcome.cell.get("task"))), "no metric")
 
     def sign(self, metric: str) -> float:
-        """−1 where lower values are better."""
+        """Return −1 if lower values of a score are better, else 1."""
         return -1.0 if self.lower or (metric in METRICS and METRICS[metric].better == "lower") else 1.0
 
 
 Read = Callable[[Sequence[Outcome], MetricChoice], list[Number | str]]
+"""Measures several outcomes together: a number for each, or the reason why there is none."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A number of each of several outcomes, or why there is none.
+class Measurement:
+    """A kind of number that outcomes have.
 
-    unit: what it is counted in. lower: lower is better. over: the axis along which outcomes are read together, where
-    the number of one depends on the others (a rank among methods).
+    Attributes:
+        read: Measures outcomes.
+        unit: The unit of the numbers.
+        lower: Whether lower is better.
+        over: The axis along which outcomes are measured together, if the number of one depends on the others (a rank
+            among methods).
     """
 
     read: Read
@@ -72,42 +89,48 @@ class Reading:
 
 
 def _each(read: Callable[[Outcome, MetricChoice], Number | str]) -> Read:
-    return lambda group, asked: [read(outcome, asked) for outcome in group]
+    return lambda group, choice: [read(outcome, choice) for outcome in group]
 
 
 def points(metric: str) -> float:
-    """What turns a metric's value into points: 100 where it lies in [0, 1] or [−1, 1], else 1."""
+    """Return the factor that turns a metric's value into points: 100 if its maximum is 1, else 1."""
     return 100.0 if metric in METRICS and METRICS[metric].range[1] == 1.0 else 1.0
 
 
-def _score(outcome: Outcome, asked: MetricChoice) -> Number | str:
-    metric = asked.of(outcome)
-    if metric not in outcome.scores:
-        return f"no {metric}"
-    scale = points(metric) * asked.sign(metric)
-    value, found = outcome.scores[metric] * scale, outcome.examples.get(metric)
-    if found is None or len(found) < 2:
+def _score(outcome: Outcome, choice: MetricChoice) -> Number | str:
+    name = choice.for_outcome(outcome)
+    if name not in outcome.scores:
+        return f"no {name}"
+    scale = points(name) * choice.sign(name)
+    value, per_example = outcome.scores[name] * scale, outcome.examples.get(name)
+    if per_example is None or len(per_example) < 2:
         return Number(value)
-    examples = np.asarray(found, dtype=float) * scale
+    examples = np.asarray(per_example, dtype=float) * scale
     if abs(float(examples.mean()) - value) > 1e-6 * max(1.0, abs(value)):
-        return Number(value)  # a metric that is not the mean of these numbers: seeds alone tell of its spread
+        return Number(value)  # a metric that is not the mean of these numbers: only seeds show its spread
     return Number(value, examples)
 
 
-SCORE = Reading(_each(_score), "points")
+SCORE = Measurement(_each(_score), "points")
 """The study's metric in points, turned so that higher is better."""
 
 
-def score(name: str, unit: str = "points", lower: bool = False) -> Reading:
-    """A score by its name, as it is."""
+def score(name: str, unit: str = "points", lower: bool = False) -> Measurement:
+    """Return the measurement of a score by its name, without any scaling.
 
-    def read(outcome: Outcome, asked: MetricChoice) -> Number | str:
+    Args:
+        name: The score.
+        unit: Its unit.
+        lower: Whether lower is better.
+    """
+
+    def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         return Number(float(outcome.scores[name])) if name in outcome.scores else f"no {name}"
 
-    return Reading(_each(read), unit, lower)
+    return Measurement(_each(read), unit, lower)
 
 
-def _ranks(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
+def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
     names = sorted({name for outcome in group for name in outcome.scores if name in METRICS})
     lacking = [str(o.cell.get("method")) for o in group if any(name not in o.scores for name in names)]
     if lacking or not names:
@@ -116,12 +139,12 @@ def _ranks(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
     return [Number(float(r)) for r in average_ranks(values, [METRICS[name].better == "lower" for name in names])]
 
 
-RANK = Reading(_ranks, "ranks", lower=True, over="method")
-"""LN table 2: the rank among all methods of the same task and seed, averaged over all metrics."""
+RANK = Measurement(_ranks, "ranks", lower=True, over="method")
+"""The rank among all methods of the same task and seed, averaged over all metrics (LN table 2)."""
 
 
-def _steps(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
-    curves = [_curve(outcome, asked) for outcome in group]
+def _steps(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
+    curves = [_curve(outcome, choice) for outcome in group]
     if not all(curves):
         return ["no curve of evaluations"] * len(group)
     lowest = min(value for curve in curves for _, value in curve)
@@ -130,91 +153,99 @@ def _steps(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
     return [Number(math.log2(max(1, step))) for step in reached]
 
 
-def _curve(outcome: Outcome, asked: MetricChoice) -> list[tuple[int, float]]:
-    """(step, value) of the metric at each validation, higher being better; of the loss where it is not logged."""
-    metric = asked.of(outcome)
-    name, sign = f"eval_{metric}", asked.sign(metric)
+def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
+    """Return (step, value) at each validation, with higher being better; of the loss if the metric is not logged."""
+    metric = choice.for_outcome(outcome)
+    name, sign = f"eval_{metric}", choice.sign(metric)
     if not any(name in line for line in outcome.curve):
         name, sign = "eval_loss", -1.0
     return [(int(line["step"]), sign * float(line[name])) for line in outcome.curve if name in line]
 
 
-STEPS = Reading(_steps, "log2 of steps", lower=True, over="structure")
+STEPS = Measurement(_steps, "log2 of steps", lower=True, over="structure")
 """log2 of the first validated step at which a curve has come 95 % of the way to the lower of the structures' bests.
 
-One target for both, else a curve that ends low would converge early. A difference of 1 is half the steps.
+The target is the same for both structures, else a curve that ends low would converge early. A difference of 1 means
+half the steps.
 """
 
 
-def threshold(name: str) -> Reading:
-    """log10 of the geometric middle of extra[name] = [N that is too few, N that is enough]; slack: half its width."""
+def threshold(name: str) -> Measurement:
+    """Return the measurement of a threshold: log10 of the middle of its bracket, with half its width as slack.
 
-    def read(outcome: Outcome, asked: MetricChoice) -> Number | str:
+    Args:
+        name: The key of the bracket [N that is too few, N that is enough] in an outcome's extra: "low" or "high".
+    """
+
+    def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         bounds = outcome.extra.get(name)
         if bounds is None or len(bounds) != 2 or bounds[1] is None or not math.isfinite(bounds[1]):
             return f"the {name} threshold was not reached"
         low, high = (math.log10(max(1.0, bound or 0.0)) for bound in bounds)
         return Number((low + high) / 2, slack=(high - low) / 2)
 
-    return Reading(_each(read), "decades of parameters", lower=True)
+    return Measurement(_each(read), "decades of parameters", lower=True)
 
 
-def _relative(group: Sequence[Outcome], asked: MetricChoice) -> list[Number | str]:
-    own = [o for o in group if o.cell.get("task") == o.cell.get("target") and asked.of(o) in o.scores]
-    if len(own) != 1 or own[0].scores[asked.of(own[0])] == 0:
+def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
+    originals = [o for o in group if o.cell.get("task") == o.cell.get("target") and choice.for_outcome(o) in o.scores]
+    if len(originals) != 1 or originals[0].scores[choice.for_outcome(originals[0])] == 0:
         return ["no score of a model trained on the target itself"] * len(group)
-    full = own[0].scores[asked.of(own[0])]
+    full = originals[0].scores[choice.for_outcome(originals[0])]
     return [
-        Number(100 * o.scores[asked.of(o)] / full) if asked.of(o) in o.scores else f"no {asked.of(o)}" for o in group
+        Number(100 * o.scores[choice.for_outcome(o)] / full)
+        if choice.for_outcome(o) in o.scores
+        else f"no {choice.for_outcome(o)}"
+        for o in group
     ]
 
 
-RELATIVE = Reading(_relative, "% of the original", over="task")
-"""AP figure 9: zero-shot score on a target / score of the model trained on it · 100."""
+RELATIVE = Measurement(_relative, "% of the original", over="task")
+"""Zero-shot score on a target in percent of the score of the model trained on it (AP figure 9)."""
 
 
-def _size(outcome: Outcome, asked: MetricChoice) -> Number | str:
+def _size(outcome: Outcome, choice: MetricChoice) -> Number | str:
     return Number(float(outcome.count["method"])) if "method" in outcome.count else "no count"
 
 
-COUNT = Reading(_each(_size), "scalars", lower=True)
-"""Trained scalars of the method, its head aside."""
+COUNT = Measurement(_each(_size), "scalars", lower=True)
+"""The number of scalars that the method trains, its head aside."""
 
 
-def opened(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes with the axes that follow from what they hold.
+def with_derived_axes(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return outcomes with the axes that follow from their contents.
 
-    Changes of terms (extra["changes"]): one outcome for each of "layers" (near input, near output) × "term" × "module",
-    with the score "change", their mean. Axes "task" and "target": the axis "pair": itself, same type, other type.
-    Runs of some N (the axis "N") beside what a search along N found: that alone.
+    An outcome with changes of norms (extra["changes"]) becomes one for each of "layers" (near input, near output) ×
+    "term" × "module", with the score "change", the mean of the changes. An outcome with the axes "task" and "target"
+    gets the axis "pair": itself, same type, other type. Of a search along N only the thresholds are kept, not the runs.
     """
     if any("N" not in outcome.cell for outcome in outcomes):
         outcomes = [outcome for outcome in outcomes if "N" not in outcome.cell]
-    keys = sorted({key for outcome in outcomes for key in _changes(outcome)})
-    found: list[Outcome] = []
+    change_keys = sorted({key for outcome in outcomes for key in _changes(outcome)})
+    derived: list[Outcome] = []
     for outcome in outcomes:
-        if keys and (outcome.error is not None or "changes" in outcome.extra):
+        if change_keys and (outcome.error is not None or "changes" in outcome.extra):
             changes = _changes(outcome)
-            for key in keys:
+            for key in change_keys:
                 cell = {**outcome.cell, **dict(zip(("layers", "term", "module"), key, strict=True))}
                 scores = {"change": changes[key]} if key in changes else {}
-                found.append(replace(outcome, cell=cell, scores=scores, examples={}))
+                derived.append(replace(outcome, cell=cell, scores=scores, examples={}))
         elif {"task", "target"} <= outcome.cell.keys():
-            found.append(replace(outcome, cell={**outcome.cell, "pair": _pair(outcome.cell)}))
+            derived.append(replace(outcome, cell={**outcome.cell, "pair": _pair(outcome.cell)}))
         else:
-            found.append(outcome)
-    return found
+            derived.append(outcome)
+    return derived
 
 
 def _changes(outcome: Outcome) -> dict[tuple[str, str, str], float]:
-    """(layers, term, module) -> mean of the changes; what belongs to no layer (the norm of embeddings) is left out."""
+    """Return (layers, term, module) -> mean change; norms outside the layers, such as the embeddings', are left out."""
     lines = [line for line in outcome.extra.get("changes", ()) if isinstance(line.get("layer"), int)]
     order = {layer: i for i, layer in enumerate(sorted({line["layer"] for line in lines}))}
     values: dict[tuple[str, str, str], list[float]] = {}
     for line in lines:
         near = "near output" if order[line["layer"]] >= NEAR_OUTPUT * len(order) else "near input"
         values.setdefault((near, str(line["term"]), str(line["module"])), []).append(float(line["value"]))
-    return {key: sum(several) / len(several) for key, several in values.items()}
+    return {key: sum(changes) / len(changes) for key, changes in values.items()}
 
 
 def _pair(cell: Mapping[str, Any]) -> str:

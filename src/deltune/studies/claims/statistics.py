@@ -1,4 +1,8 @@
-"""Tests and intervals as pure functions of arrays: paired differences over seeds and examples, Holm, slopes, ranks."""
+"""The statistics of claims as functions of arrays: paired differences over seeds and examples, Holm, slopes, ranks.
+
+Holm is statsmodels'; Student's t and ranks are scipy's. The estimate for crossed seeds and examples is our own, because
+no library here has it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, stats
 
+from ...errors import require_extra
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """mean ± √(Σ t(df)² variance) over the parts of its variance, with `slack` on both sides.
+    """An estimated mean, with the interval mean ± √(Σ t(df)² variance) ± slack over the parts of its variance.
 
-    parts: independent estimates of parts of the mean's variance, each with its degrees of freedom. The sum of squares
-    covers with at least the level asked, whatever the parts' true sizes (Banerjee 1960); Satterthwaite's degrees of
-    freedom for the sum do not: with 2 seeds and many examples they reject a true mean in 11 of 100 cases instead of 5.
-    slack: by how much the mean may be off besides, for sure and whatever the number of seeds (a threshold known only up
-    to the width of its bisection). Without any part nothing is known about the spread: the interval is the line.
+    The sum of squares covers with at least the level that was asked, whatever the true sizes of the parts (Banerjee
+    1960). Satterthwaite's degrees of freedom for the sum do not: with 2 seeds and many examples they reject a true mean
+    in 11 of 100 cases instead of 5.
+
+    Attributes:
+        mean: The mean.
+        parts: Independent estimates of parts of the mean's variance, each with its degrees of freedom. Without any,
+            nothing is known about the spread, and the interval is the whole line.
+        slack: How far the mean may be off for sure besides, whatever the number of seeds (a threshold is known only up
+            to the width of its bisection).
     """
 
     mean: float
@@ -25,12 +36,12 @@ class Estimate:
     slack: float = 0.0
 
     def interval(self, alpha: float = 0.05) -> tuple[float, float]:
-        """The interval of level 1 − alpha."""
+        """Return the interval of level 1 − alpha."""
         half = self._half(alpha) + self.slack
         return self.mean - half, self.mean + half
 
     def p(self, *boundaries: float) -> float:
-        """The level at which the interval meets the nearest boundary; with one part 2 · P(T > distance / error)."""
+        """Return the level at which the interval meets the nearest boundary (one part: 2 · P(T > distance / error))."""
         distance = min(abs(self.mean - b) for b in boundaries) - self.slack
         if not self.parts or distance <= 0:
             return 1.0
@@ -49,12 +60,8 @@ class Estimate:
         return float(np.sqrt(sum(stats.t.isf(alpha / 2, df) ** 2 * variance for variance, df in self.parts)))
 
 
-def paired(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None) -> Estimate:
-    """Mean over strata of the mean paired difference, with the variance of seeds and that of examples.
-
-    strata: for each fixed setting (a task, a model) the differences of its seeds, (seeds,), or of its seeds on each
-    example of its test split, (seeds, examples), an example in the same column for every seed.
-    tests: for each stratum the name of its test split, where several strata (two models on one task) share theirs.
+def paired_estimate(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None) -> Estimate:
+    """Estimate the mean over strata of the mean paired difference, with the variance of seeds and that of examples.
 
     d[t, s, i] = μ[t] + S[t, s] + E[t, i] + R[t, s, i]: a seed's training moves all examples, an example moves all
     seeds, for the test split is one and the same. Seeds and examples are crossed: the examples of three seeds are not
@@ -70,27 +77,34 @@ def paired(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None
     S about normal (with 3 seeds that cannot be seen, and no test without it gives p < 0.25: a sign flip of 3 pairs has
     8 outcomes); examples independent and many enough for a normal mean. The model is that of random readers (seeds)
     and cases (examples): Gallas 2006, Hillis 2007. Seeds without any spread (all gave the same) leave no parts.
-    Raises ValueError for no strata, a stratum with one seed, or with one example.
+
+    Args:
+        strata: For each fixed setting (a task, a model) the differences of its seeds, (seeds,), or of its seeds on each
+            example of its test split, (seeds, examples), with an example in the same column for every seed.
+        tests: For each stratum the name of its test split, if several strata (two models on one task) share theirs.
+
+    Raises:
+        ValueError: There are no strata, or a stratum has one seed or one example.
     """
-    _check(strata)
+    _check_shapes(strata)
     seeds: list[tuple[float, int]] = []
     examples: list[tuple[float, int]] = []
     residuals: list[tuple[float, int]] = []
-    for together in _by_test(strata, tests):
+    for group in _group_by_test(strata, tests):
         sums: list[np.ndarray] = []
         residual = 0.0
-        for d in together:
+        for d in group:
             n = len(d)
             rows = d if d.ndim == 1 else d.mean(axis=1)
-            own = 0.0
+            share = 0.0
             if d.ndim == 2:
                 m = d.shape[1]
                 sums.append(d.mean(axis=0))
                 rest = d - rows[:, None] - d.mean(axis=0) + d.mean()
-                own = float((rest**2).sum()) / ((n - 1) * (m - 1)) / (n * m)
-                residual += own
+                share = float((rest**2).sum()) / ((n - 1) * (m - 1)) / (n * m)
+                residual += share
             seeds.append((float(rows.var(ddof=1)) / n, n - 1))
-            residuals.append((own, n - 1))
+            residuals.append((share, n - 1))
         if sums:
             columns = np.sum(sums, axis=0)
             m = len(columns)
@@ -109,56 +123,67 @@ def paired(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None
     return Estimate(float(np.mean([np.mean(d) for d in strata])), tuple(parts))
 
 
-def _by_test(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None) -> list[list[np.ndarray]]:
+def _group_by_test(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None) -> list[list[np.ndarray]]:
     names = range(len(strata)) if tests is None else tests
-    found: dict[Hashable, list[np.ndarray]] = {}
+    groups: dict[Hashable, list[np.ndarray]] = {}
     for name, d in zip(names, strata, strict=True):
-        found.setdefault(name, []).append(d)
-    if any(len({d.shape[1] for d in together if d.ndim == 2}) > 1 for together in found.values()):
+        groups.setdefault(name, []).append(d)
+    if any(len({d.shape[1] for d in group if d.ndim == 2}) > 1 for group in groups.values()):
         raise ValueError("strata on one test split differ in their number of examples")
-    return list(found.values())
+    return list(groups.values())
 
 
-def _check(strata: Sequence[np.ndarray]) -> None:
+def _check_shapes(strata: Sequence[np.ndarray]) -> None:
     if not strata or any(d.ndim not in (1, 2) or min(d.shape) < 2 for d in strata):
         raise ValueError(f"paired differences need 2 seeds and 2 examples: {[d.shape for d in strata]}")
 
 
 def holm(p: Sequence[float]) -> np.ndarray:
-    """p̃(k) = max over j ≤ k of min(1, (m − j + 1) p(j)), in the order given: Holm's step-down (1979)."""
-    given = np.asarray(p, dtype=float)
-    order = np.argsort(given, kind="stable")
-    steps = np.minimum(1.0, given[order] * np.arange(len(given), 0, -1))
-    adjusted = np.empty_like(given)
-    adjusted[order] = np.maximum.accumulate(steps)
-    return adjusted
+    """Adjust p values by Holm's step-down procedure (1979): p̃(k) = max over j ≤ k of min(1, (m − j + 1) p(j)).
+
+    Args:
+        p: m p values.
+
+    Returns:
+        The adjusted p values, in the order of `p`.
+
+    Raises:
+        DeltuneError: statsmodels is not installed.
+    """
+    if not p:
+        return np.empty(0)
+    with require_extra("studies", "statsmodels", "findings need"):
+        from statsmodels.stats.multitest import multipletests
+    return np.asarray(multipletests(p, method="holm")[1])
 
 
 def holm_levels(p: Sequence[float], alpha: float = 0.05) -> np.ndarray:
-    """alpha / (m − k + 1): the level at which each hypothesis was tested, k its rank, or that of the first one kept.
+    """Return the level at which Holm's procedure tested each hypothesis: alpha / (m − k + 1), k its rank.
 
-    An interval of that level leaves out the boundary exactly where `holm` gives less than alpha; for the hypotheses
-    that are kept the level is that of the step at which Holm's procedure stopped.
+    An interval of that level excludes the boundary exactly where `holm` gives at most alpha. For hypotheses that are
+    kept the level is that of the step at which the procedure stopped.
+
+    Args:
+        p: m p values.
+        alpha: The level of the family.
     """
-    given, adjusted = np.asarray(p, dtype=float), holm(p)
-    ranks = np.empty(len(given), dtype=int)
-    ranks[np.argsort(given, kind="stable")] = np.arange(len(given))
+    p_values, adjusted = np.asarray(p, dtype=float), holm(p)
+    ranks = np.empty(len(p_values), dtype=int)
+    ranks[np.argsort(p_values, kind="stable")] = np.arange(len(p_values))
     rejected = int((adjusted <= alpha).sum())
-    return np.asarray(alpha / (len(given) - np.minimum(ranks, rejected).clip(max=max(0, len(given) - 1))))
-
-
-def wilson(successes: int, n: int, alpha: float = 0.05) -> tuple[float, float]:
-    """(p̂ + z²/2n ± z √(p̂(1 − p̂)/n + z²/4n²)) / (1 + z²/n): the score interval of a proportion (Wilson 1927)."""
-    z, share = float(stats.norm.isf(alpha / 2)), successes / n
-    centre, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return max(0.0, float((centre - half) / (1 + z**2 / n))), min(1.0, float((centre + half) / (1 + z**2 / n)))
+    return np.asarray(alpha / (len(p_values) - np.minimum(ranks, rejected).clip(max=max(0, len(p_values) - 1))))
 
 
 def slope_weights(x: Sequence[float]) -> np.ndarray:
-    """w = (x − x̄) / Σ (x − x̄)²: the least-squares slope of y on x is w · y.
+    """Return the weights w = (x − x̄) / Σ (x − x̄)²: the least-squares slope of y on x is w · y.
 
-    The test of a trend is `paired` on the slopes of the seeds: each seed's slope is one difference. Raises ValueError
-    for fewer than two different x.
+    The test of a trend is `paired_estimate` on the slopes of the seeds: each seed's slope is one difference.
+
+    Args:
+        x: The places of the points.
+
+    Raises:
+        ValueError: There are fewer than two different places.
     """
     centred = np.asarray(x, dtype=float) - np.mean(x)
     square = float((centred**2).sum())
@@ -168,9 +193,11 @@ def slope_weights(x: Sequence[float]) -> np.ndarray:
 
 
 def average_ranks(values: np.ndarray, lower: Sequence[bool]) -> np.ndarray:
-    """Mean over metrics (rows) of each method's (column's) rank among the methods: 1 is best, ties share their mean.
+    """Return each method's rank among the methods, averaged over metrics: 1 is best, ties share their mean rank.
 
-    lower: for each metric whether lower values are better.
+    Args:
+        values: A row for each metric, a column for each method.
+        lower: For each metric whether lower values are better.
     """
     signs = np.where(np.asarray(lower, dtype=bool), 1.0, -1.0)[:, None]
     return np.asarray(stats.rankdata(np.asarray(values, dtype=float) * signs, axis=1).mean(axis=0))

@@ -1,4 +1,4 @@
-"""What a study asks to be done, piece by piece: named by its content, done in a worker, answered as JSON values."""
+"""The jobs of a study: what each kind does, and a name that follows from its content."""
 
 from __future__ import annotations
 
@@ -25,28 +25,37 @@ from ...training.train import train
 from .timing import time_methods
 
 
-def changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any]]:
-    """For every gain and bias of the layers that the delta trains: layer, module, term and mean absolute change.
+def norm_changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any]]:
+    """Measure how far a delta moved each gain and bias of the norms (LN figure 3).
 
-    module: what its norm belongs to (attention, ffn); norms outside the layers have layer None. Source: LN figure 3.
-    Errors: whatever loading the model or the delta raises.
+    Args:
+        model: The backbone's folder or hub id.
+        kind: The kind of model to load, such as "classification".
+        delta: The folder of the saved delta.
+
+    Returns:
+        A dict for each gain or bias that changed: "layer" (None for norms outside the layers), "module" (what the norm
+        belongs to: attention, ffn), "term" (gain or bias) and "value", the mean absolute change.
+
+    Raises:
+        DeltuneError: The model or the delta cannot be loaded.
     """
     base = load_model(model, kind, None, "float32")
     anatomy = inspect(base)
-    belongs = {norm.path: norm for layer in anatomy.layers for norm in layer.norms}
-    belongs |= {norm.path: norm for norm in anatomy.norms}
+    norms = {norm.path: norm for layer in anatomy.layers for norm in layer.norms}
+    norms |= {norm.path: norm for norm in anatomy.norms}
     terms = {"norm.gain": "gain", "norm.bias": "bias"}
     before = {t.name: base.get_parameter(t.name).detach().clone() for t in anatomy.tensors if t.role in terms}
     tuned = load(base, delta)
-    found = []
+    changes = []
     for tensor in anatomy.tensors:
         if tensor.role not in terms:
             continue
         after = base.get_parameter(tensor.name).detach()
         if torch.equal(after, before[tensor.name]):
             continue
-        norm = belongs[tensor.name.rpartition(".")[0]]
-        found.append(
+        norm = norms[tensor.name.rpartition(".")[0]]
+        changes.append(
             {
                 "layer": tensor.layer,
                 "module": " and ".join(dict.fromkeys(norm.of)) or norm.place,
@@ -55,24 +64,30 @@ def changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any]]:
             }
         )
     tuned.detach()
-    return found
+    return changes
 
 
-CURVE = ("loss", "eval_")
-"""Beginnings of what a curve keeps of a log."""
+CURVE_PREFIXES = ("loss", "eval_")
+"""Prefixes of the log fields that a curve keeps."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One piece of work: what kind it is, its values (JSON), and the works that must be done before."""
+    """One unit of work of a study.
+
+    Attributes:
+        kind: A key of `RUNNERS`.
+        spec: Its arguments, as JSON values.
+        requires: Jobs that must be done before this one.
+    """
 
     kind: str
     spec: Mapping[str, Any]
-    needs: tuple[Job, ...] = ()
+    requires: tuple[Job, ...] = ()
 
     @cached_property
     def name(self) -> str:
-        """The first 16 digits of the SHA-256 of kind and values: equal for works that mean the same."""
+        """The first 16 digits of the SHA-256 of kind and spec, so that equal jobs have equal names."""
         text = json.dumps([self.kind, self.spec], sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -83,108 +98,131 @@ class Job:
         return hash(self.name)
 
     @property
-    def kin(self) -> tuple[Any, ...]:
-        """Works of one kin share a backbone and data: a worker does them one after the other."""
+    def affinity(self) -> tuple[Any, ...]:
+        """Jobs of equal affinity share a backbone and data; a worker does them one after the other."""
         return tuple(self.spec.get(key) for key in ("model", "data", "task", "max_train_rows", "seed"))
 
-    def all(self) -> list[Job]:
-        """Itself, after everything that it needs."""
-        return [*(work for need in self.needs for work in need.all()), self]
+    def with_requirements(self) -> list[Job]:
+        """Return every job that this one requires, directly or not, and then the job itself."""
+        return [*(job for required in self.requires for job in required.with_requirements()), self]
 
 
-def topological_order(works: Iterable[Job]) -> list[Job]:
-    """The works and all that they need, each once and after what it needs."""
-    return list(dict.fromkeys(one for work in works for one in work.all()))
+def topological_order(jobs: Iterable[Job]) -> list[Job]:
+    """Return the jobs and all that they require, each once and after what it requires."""
+    return list(dict.fromkeys(one for job in jobs for one in job.with_requirements()))
 
 
 def run_job(spec: RunSpec) -> Job:
-    """The work of training and scoring what a spec says."""
+    """Return the job that trains and scores one run."""
     return Job("run", spec.canonical())
 
 
 def run_folder(runs: Path, spec: RunSpec) -> Path:
-    """Where the run of a spec is, below a study's folder of runs."""
+    """Return the run directory of a spec inside a study's folder of runs."""
     return runs / spec.name
 
 
-def _run(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
+def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
     spec = RunSpec(**values)
     folder = run_folder(runs, spec)
-    metrics = train(spec, folder, progress=False, parts=parts)
-    kept = RunDir(folder).kept
-    scored = rescore_with_statistics(kept.folder)
+    metrics = train(spec, folder, progress=False, parts=model_cache)
+    run = RunDir(folder).kept
+    scores = rescore_with_statistics(run.folder)
     split = next((s for s in ("test", "validation") if s in metrics), None)
     if split is None:
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
         )
-    lines = kept.logged()
+    log_lines = run.logged()
     return {
         "split": split,
         "scores": metrics[split],
         "validation": metrics.get("validation", {}),
         "examples": {
             name: [round(value, 6) for value in score.per_example]
-            for name, score in scored[split].items()
+            for name, score in scores[split].items()
             if score.per_example is not None
         },
         "count": metrics["count"],
         "seconds": metrics["seconds"],
         "best": metrics["best"],
         "curve": [
-            {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE)}
-            for line in lines
-            if any(key.startswith(CURVE) for key in line)
+            {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE_PREFIXES)}
+            for line in log_lines
+            if any(key.startswith(CURVE_PREFIXES) for key in line)
         ],
         "signatures": metrics["signatures"],
         "omitted": metrics["omitted"],
     }
 
 
-def _transfer(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
-    """A run's delta on another task, as it is."""
+def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+    """Evaluate a run's delta on another task without further training."""
     folder = run_folder(runs, RunSpec(**values["run"]))
     results = evaluate(folder, splits=("test",), other=values["other"])
     return {"scores": results["test"], "count": RunDir(folder).metrics["count"], "seconds": 0.0}
 
 
-def _terms(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
-    """How far a run moved each gain and bias."""
+def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+    """Measure how far a run moved each gain and bias."""
     spec = RunSpec(**values["run"])
     run = RunDir(run_folder(runs, spec)).kept
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
-    return {"changes": changes(spec.model, kind.head, run.delta), "seconds": 0.0}
+    return {"changes": norm_changes(spec.model, kind.head, run.delta), "seconds": 0.0}
 
 
-def _time(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
-    """Methods side by side, by the clock."""
+def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+    """Time methods side by side."""
     return {"turns": time_methods(**values), "seconds": 0.0}
 
 
 def transfer_job(spec: RunSpec, other: Mapping[str, Any]) -> Job:
-    """A run's delta on another task; `other`: fields of a spec (evaluate)."""
+    """Return the job that evaluates a run's delta on another task.
+
+    Args:
+        spec: The run.
+        other: The fields of a `RunSpec` that name the other task.
+    """
     return Job("transfer", {"run": spec.canonical(), "other": dict(other)}, (run_job(spec),))
 
 
 def term_change_job(spec: RunSpec) -> Job:
-    """How far a run moved each gain and bias."""
+    """Return the job that measures how far a run moved each gain and bias of the norms."""
     return Job("terms", {"run": spec.canonical()}, (run_job(spec),))
 
 
 def timing_job(model: str, methods: Mapping[str, str], **options: Any) -> Job:
-    """Methods side by side, by the clock (timing.turns)."""
+    """Return the job that times methods side by side (`time_methods`).
+
+    Args:
+        model: The backbone's folder or hub id.
+        methods: Label -> expression.
+        options: Further arguments of `time_methods`.
+    """
     return Job("time", {"model": model, "methods": dict(methods), **options})
 
 
-DOES: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], dict[str, Any]]] = {
+RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], dict[str, Any]]] = {
     "run": _run,
     "transfer": _transfer,
-    "terms": _terms,
-    "time": _time,
+    "terms": _measure_norm_changes,
+    "time": _time_methods,
 }
-"""Kind of work -> what does it: (its values, the folder of runs, what the worker's runs share) -> its result."""
+"""Kind of job -> the function that does it: (spec, folder of runs, the worker's model cache) -> result."""
 
 
-def execute(work: Job, runs: Path, parts: ModelCache) -> dict[str, Any]:
-    """The result of a work. Errors: whatever is wrong with it."""
-    return DOES[work.kind](work.spec, runs, parts)
+def execute(job: Job, runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+    """Do a job and return its result.
+
+    Args:
+        job: The job.
+        runs: The study's folder of runs.
+        model_cache: Backbones and data that the jobs of one worker share.
+
+    Returns:
+        JSON values.
+
+    Raises:
+        Whatever the job raises.
+    """
+    return RUNNERS[job.kind](job.spec, runs, model_cache)

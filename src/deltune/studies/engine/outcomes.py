@@ -1,4 +1,4 @@
-"""What the jobs of a study gave: the seam between the engine and the tables, figures and findings made of it."""
+"""The outcome of one job of a study: what the engine hands to tables, figures and claims."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Cell = Mapping[str, Any]
-"""Where in a study's grid: axis -> label, such as {"model": "minilm", "task": "sick", "method": "lora", "seed": 0}."""
+"""A place in a study's grid, axis -> label: {"model": "minilm", "task": "sick", "method": "lora", "seed": 0}."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job gave; with `error`, why it gave nothing: it failed, or, `waiting`, was not run yet.
+    """The result of one job, or the reason why there is none.
 
-    scores: metric -> value on the test split. count: `Count.as_dict()`. examples: metric -> a number for each example
-    of the test split, where the metric is their mean. curve: lines of the log. extra: what only its kind of job has.
+    Attributes:
+        cell: Where the job stands in the study's grid.
+        spec: The run's configuration, as JSON values.
+        scores: Metric -> value on the test split.
+        count: `Count.as_dict()` of the method.
+        examples: Metric -> a number for each example of the test split, for metrics that are the mean of such numbers.
+        curve: Lines of the training log.
+        seconds: Duration of the job.
+        error: Why there is no result; None if there is one.
+        waiting: Whether the job has not run yet, as opposed to having failed.
+        extra: What only this kind of job reports, such as the changes of each norm.
     """
 
     cell: Cell

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster: the one that RAY_ADDRESS names, else one of this machine."""
+"""Workers on a Ray cluster: the one that RAY_ADDRESS names, else a local one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...errors import DeltuneError, error_summary
+from ...errors import error_summary, require_extra
 from .jobs import Job
 from .workers import JobResult, execute_safely
 
-try:
+with require_extra("ray", "Ray", "--engine ray needs"):
     import ray
-except ImportError as error:
-    raise DeltuneError("--engine ray needs Ray: pip install deltune[ray]") from error
 
 
 class _Worker:
-    """A worker's life in the cluster; the folder of runs lies where all its machines see it."""
+    """An actor of the cluster; every machine must see the folder of runs under the same path."""
 
     def __init__(self, runs: str, threads: int) -> None:
         import torch
@@ -27,62 +25,70 @@ class _Worker:
         from ...training.model_cache import ModelCache
 
         torch.set_num_threads(threads)
-        self.runs, self.parts = Path(runs), ModelCache()
+        self.runs, self.model_cache = Path(runs), ModelCache()
 
     def pid(self) -> int:
-        """Of its process."""
         return os.getpid()
 
-    def do(self, work: Job) -> JobResult:
-        return execute_safely(work, self.runs, self.parts)
+    def do(self, job: Job) -> JobResult:
+        return execute_safely(job, self.runs, self.model_cache)
 
 
 class RayPool:
-    """A pool (pools.Pool) of Ray actors, a core each; one that dies is replaced."""
+    """A `WorkerPool` of Ray actors with a core each; one that dies is replaced.
+
+    Args:
+        workers: How many actors.
+        runs: The study's folder of runs, on a disk that all machines share.
+    """
 
     def __init__(self, workers: int, runs: Path) -> None:
         self.runs = runs
-        self._ours = not ray.is_initialized()
-        if self._ours:
-            here = "RAY_ADDRESS" not in os.environ
-            own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if here else {}
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+        self._started_ray = not ray.is_initialized()
+        if self._started_ray:
+            local = "RAY_ADDRESS" not in os.environ
+            options: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if local else {}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         self._actors = [self._start() for _ in range(workers)]
-        self._at: dict[Any, tuple[int, Job]] = {}
+        self._running: dict[Any, tuple[int, Job]] = {}
 
     def _start(self) -> Any:
         return ray.remote(num_cpus=1)(_Worker).remote(str(self.runs), 1)
 
     def pids(self) -> list[int]:
-        """The workers' processes."""
-        found: list[int] = ray.get([actor.pid.remote() for actor in self._actors])
-        return found
+        """Return the process ids of the workers."""
+        pids: list[int] = ray.get([actor.pid.remote() for actor in self._actors])
+        return pids
 
     def idle(self) -> list[int]:
-        busy = {worker for worker, _ in self._at.values()}
+        """Return the workers that have nothing to do."""
+        busy = {worker for worker, _ in self._running.values()}
         return [i for i in range(len(self._actors)) if i not in busy]
 
-    def give(self, worker: int, work: Job) -> None:
-        self._at[self._actors[worker].do.remote(work)] = (worker, work)
+    def submit(self, worker: int, job: Job) -> None:
+        """Give a job to an idle worker."""
+        self._running[self._actors[worker].do.remote(job)] = (worker, job)
 
-    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
-        if not self._at:
+    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+        """Return the results that arrive within `timeout` seconds; an actor that died is replaced."""
+        if not self._running:
             time.sleep(timeout)
             return []
-        ready, _ = ray.wait(list(self._at), num_returns=1, timeout=timeout)
-        found = []
+        ready, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout)
+        results = []
         for reference in ready:
-            worker, work = self._at.pop(reference)
+            worker, job = self._running.pop(reference)
             try:
-                found.append((worker, ray.get(reference)))
+                results.append((worker, ray.get(reference)))
             except ray.exceptions.RayActorError as error:
-                said = f"its worker died ({error_summary(error)})"
-                found.append((worker, JobResult(work, None, said, died=True)))
+                message = f"its worker died ({error_summary(error)})"
+                results.append((worker, JobResult(job, None, message, worker_died=True)))
                 self._actors[worker] = self._start()
-        return found
+        return results
 
     def close(self) -> None:
+        """Kill all actors, and stop Ray if this pool started it."""
         for actor in self._actors:
             ray.kill(actor)
-        if self._ours:
+        if self._started_ray:
             ray.shutdown()

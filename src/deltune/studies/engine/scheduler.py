@@ -1,4 +1,4 @@
-"""Driving a study: what is not done yet is given to workers, what they answer is kept, whatever dies on the way."""
+"""The scheduler of a study: gives jobs to workers, stores their results, and goes on after any crash."""
 
 from __future__ import annotations
 
@@ -10,136 +10,153 @@ from dataclasses import dataclass, field
 from ...errors import DiskFullError, error_summary
 from ...training.progress import ProgressBar
 from .jobs import Job, topological_order
-from .store import BEAT, JobRecord, ResultStore
+from .store import HEARTBEAT_INTERVAL, JobRecord, ResultStore
 from .workers import JobResult, WorkerPool
 
-Plan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
-"""The works of a study, in order, given what is done so far: a search asks for more as it learns."""
+JobPlan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
+"""Finished jobs by name -> all jobs of a study, in order. A search asks for more of them as results come in."""
 
-LIVES = 3
-"""How many workers a work may take with it before it counts as failed."""
+MAX_WORKER_DEATHS = 3
+"""A job that this many workers died of has failed."""
 
-told = logging.getLogger("deltune")
+logger = logging.getLogger("deltune")
 
 
 @dataclass
 class Scheduler:
-    """One drive through a study's works. outcome: done here, found done, failed."""
+    """One pass through all jobs of a study.
 
-    plan: Plan
-    results: ResultStore
+    Attributes:
+        plan: The jobs to do, given what is done.
+        store: Where results are read and written.
+        pool: The workers.
+        retry: Whether jobs that failed before are done again.
+        done: How many jobs this pass did.
+        reused: How many jobs were done before, or meanwhile by another process.
+        failed: Names of the jobs that failed.
+    """
+
+    plan: JobPlan
+    store: ResultStore
     pool: WorkerPool
     retry: bool = False
     done: int = 0
-    found: int = 0
+    reused: int = 0
     failed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rows: dict[str, JobRecord] = {}
+        self._records: dict[str, JobRecord] = {}
         self._running: dict[str, int] = {}
         self._deaths: dict[str, int] = {}
-        self._kin: dict[int, object] = {}
-        self._works: list[Job] = []
+        self._affinities: dict[int, object] = {}
+        self._jobs: list[Job] = []
         self._planned_for = -1
 
     def run(self, bar: ProgressBar) -> None:
-        """Until nothing is left to do. Errors: a results file that cannot be written; what was finished is kept."""
-        beat = time.monotonic()
-        works = self._planned()
-        bar.start("study", len(works), self.found)
+        """Do every job that is not done yet, and close the pool.
+
+        Args:
+            bar: Shows the progress.
+
+        Raises:
+            DeltuneError: The result store cannot be written. Finished runs stay in the folder of runs.
+        """
+        last_heartbeat = time.monotonic()
+        jobs = self._plan_jobs()
+        bar.start("study", len(jobs), self.reused)
         try:
             while True:
-                left = [work for work in works if work.name not in self._rows]
-                if not left:
-                    works = self._planned()
-                    if all(work.name in self._rows for work in works):
+                pending = [job for job in jobs if job.name not in self._records]
+                if not pending:
+                    jobs = self._plan_jobs()
+                    if all(job.name in self._records for job in jobs):
                         return
                     continue
-                self._dispatch(left)
-                for worker, answered in self.pool.answers(timeout=0.5 if self._running else 1.0):
-                    self._take(worker, answered, bar)
-                works = self._planned()
-                bar.total(len(works))
-                if time.monotonic() - beat > BEAT:
-                    beat = time.monotonic()
-                    self.results.beat()
+                self._dispatch(pending)
+                for worker, result in self.pool.poll(timeout=0.5 if self._running else 1.0):
+                    self._handle(worker, result, bar)
+                jobs = self._plan_jobs()
+                bar.total(len(jobs))
+                if time.monotonic() - last_heartbeat > HEARTBEAT_INTERVAL:
+                    last_heartbeat = time.monotonic()
+                    self.store.heartbeat()
         finally:
             self.pool.close()
-            self.results.release()
+            self.store.release()
 
-    def _planned(self) -> list[Job]:
-        """All works that are wanted now, each after what it needs; those that are done are looked up once.
+    def _plan_jobs(self) -> list[Job]:
+        """Return all jobs known so far, each after what it requires.
 
-        A plan depends on what is done, and rows are only ever added: it is made again until it finds no more of them.
+        The plan depends on what is done, and records are only ever added, so it is made again until no planned job
+        turns out to be done already.
         """
-        self._look_up()
-        while self._planned_for != len(self._rows):
-            self._planned_for = len(self._rows)
-            self._works = topological_order(self.plan(self._rows))
-            self._look_up()
-        return self._works
+        self._read_records()
+        while self._planned_for != len(self._records):
+            self._planned_for = len(self._records)
+            self._jobs = topological_order(self.plan(self._records))
+            self._read_records()
+        return self._jobs
 
-    def _look_up(self) -> None:
-        """Take the rows of what was done elsewhere."""
-        for work in self._works:
-            if work.name in self._rows or work.name in self._running:
+    def _read_records(self) -> None:
+        """Read the records of jobs that were done before or by another process."""
+        for job in self._jobs:
+            if job.name in self._records or job.name in self._running:
                 continue
-            row = self.results.get(work.name)
-            if row is not None and not (self.retry and row.error is not None):  # our own are among the rows already
-                self._rows[work.name] = row
-                self.found += 1
-                if row.error is not None:
-                    self.failed.append(work.name)
+            record = self.store.get(job.name)
+            if record is not None and not (self.retry and record.error is not None):
+                self._records[job.name] = record
+                self.reused += 1
+                if record.error is not None:
+                    self.failed.append(job.name)
 
-    def _dispatch(self, left: Sequence[Job]) -> None:
-        """Give every idle worker something that is ready, of the kin of its last if there is any."""
+    def _dispatch(self, pending: Sequence[Job]) -> None:
+        """Give every idle worker a job that is ready, if possible one of the same affinity as its last."""
         for worker in self.pool.idle():
-            known = {*self._running, *self._rows}
-            ready = [work for work in left if work.name not in known and self._ready(work)]
-            ready.sort(key=lambda work: work.kin != self._kin.get(worker))  # stable: else in the order of the study
-            for work in ready:
-                if self.results.claim(work.name, again=self.retry):
-                    self._running[work.name] = worker
-                    self._kin[worker] = work.kin
-                    self.pool.give(worker, work)
+            started = {*self._running, *self._records}
+            ready = [job for job in pending if job.name not in started and self._is_ready(job)]
+            ready.sort(key=lambda job: job.affinity != self._affinities.get(worker))  # stable: else the study's order
+            for job in ready:
+                if self.store.claim(job.name, again=self.retry):
+                    self._running[job.name] = worker
+                    self._affinities[worker] = job.affinity
+                    self.pool.submit(worker, job)
                     break
 
-    def _ready(self, work: Job) -> bool:
-        """Whether all it needs is there; what needs something that failed fails with it."""
-        for need in work.needs:
-            row = self._rows.get(need.name)
-            if row is None:
+    def _is_ready(self, job: Job) -> bool:
+        """Whether all that the job requires is done. A job that requires a failed one is recorded as failed."""
+        for required in job.requires:
+            record = self._records.get(required.name)
+            if record is None:
                 return False
-            if row.error is not None:
-                self._keep(
-                    JobRecord(work.name, work.kind, dict(work.spec), None, f"it needs {need.name}: {row.error}", 0.0)
-                )
+            if record.error is not None:
+                error = f"it needs {required.name}: {record.error}"
+                self._store(JobRecord(job.name, job.kind, dict(job.spec), None, error, 0.0))
                 return False
         return True
 
-    def _take(self, worker: int, answered: JobResult, bar: ProgressBar) -> None:
-        work = answered.work
-        del self._running[work.name]
-        if answered.full:
-            raise DiskFullError(str(answered.error))  # of the disk, not of the work: nothing is kept of it
-        if answered.busy:
-            self.results.release(work.name)
-            told.info("%s; it is tried again", answered.error)
+    def _handle(self, worker: int, result: JobResult, bar: ProgressBar) -> None:
+        job = result.job
+        del self._running[job.name]
+        if result.disk_full:
+            raise DiskFullError(str(result.error))  # the disk's fault and not the job's: nothing is recorded
+        if result.busy:
+            self.store.release(job.name)
+            logger.info("%s; it is tried again", result.error)
             return
-        if answered.died:
-            self._deaths[work.name] = self._deaths.get(work.name, 0) + 1
-            self._kin.pop(worker, None)
-            if self._deaths[work.name] < LIVES:
-                told.info("%s: %s; it is done again", work.name, answered.error)
+        if result.worker_died:
+            self._deaths[job.name] = self._deaths.get(job.name, 0) + 1
+            self._affinities.pop(worker, None)
+            if self._deaths[job.name] < MAX_WORKER_DEATHS:
+                logger.info("%s: %s; it is done again", job.name, result.error)
                 return
-        self._keep(JobRecord(work.name, work.kind, dict(work.spec), answered.result, answered.error, answered.seconds))
+        self._store(JobRecord(job.name, job.kind, dict(job.spec), result.value, result.error, result.seconds))
         bar.advance()
         bar.note(f"{len(self.failed)} failed" if self.failed else "")
 
-    def _keep(self, row: JobRecord) -> None:
-        self.results.put(row)
-        self._rows[row.name] = row
+    def _store(self, record: JobRecord) -> None:
+        self.store.put(record)
+        self._records[record.name] = record
         self.done += 1
-        if row.error is not None:
-            self.failed.append(row.name)
-            told.info("%s failed: %s", row.name, error_summary(row.error))
+        if record.error is not None:
+            self.failed.append(record.name)
+            logger.info("%s failed: %s", record.name, error_summary(record.error))

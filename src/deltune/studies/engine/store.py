@@ -1,4 +1,8 @@
-"""Results of studies in one SQLite file: whole or not at all, safe for several writers, read again after any crash."""
+"""The result store of studies: one SQLite file that several processes write and that survives any crash.
+
+SQLite itself and not a library over it: two tables and eight statements need no mapper, and no library does what is
+hard here: claims of processes that die, damaged files, older schemas.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +25,31 @@ from typing import Any
 from ...errors import DeltuneError
 from ...filesystem import write_error
 
-COLUMNS = {
+TABLE_COLUMNS = {
     "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum"),
     "claims": ("name", "owner", "beat"),
 }
-BORN = (
+SCHEMA_1 = (
     "CREATE TABLE works (name TEXT PRIMARY KEY, kind TEXT NOT NULL, spec TEXT NOT NULL, result TEXT, error TEXT, "
     "seconds REAL NOT NULL, finished REAL NOT NULL, sum TEXT NOT NULL) STRICT",
     "CREATE TABLE claims (name TEXT PRIMARY KEY, owner TEXT NOT NULL, beat REAL NOT NULL) STRICT",
 )
-COUNTED = (  # beats were times of the owner's clock, which another machine's need not agree with
+SCHEMA_2 = (  # heartbeats were times of the owner's clock, which another machine's need not agree with
     "DROP TABLE claims",
     "CREATE TABLE claims (name TEXT PRIMARY KEY, owner TEXT NOT NULL, beat INTEGER NOT NULL) STRICT",
 )
-MIGRATIONS: tuple[tuple[str, ...], ...] = (BORN, COUNTED)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (SCHEMA_1, SCHEMA_2)
 """Statements that bring a file of schema n to n + 1; 0 is an empty file."""
-PATIENCE = 60.0  # seconds that an observer sees no new beat of a claim before it takes the claim over
-BEAT = 15.0  # seconds between two beats
-ENDINGS = ("-wal", "-journal", "")
-"""SQLite's files of one database, by what they add to its name."""
-COPIES = 5  # tries to copy a database while nobody writes
+CLAIM_TIMEOUT = 60.0  # seconds without a heartbeat after which another process takes a claim over
+HEARTBEAT_INTERVAL = 15.0  # seconds
+DATABASE_SUFFIXES = ("-wal", "-journal", "")
+"""What SQLite appends to a database's name for its files, the database itself last."""
+COPY_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One piece of work that was done: its result, or the error it ended with."""
+    """The row of a finished job: its result, or the error that it ended with."""
 
     name: str
     kind: str
@@ -56,47 +60,48 @@ class JobRecord:
 
 
 class ResultStore:
-    """The file of results, and beside it the folder of runs, PATH without its ending + `.runs`.
+    """The records of finished jobs in one file; the folder of runs is beside it, PATH without its ending + `.runs`.
 
-    A claim says that somebody is at work on something. Its owner counts a number up (`beat`); whoever wants the claim
-    takes it when that number has stood still for a minute of the observer's own monotonic clock, so the clocks of two
+    A process claims a job before it does it. The owner of a claim counts a number up (`heartbeat`). Another process
+    takes the claim over when that number has stood still for a minute of its own monotonic clock, so the clocks of two
     machines need not agree.
 
     Args:
-        path: The file. It is made where it is missing, with its folder.
+        path: The file. It is created if it is missing, with its folder.
         read_only: Change nothing, not even an older schema. A file that is on a read-only disk, or in a folder that
-            cannot be written, is read from a copy in the temporary folder, because SQLite would write beside it.
+            cannot be written, is read from a temporary copy, because SQLite would write beside it.
 
     Raises:
-        DeltuneError: The file is no SQLite file or damaged, has a newer schema or is another program's; it cannot be
-            read, or written where it is to be; no space is left.
+        DeltuneError: The file is not an SQLite file, is damaged, has a newer schema or belongs to another program; it
+            cannot be read, or not written; no space is left.
     """
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
         self.runs = self.path.with_name(f"{self.path.stem}.runs")
-        self.owner = f"{_machine()} {os.getpid()} {uuid.uuid4().hex}"
-        self._beat = 0
-        self._seen: dict[str, tuple[str, int, float, float]] = {}
-        with self._told(), contextlib.ExitStack() as opened:
-            place = opened.enter_context(_readable(self.path)) if read_only else self.path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            uri = f"{place.as_uri()}?mode={'rw' if read_only else 'rwc'}"
-            self._open = sqlite3.connect(uri, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
-            opened.callback(self._open.close)
-            self._open.text_factory = lambda raw: raw.decode("utf-8", "replace")  # the checksum finds what that changed
-            self._open.execute("PRAGMA trusted_schema=OFF")
+        self.owner = f"{_host_id()} {os.getpid()} {uuid.uuid4().hex}"
+        self._heartbeat = 0
+        self._observed: dict[str, tuple[str, int, float, float]] = {}
+        with self._translate_errors(), contextlib.ExitStack() as opened:
+            path = opened.enter_context(_readable_copy(self.path)) if read_only else self.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            uri = f"{path.as_uri()}?mode={'rw' if read_only else 'rwc'}"
+            self._db = sqlite3.connect(uri, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
+            opened.callback(self._db.close)
+            self._db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # the checksum finds what that changed
+            self._db.execute("PRAGMA trusted_schema=OFF")
             self._check(whole=True)  # before anything is changed
             if read_only:
-                self._open.execute("PRAGMA query_only=ON")
+                self._db.execute("PRAGMA query_only=ON")
             else:
-                self._open.execute("PRAGMA journal_mode=WAL")
-                self._open.execute("PRAGMA synchronous=FULL")
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=FULL")
                 self._migrate()
-            self._opened = opened.pop_all()
+            self._resources = opened.pop_all()
 
     def close(self) -> None:
-        self._opened.close()
+        """Close the file. Claims are kept; `release` gives them up."""
+        self._resources.close()
 
     def __enter__(self) -> ResultStore:
         return self
@@ -105,137 +110,162 @@ class ResultStore:
         self.close()
 
     def get(self, name: str) -> JobRecord | None:
-        """What was done under a name; None for what was not, or cannot be read (a warning says so)."""
-        with self._told():
-            found = self._open.execute("SELECT * FROM works WHERE name = ?", (name,)).fetchone()
-        return None if found is None else self._row(found)
+        """Return the record of a job by name; None if it is not done, or corrupt (then with a warning)."""
+        with self._translate_errors():
+            row = self._db.execute("SELECT * FROM works WHERE name = ?", (name,)).fetchone()
+        return None if row is None else self._to_record(row)
 
-    def rows(self) -> list[JobRecord]:
-        """Everything that was done, in the order in which it was."""
-        with self._told():
-            found = self._open.execute("SELECT * FROM works ORDER BY finished, name").fetchall()
-        return [row for row in map(self._row, found) if row is not None]
+    def records(self) -> list[JobRecord]:
+        """Return all records in the order in which the jobs finished."""
+        with self._translate_errors():
+            rows = self._db.execute("SELECT * FROM works ORDER BY finished, name").fetchall()
+        return [record for record in map(self._to_record, rows) if record is not None]
 
-    def put(self, row: JobRecord) -> None:
-        """Write one row, in place of an earlier one, and give up our claim on it.
+    def put(self, record: JobRecord) -> None:
+        """Write a record in place of an earlier one, and give up our claim on the job.
 
-        A result stays where an error would take its place: somebody else did the work meanwhile.
+        An error never replaces a result, because another process did the job meanwhile.
         """
-        error = None if row.error is None else row.error.encode(errors="backslashreplace").decode()
-        values = (row.name, row.kind, _text(row.spec), None if row.result is None else _text(row.result), error)
-        with self._told(), self._at_once():
-            before = None if row.error is None else self.get(row.name)
-            if before is None or before.error is not None:
-                self._open.execute(
+        error = None if record.error is None else record.error.encode(errors="backslashreplace").decode()
+        values = (
+            record.name,
+            record.kind,
+            _to_json(record.spec),
+            None if record.result is None else _to_json(record.result),
+            error,
+        )
+        with self._translate_errors(), self._transaction():
+            existing = None if record.error is None else self.get(record.name)
+            if existing is None or existing.error is not None:
+                self._db.execute(
                     "INSERT OR REPLACE INTO works VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, row.seconds, time.time(), _sum(*values)),
+                    (*values, record.seconds, time.time(), _checksum(*values)),
                 )
-            self._open.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (row.name, self.owner))
+            self._db.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (record.name, self.owner))
 
     def claim(self, name: str, again: bool = False) -> bool:
-        """Whether the work is ours to do from now on: nobody is at it, and it is not done; again: or failed."""
-        with self._told(), self._at_once():
-            done = self._open.execute("SELECT error FROM works WHERE name = ?", (name,)).fetchone()
+        """Claim a job.
+
+        Args:
+            name: The job's name.
+            again: Also claim a job that failed before.
+
+        Returns:
+            Whether the job is ours to do: it is not done, and no other process is doing it.
+        """
+        with self._translate_errors(), self._transaction():
+            done = self._db.execute("SELECT error FROM works WHERE name = ?", (name,)).fetchone()
             if done is not None and not (again and done[0] is not None) and self.get(name) is not None:
                 return False
-            held = self._open.execute("SELECT owner, beat FROM claims WHERE name = ?", (name,)).fetchone()
-            if held is not None and held[0] != self.owner and self._alive(name, *held):
+            claim = self._db.execute("SELECT owner, beat FROM claims WHERE name = ?", (name,)).fetchone()
+            if claim is not None and claim[0] != self.owner and self._owner_is_alive(name, *claim):
                 return False
-            self._seen.pop(name, None)
-            self._beat += 1
-            self._open.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (name, self.owner, self._beat))
+            self._observed.pop(name, None)
+            self._heartbeat += 1
+            self._db.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (name, self.owner, self._heartbeat))
             return True
 
-    def _alive(self, name: str, owner: str, beat: int) -> bool:
-        """Whether a claim's owner has to be waited for, by what was seen of it so far.
+    def _owner_is_alive(self, name: str, owner: str, heartbeat: int) -> bool:
+        """Whether the owner of a claim may still be running, by its heartbeats so far.
 
-        The time between two looks counts as one beat at most: a file that could not be reached for a while, or an
-        observer that was stopped, says nothing about the owner.
+        The time between two looks counts as one heartbeat at most: a file that could not be reached for a while, or an
+        observer that was suspended, says nothing about the owner.
         """
-        if _dead(owner):
+        if _owner_is_dead(owner):
             return False
         now = time.monotonic()
-        before = self._seen.get(name)
-        if before is None or before[:2] != (owner, beat):
-            self._seen[name] = (owner, beat, now, 0.0)
+        last = self._observed.get(name)
+        if last is None or last[:2] != (owner, heartbeat):
+            self._observed[name] = (owner, heartbeat, now, 0.0)
             return True
-        waited = before[3] + min(now - before[2], BEAT)
-        self._seen[name] = (owner, beat, now, waited)
-        return waited < PATIENCE
+        silence = last[3] + min(now - last[2], HEARTBEAT_INTERVAL)
+        self._observed[name] = (owner, heartbeat, now, silence)
+        return silence < CLAIM_TIMEOUT
 
-    def beat(self) -> None:
-        """Show the other drivers that we are still at work on all that we claimed."""
-        self._beat += 1
-        with self._told():
-            self._open.execute("UPDATE claims SET beat = ? WHERE owner = ?", (self._beat, self.owner))
+    def heartbeat(self) -> None:
+        """Show other processes that we are still working on all that we claimed."""
+        self._heartbeat += 1
+        with self._translate_errors():
+            self._db.execute("UPDATE claims SET beat = ? WHERE owner = ?", (self._heartbeat, self.owner))
 
     def release(self, name: str | None = None) -> None:
-        """Give up a claim of ours; without a name, all."""
-        with self._told():
-            self._open.execute("DELETE FROM claims WHERE owner = ? AND name = coalesce(?, name)", (self.owner, name))
+        """Give up our claim on a job; without a name, all our claims."""
+        with self._translate_errors():
+            self._db.execute("DELETE FROM claims WHERE owner = ? AND name = coalesce(?, name)", (self.owner, name))
 
     def _check(self, whole: bool = False) -> int:
-        """The schema of the file. whole: also look for pages that are damaged, which takes a pass over the file.
+        """Check that the file is ours, and return its schema version.
 
-        Errors: a newer schema, another program's file, a damaged one.
+        Args:
+            whole: Also look for damaged pages, which takes a pass over the file.
+
+        Raises:
+            DeltuneError: A newer schema, another program's file, a damaged one.
         """
-        (version,) = self._open.execute("PRAGMA user_version").fetchone()
-        (tables,) = self._open.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:
             raise DeltuneError(f"{self.path} is a database of another program; choose another file")
-        (code,) = self._open.execute("SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone()
-        for table, columns in COLUMNS.items() if version else ():
-            present = [name for (_, name, *_) in self._open.execute(f"PRAGMA table_info({table})")]
+        (code,) = self._db.execute("SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone()
+        for table, columns in TABLE_COLUMNS.items() if version else ():
+            present = [name for (_, name, *_) in self._db.execute(f"PRAGMA table_info({table})")]
             if code or not {*columns} <= {*present}:
                 raise DeltuneError(
                     f"{self.path} is a database of another program or damaged (a file of results has a table {table} "
                     f"of {', '.join(columns)}, and no views or triggers); choose another file"
                 )
         if not 0 <= version <= len(MIGRATIONS):
-            known = f"this deltune knows {len(MIGRATIONS)} at most; use a newer one"
-            raise DeltuneError(f"{self.path} has schema {version}, {known}")
+            newest = f"this deltune knows {len(MIGRATIONS)} at most; use a newer one"
+            raise DeltuneError(f"{self.path} has schema {version}, {newest}")
         if whole:
-            (problem,) = self._open.execute("PRAGMA quick_check(1)").fetchone()
+            (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if problem != "ok":
                 raise self._damaged(problem)
         return int(version)
 
     def _migrate(self) -> None:
-        with self._at_once():
+        with self._transaction():
             version = self._check()
             for statements in MIGRATIONS[version:]:
                 for statement in statements:
-                    self._open.execute(statement)
-            self._open.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
 
-    def _row(self, values: tuple[Any, ...]) -> JobRecord | None:
+    def _to_record(self, values: tuple[Any, ...]) -> JobRecord | None:
+        """Build a record from a row of the table; None with a warning if the row is corrupt."""
         name, kind, spec, result, error, seconds, _, total = values
         try:
-            if _sum(name, kind, spec, result, error) != total:
-                raise ValueError("its checksum is another")
+            if _checksum(name, kind, spec, result, error) != total:
+                raise ValueError("its checksum does not match")
             if (result is None) == (not error):
-                raise ValueError("it has to have a result or an error, and not both")
+                raise ValueError("it must have either a result or an error")
             return JobRecord(
-                name, kind, _object(spec), None if result is None else _object(result), error, float(seconds)
+                name,
+                kind,
+                _parse_object(spec),
+                None if result is None else _parse_object(result),
+                error,
+                float(seconds),
             )
         except (ValueError, TypeError, RecursionError) as problem:
-            warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it counts as not there", stacklevel=3)
+            warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it is ignored", stacklevel=3)
             return None
 
     @contextlib.contextmanager
-    def _at_once(self) -> Iterator[None]:
-        """One transaction, the only writer meanwhile."""
-        self._open.execute("BEGIN IMMEDIATE")
+    def _transaction(self) -> Iterator[None]:
+        """Run the block in one transaction, as the only writer."""
+        self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
             with contextlib.suppress(sqlite3.Error):  # a full disk has rolled back already
-                self._open.execute("ROLLBACK")
+                self._db.execute("ROLLBACK")
             raise
-        self._open.execute("COMMIT")
+        self._db.execute("COMMIT")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn the errors of SQLite and of the disk into errors that say what to do."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -250,51 +280,51 @@ class ResultStore:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[Path]:
-    """A database that SQLite can open and write beside: the file itself, or a copy that is gone afterwards."""
+def _readable_copy(path: Path) -> Iterator[Path]:
+    """Yield a database that SQLite can write beside: the file itself, or a temporary copy of it."""
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="deltune-") as folder:
-        for _ in range(COPIES):
-            before = _state(path)
-            for ending in ENDINGS:
+        for _ in range(COPY_ATTEMPTS):
+            before = _file_states(path)
+            for ending in DATABASE_SUFFIXES:
                 source, target = (Path(f"{one}{ending}") for one in (path, Path(folder) / path.name))
                 target.unlink(missing_ok=True)
                 if source.exists() or not ending:
                     shutil.copyfile(source, target)
-            if _state(path) == before:
+            if _file_states(path) == before:
                 break
         else:
             raise DeltuneError(f"{path} is being written all the time; copy it while no study runs, and read the copy")
         yield Path(folder) / path.name
 
 
-def _state(path: Path) -> list[tuple[int, int] | None]:
-    """Size and time of a database's files, which tell whether somebody wrote them."""
-    files = [Path(f"{path}{ending}") for ending in ENDINGS]
+def _file_states(path: Path) -> list[tuple[int, int] | None]:
+    """Return size and time of a database's files, which change when somebody writes them."""
+    files = [Path(f"{path}{ending}") for ending in DATABASE_SUFFIXES]
     return [(file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else None for file in files]
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    if "\\ud" in text.lower():  # half of a character, perhaps, which no file could be written with
-        _text(value).encode()
+        raise ValueError("it is not a JSON object")
+    if "\\ud" in text.lower():  # an unpaired surrogate, perhaps, which cannot be written to a file
+        _to_json(value).encode()
     return value
 
 
-def _text(value: Mapping[str, Any]) -> str:
+def _to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _sum(*values: str | None) -> str:
+def _checksum(*values: str | None) -> str:
     return hashlib.sha256("\0".join(value or "" for value in values).encode()).hexdigest()
 
 
-def _machine() -> str:
-    """This machine as it is since it was started, and where it tells them apart, its container: one name of PIDs."""
+def _host_id() -> str:
+    """Identify the machine, its boot and its PID namespace: within one, a process id names one process."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -302,10 +332,10 @@ def _machine() -> str:
     return "/".join(parts)
 
 
-def _dead(owner: str) -> bool:
-    """Whether an owner of this machine has ended."""
-    machine, process, _ = (*owner.split(" "), "", "")[:3]
-    if machine != _machine() or not process.isdecimal():
+def _owner_is_dead(owner: str) -> bool:
+    """Whether the owner ran on this machine and has ended."""
+    host, process, _ = (*owner.split(" "), "", "")[:3]
+    if host != _host_id() or not process.isdecimal():
         return False
     try:
         os.kill(int(process), 0)

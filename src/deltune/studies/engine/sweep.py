@@ -1,4 +1,4 @@
-"""A sweep as a value: models × tasks × axes × methods × seeds, expanded into runs that are named by their content."""
+"""A sweep: models × tasks × axes × methods × seeds, read from YAML and expanded into runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
-from pydantic import model_validator as validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ...errors import DeltuneError, error_from_problems, unknown_name
 from ...methods import budget as budgets
@@ -24,37 +31,41 @@ from .outcomes import Cell
 
 Values = dict[str, Any]
 
-FIXED = ("model", "task", "method", "seed", "seeds")
-"""Fields of a run that a sweep's own axes give."""
-UNSEEN = ("Cc", "Cs", "Zl", "Zp")
-"""Categories of Unicode that no label has: control characters, halves of characters, separators of lines."""
+SWEEP_AXES = ("model", "task", "method", "seed", "seeds")
+"""Fields of a run that come from the sweep's own axes."""
+FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode categories that no label may contain: control characters, surrogates, line separators."""
 
 
 class Sweep(BaseModel):
-    """Every combination of models, tasks, axes, methods and seeds is a run; what is given later wins over earlier.
+    """A run for every combination of models, tasks, axes, methods and seeds.
 
-    An entry of models, tasks, axes and methods is a label with its values: fields of a run's spec. A list is short for
-    labels that are the values themselves: models: [minilm], tasks: [sick, cb], methods: [layernorm, "lora(rank=8)"].
+    Each entry of models, tasks, axes and methods maps a label to fields of a run's spec; where several set the same
+    field, the axes win over methods, methods over tasks, tasks over models, and models over options. A list is short
+    for labels that are the values themselves: models: [minilm], tasks: [sick, cb], methods: [bitfit, "lora(rank=8)"].
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(min_length=1, description="of the study")
+    name: str = Field(min_length=1, description="name of the study")
     models: dict[str, Values] = Field(description="label: {model: …} and other fields of a run")
     tasks: dict[str, Values] = Field(description="label: {task: …} or {data: …} and other fields")
     methods: dict[str, Values] = Field(description='label: {method: …} and other fields; a size may be "?"')
-    seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1, description="a run of each")
+    seeds: tuple[int, ...] = Field(default=(0, 1, 2), min_length=1, description="one run for each")
     axes: dict[str, dict[str, Values]] = Field(
         default_factory=dict, description="further axes: name: {label: {field of a run: value}}"
     )
     options: Values = Field(default_factory=dict, description="fields of every run")
-    metric: str | None = Field(default=None, description="what the tables show; default: the first of each task")
-    budget: str | None = Field(default=None, description="solves the size written as ? in methods: 0.5% or a number")
-    align: str | None = Field(default=None, description="solves it for the count of that method")
+    metric: str | None = Field(default=None, description="the metric of the tables; default: the first of each task")
+    budget: str | None = Field(
+        default=None,
+        description="share (0.5%) or number of parameters for which the size written as ? in methods is solved",
+    )
+    align: str | None = Field(default=None, description="a method whose count it is solved for instead")
 
     @field_validator("models", "tasks", "methods", mode="before")
     @classmethod
-    def _labelled(cls, value: Any, info: Any) -> Any:
+    def _label_entries(cls, value: Any, info: Any) -> Any:
         field = str(info.field_name).removesuffix("s")
         if isinstance(value, str):
             value = [value]
@@ -66,39 +77,43 @@ class Sweep(BaseModel):
 
     @field_validator("seeds")
     @classmethod
-    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_seeds(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) < len(value):
-            raise ValueError("seeds are different ones")
+            raise ValueError("every seed must be a different one")
         return value
 
-    @validator(mode="wrap")
+    @model_validator(mode="wrap")
     @classmethod
-    def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[Sweep]) -> Sweep:
+    def _check(cls, values: Any, handler: ModelWrapValidatorHandler[Sweep]) -> Sweep:
         try:
-            made = handler(values)
+            sweep = handler(values)
         except ValidationError as error:
             raise error_from_problems("the study is wrong", [_problem(e) for e in error.errors()]) from error
         problems = [
             f"options of {place}: {unknown_name('option', field, RunSpec.model_fields)}"
-            for place, fields in made._fields()
+            for place, fields in sweep._fields()
             for field in fields
             if field not in RunSpec.model_fields
         ]
-        problems += [f"options: {field} is an axis of its own" for field in made.options if field in FIXED]
         problems += [
-            f"{place}: {label!r} is no label, which is one line without control characters"
-            for place, label in made._labels()
-            if any(unicodedata.category(character) in UNSEEN for character in label)
+            f"options: {field} cannot be set here, because it is an axis of the study"
+            for field in sweep.options
+            if field in SWEEP_AXES
         ]
-        problems += [f"axes: {name} is an axis already" for name in made.axes if name in FIXED]
-        if made.budget and made.align:
+        problems += [
+            f"{place}: {label!r} is not a label; a label is one line without control characters"
+            for place, label in sweep._labels()
+            if any(unicodedata.category(character) in FORBIDDEN_CATEGORIES for character in label)
+        ]
+        problems += [f"axes: {name} is already an axis of every study" for name in sweep.axes if name in SWEEP_AXES]
+        if sweep.budget and sweep.align:
             problems.append("give budget or align, not both")
         if problems:
             raise error_from_problems("the study is wrong", problems)
-        return made
+        return sweep
 
     def _labels(self) -> Iterator[tuple[str, str]]:
-        """Every word of a cell, with the entry that it stands in."""
+        """Yield every label, with the entry that it belongs to."""
         yield "name", self.name
         yield from (("axes", axis) for axis in self.axes)
         for entry, labels in (
@@ -108,6 +123,7 @@ class Sweep(BaseModel):
             yield from ((entry, label) for label in labels)
 
     def _fields(self) -> Iterator[tuple[str, Values]]:
+        """Yield every group of fields of a run, with a description of where it is."""
         yield "every run", self.options
         for name, axis in (
             ("models", self.models), ("tasks", self.tasks), ("methods", self.methods), *self.axes.items(),
@@ -116,39 +132,46 @@ class Sweep(BaseModel):
                 yield f"{name} {label}", values
 
     def cells(self, data_root: str | None = None) -> list[PlannedRun]:
-        """Every combination with its run, models outermost, seeds innermost. Errors: all that is wrong, at once."""
-        found, problems = [], []
+        """Expand the sweep, with models outermost and seeds innermost.
+
+        Args:
+            data_root: The folder with the folders of known tasks.
+
+        Raises:
+            DeltuneError: Everything that is wrong with any run, at once.
+        """
+        runs, problems = [], []
         names = list(self.axes)
         for model, task, labels, method, seed in itertools.product(
             self.models, self.tasks, itertools.product(*self.axes.values()), self.methods, self.seeds
         ):
-            place = dict(zip(names, labels, strict=True))
-            cell = {"model": model, "task": task, **place, "method": method, "seed": seed}
+            axis_labels = dict(zip(names, labels, strict=True))
+            cell = {"model": model, "task": task, **axis_labels, "method": method, "seed": seed}
             values: Values = {} if data_root is None else {"data_root": data_root}
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
-            layers += [self.axes[axis][label] for axis, label in place.items()]
+            layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
             for layer in (*layers, {"seed": seed}):
                 values = merge_values(values, layer)
             try:
-                found.append(PlannedRun(cell, RunSpec(**self._solved(values))))
+                runs.append(PlannedRun(cell, RunSpec(**self._solve_size(values))))
             except DeltuneError as error:
-                said = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
-                problems += [said] if said not in problems else []
+                problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
+                problems += [problem] if problem not in problems else []
         if problems:
             raise error_from_problems(f"study {self.name} cannot be run", problems)
-        return found
+        return runs
 
-    def _solved(self, values: Values) -> Values:
-        """The method's size where it is written as a question mark."""
+    def _solve_size(self, values: Values) -> Values:
+        """Solve the method's size where it is written as a question mark."""
         method = values.get("method")
         if not isinstance(method, str) or "?" not in method or not (self.budget or self.align):
             return values
         config = load_config(str(values.get("model")))
-        wanted = count(config, self.align).method if self.align else str(self.budget)
-        return {**values, "method": repr(budgets.fit(config, method, wanted))}
+        target = count(config, self.align).method if self.align else str(self.budget)
+        return {**values, "method": repr(budgets.fit(config, method, target))}
 
     def yaml(self) -> str:
-        """The study as a file."""
+        """Return the sweep as the text of a YAML file."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -160,12 +183,17 @@ class PlannedRun:
     spec: RunSpec
 
     @property
-    def work(self) -> Job:
+    def job(self) -> Job:
+        """The job of the run."""
         return run_job(self.spec)
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """The study of a YAML file. Errors: no such file, broken YAML, everything that is wrong with the study."""
+    """Read a sweep from a YAML file.
+
+    Raises:
+        DeltuneError: There is no such file, it is not YAML, or the sweep is wrong.
+    """
     return Sweep(**read_values(path))
 
 

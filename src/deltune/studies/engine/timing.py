@@ -1,4 +1,4 @@
-"""Time and memory of methods side by side: they take turns on models of their own, so that noise is the same to all."""
+"""Time and memory of methods side by side: they take turns, each on its own model, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -21,32 +21,40 @@ Case = TypeVar("Case", bound=Hashable)
 
 
 def time_interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, warm: int = 1) -> dict[Case, list[float]]:
-    """case -> seconds of its turn in each round.
+    """Time each case once in every round.
 
-    Every round gives each case one turn, in a random order (the same in every run), and nobody follows himself: what a
-    case finds in the caches depends on its neighbour. warm: rounds before, which are not timed.
+    The order is random, but the same in every run, and no case follows itself, because what a case finds in the CPU's
+    caches depends on its predecessor.
+
+    Args:
+        cases: Case -> what is timed.
+        rounds: How many rounds are timed.
+        warm: How many rounds come before, untimed.
+
+    Returns:
+        Case -> seconds in each round.
     """
     for _ in range(warm):
         for turn in cases.values():
             turn()
-    chance = random.Random(0)
+    generator = random.Random(0)
     order = list(cases)
     seconds: dict[Case, list[float]] = {case: [] for case in order}
     for _ in range(rounds):
-        last = order[-1]
-        chance.shuffle(order)
-        while order[0] == last and len(order) > 1:
-            chance.shuffle(order)
+        previous = order[-1]
+        generator.shuffle(order)
+        while order[0] == previous and len(order) > 1:
+            generator.shuffle(order)
         for case in order:
-            began = time.perf_counter()
+            start = time.perf_counter()
             cases[case]()
-            seconds[case].append(time.perf_counter() - began)
+            seconds[case].append(time.perf_counter() - start)
     return seconds
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of ratios of the same rounds, and an interval for it."""
+    """The median over rounds of a ratio of times, with its 95 % interval."""
 
     figure: float
     low: float
@@ -55,69 +63,82 @@ class Ratio:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Of `ours` to `theirs`, round by round: the median, and its interval by `of_median`."""
-    found = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Ratio(statistics.median(found), *median_interval(found), len(found))
+    """Return the median over rounds of ours / theirs, with its interval (`median_interval`).
+
+    Args:
+        ours: Seconds in each round.
+        theirs: Seconds in the same rounds.
+    """
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(statistics.median(ratios), *median_interval(ratios), len(ratios))
 
 
 def median_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, float]:
-    """The sign test's interval for a median: from the k-th smallest value to the k-th greatest, k the greatest with
-    2 P(Binomial(n, 1/2) < k) <= 1 - level. It supposes nothing of the noise but that rounds are independent.
+    """Return the sign test's interval for a median: from the k-th smallest value to the k-th greatest.
 
-    Fewer values than 6 cannot give 95 %: their interval is their whole range.
+    k is the greatest with 2 P(Binomial(n, 1/2) < k) <= 1 - level. The interval assumes nothing about the noise but that
+    rounds are independent. Fewer than 6 values cannot give 95 %: their interval is their whole range.
     """
+    from scipy import stats  # here, because AdapterHub's side of the benchmarks runs without it
+
     ordered = sorted(values)
-    n = len(ordered)
-    k, below = 0, 1 / 2**n
-    while 2 * below <= 1 - level:
-        k += 1
-        below += math.comb(n, k) / 2**n
-    k = max(k, 1)
-    return ordered[k - 1], ordered[n - k]
+    interval = stats.quantile_test(ordered, p=0.5).confidence_interval(level)
+    low, high = float(interval.low), float(interval.high)
+    return ordered[0] if math.isnan(low) else low, ordered[-1] if math.isnan(high) else high
 
 
 class TimedModel:
-    """A model, a batch with labels, and what is trained: each of a turn's kinds is a method."""
+    """A model with a batch, and what can be timed of it: a training step, a forward pass, inference.
+
+    Args:
+        model: The model.
+        batch: Its inputs, by name.
+        labels: The labels of the batch.
+        trained: The parameters to train; none for a model that is never trained.
+    """
 
     def __init__(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, trained: Sequence[nn.Parameter]
     ) -> None:
-        self.model, self.batch, self.labelled = model, dict(batch), {**batch, "labels": labels}
+        self.model, self.batch, self.labelled_batch = model, dict(batch), {**batch, "labels": labels}
         self.optimiser = torch.optim.AdamW(trained, lr=1e-5) if trained else None
 
     def step(self) -> None:
-        """Forward, backward, and the optimiser's step, in train mode. Error: nothing is trained."""
+        """Run forward, backward and the optimiser's step in train mode. Something must be trained."""
         self._mode(train=True)
-        self.model(**self.labelled).loss.backward()
+        self.model(**self.labelled_batch).loss.backward()
         assert self.optimiser is not None
         self.optimiser.step()
         self.optimiser.zero_grad()
 
     def forward(self) -> None:
-        """Forward in train mode without gradients: what no training can do without."""
+        """Run forward in train mode without gradients, which is the least that any training step takes."""
         self._mode(train=True)
         with torch.no_grad():
-            self.model(**self.labelled)
+            self.model(**self.labelled_batch)
 
     def forwards(self) -> None:
-        """Two of them: the least that a method which trains something in every layer takes, where the backward pass
-        through a frozen layer costs as much as the forward pass."""
+        """Run forward twice.
+
+        A method that trains something in every layer takes no less, because the backward pass through a frozen layer
+        costs as much as the forward pass.
+        """
         self.forward()
         self.forward()
 
     def inference(self) -> None:
-        """Forward in eval mode without gradients."""
+        """Run forward in eval mode without gradients."""
         self._mode(train=False)
         with torch.no_grad():
             self.model(**self.batch)
 
     def _mode(self, train: bool) -> None:
-        """Only where it changes: it walks over all modules, which no pass of a run does."""
+        """Switch the mode only if it changes, because `train()` walks over all modules, which no pass of a run does."""
         if self.model.training != train:
             self.model.train(train)
 
-    def kept(self) -> int:
-        """Bytes that one forward pass keeps for its backward pass, parameters apart."""
+    def saved_bytes(self) -> int:
+        """Return the bytes that one forward pass saves for its backward pass, parameters aside."""
         parameters = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         storages: dict[int, int] = {}
 
@@ -129,27 +150,38 @@ class TimedModel:
 
         self._mode(train=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = self.model(**self.labelled).loss
+            loss = self.model(**self.labelled_batch).loss
         del loss
         return sum(storages.values())
 
 
 BARE = "bare"
-"""The model without any method."""
+"""The label of the model without any method."""
 
 
-def turn(model: str, kind: str, method: str | None, rows: int, tokens: int) -> tuple[TimedModel, float]:
-    """A method on a model of its own, with a batch without padding, and the percentage that it trains."""
+def build_timed_model(model: str, kind: str, method: str | None, rows: int, tokens: int) -> tuple[TimedModel, float]:
+    """Build a model with a method and a random batch without padding.
+
+    Args:
+        model: The backbone's folder or hub id.
+        kind: The kind of model, such as "classification" or "causal-lm".
+        method: The method's expression; None for the bare model.
+        rows: Examples of the batch.
+        tokens: Tokens of each example.
+
+    Returns:
+        The model, and the percentage of its parameters that the method trains.
+    """
     torch.manual_seed(0)
     labels = ("no", "yes") if kind == "classification" else None
-    made = load_model(model, kind, labels, "float32")
-    tuned = None if method is None else attach(made, method)
-    words = made.config.get_text_config().vocab_size
-    ids = torch.randint(words // 20, words, (rows, tokens))
+    backbone = load_model(model, kind, labels, "float32")
+    tuned = None if method is None else attach(backbone, method)
+    vocabulary = backbone.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary // 20, vocabulary, (rows, tokens))
     batch = {"input_ids": ids, "attention_mask": torch.ones(rows, tokens, dtype=torch.long)}
     targets = torch.randint(0, 2, (rows,)) if kind == "classification" else ids
     trained = [] if tuned is None else list(tuned.parameters())
-    return TimedModel(made, batch, targets, trained), 0.0 if tuned is None else tuned.count().percent
+    return TimedModel(backbone, batch, targets, trained), 0.0 if tuned is None else tuned.count().percent
 
 
 def time_methods(
@@ -159,25 +191,36 @@ def time_methods(
     tokens: int = 64,
     repeats: int = 9,
     kind: str = "classification",
-    whats: Sequence[str] = ("step", "forward", "inference"),
+    phases: Sequence[str] = ("step", "forward", "inference"),
 ) -> dict[str, dict[str, Any]]:
-    """label -> medians of seconds by what was done, with all turns of it; the bare model among them for inference.
+    """Time methods side by side, each on its own model, with the bare model beside them.
 
-    methods: label -> expression. rows, tokens: of the batch, without padding. repeats: rounds after one of warm-up.
+    Args:
+        model: The backbone's folder or hub id.
+        methods: Label -> expression.
+        rows: Examples of the batch, which has no padding.
+        tokens: Tokens of each example.
+        repeats: Timed rounds; one of warm-up comes before them.
+        kind: The kind of model.
+        whats: What is timed: names of methods of `TimedModel`.
+
+    Returns:
+        Label -> the median of seconds for each of `whats`, with "turns" (all seconds of each), "kept" (bytes that a
+        forward pass saves) and "percent" (the share of parameters trained).
     """
-    made = {label: turn(model, kind, method, rows, tokens) for label, method in methods.items()}
-    made[BARE] = turn(model, kind, None, rows, tokens)
+    models = {label: build_timed_model(model, kind, method, rows, tokens) for label, method in methods.items()}
+    models[BARE] = build_timed_model(model, kind, None, rows, tokens)
     cases = {
-        (label, what): getattr(case, what)
-        for what in whats
-        for label, (case, _) in made.items()
-        if what != "step" or case.optimiser is not None
+        (label, phase): getattr(timed, phase)
+        for phase in phases
+        for label, (timed, _) in models.items()
+        if phase != "step" or timed.optimiser is not None
     }
     gc.collect()
     seconds = time_interleaved(cases, repeats)
-    found: dict[str, dict[str, Any]] = {}
-    for label, (case, percent) in made.items():
-        own = {what: times for (whose, what), times in seconds.items() if whose == label}
-        found[label] = {what: statistics.median(times) for what, times in own.items()}
-        found[label] |= {"turns": own, "kept": case.kept() if case.optimiser else 0, "percent": percent}
-    return found
+    results: dict[str, dict[str, Any]] = {}
+    for label, (timed, percent) in models.items():
+        turns = {phase: times for (owner, phase), times in seconds.items() if owner == label}
+        results[label] = {phase: statistics.median(times) for phase, times in turns.items()}
+        results[label] |= {"turns": turns, "kept": timed.saved_bytes() if timed.optimiser else 0, "percent": percent}
+    return results

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, each with what its runs share; one that dies is replaced."""
+"""Workers on this machine: each is a process with its own model cache, and one that dies is replaced."""
 
 from __future__ import annotations
 
@@ -19,142 +19,165 @@ from ...errors import BusyError, DeltuneError, DiskFullError
 from ...training.model_cache import ModelCache
 from .jobs import Job, execute
 
-TRIES = 20
-"""Half seconds that a worker waits for a folder that another process is at work on."""
+BUSY_RETRIES = 20
+"""How often a worker waits half a second for a run directory that another process is writing."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What came of a work: its result, or an error.
+    """What a worker reports of a job.
 
-    died: its worker ended in the middle. full: there is no space left. busy: another process is at work on it.
+    Attributes:
+        job: The job.
+        value: Its result, as JSON values; None if it failed.
+        error: Why it failed; None if it did not.
+        seconds: How long it took.
+        worker_died: Whether its worker ended in the middle.
+        disk_full: Whether no space was left.
+        busy: Whether another process is doing the same job.
     """
 
-    work: Job
-    result: dict[str, Any] | None = None
+    job: Job
+    value: dict[str, Any] | None = None
     error: str | None = None
     seconds: float = 0.0
-    died: bool = False
-    full: bool = False
+    worker_died: bool = False
+    disk_full: bool = False
     busy: bool = False
 
 
 class WorkerPool(Protocol):
-    """Workers that are given works and answer; what an engine runs a study on."""
+    """Workers that are given jobs and report their results. A worker is named by its index."""
 
     def idle(self) -> list[int]:
-        """Workers with nothing to do."""
+        """Return the workers that have nothing to do."""
         ...
 
-    def give(self, worker: int, work: Job) -> None:
-        """Let a worker do it."""
+    def submit(self, worker: int, job: Job) -> None:
+        """Give a job to an idle worker."""
         ...
 
-    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
-        """What was answered within so many seconds, with the worker that did."""
+    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+        """Return the results that arrive within `timeout` seconds, each with its worker."""
         ...
 
     def close(self) -> None:
-        """Stop all workers at once; what they were at goes on where it was when it is done again."""
+        """Stop all workers at once. A job that was interrupted resumes when it is done again."""
         ...
 
 
-def execute_safely(work: Job, runs: Path, parts: ModelCache) -> JobResult:
-    """Do a work; whatever goes wrong is an answer too."""
-    began = time.monotonic()
-    for tried in range(TRIES + 1):
+def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
+    """Do a job and report its result, or the error that it ended with.
+
+    Args:
+        job: The job.
+        runs: The study's folder of runs.
+        model_cache: Backbones and data that the jobs of this worker share.
+    """
+    start = time.monotonic()
+    for attempt in range(BUSY_RETRIES + 1):
         try:
-            return JobResult(work, execute(work, runs, parts), None, round(time.monotonic() - began, 3))
-        except BusyError as error:  # by a worker whose driver was killed, in its last moment
-            if tried == TRIES:
-                return JobResult(work, None, str(error), busy=True)
+            return JobResult(job, execute(job, runs, model_cache), None, round(time.monotonic() - start, 3))
+        except BusyError as error:  # a worker whose scheduler was killed may still be at it for a moment
+            if attempt == BUSY_RETRIES:
+                return JobResult(job, None, str(error), busy=True)
             time.sleep(0.5)
         except DiskFullError as error:
-            return JobResult(work, None, str(error), full=True)
+            return JobResult(job, None, str(error), disk_full=True)
         except DeltuneError as error:
-            return JobResult(work, None, str(error) or type(error).__name__, round(time.monotonic() - began, 3))
+            return JobResult(job, None, str(error) or type(error).__name__, round(time.monotonic() - start, 3))
         except Exception as error:
-            said = "".join(traceback.format_exception(error)[-3:])
-            return JobResult(work, None, f"{type(error).__name__}: {error}\n{said}", round(time.monotonic() - began, 3))
+            lines = "".join(traceback.format_exception(error)[-3:])
+            message = f"{type(error).__name__}: {error}\n{lines}"
+            return JobResult(job, None, message, round(time.monotonic() - start, 3))
     raise AssertionError
 
 
 class LocalPool:
-    """Processes of this machine, started afresh (spawn), with an equal share of its cores."""
+    """Processes of this machine, started by spawn, each with an equal share of the cores.
+
+    Args:
+        workers: How many processes.
+        runs: The study's folder of runs.
+    """
 
     def __init__(self, workers: int, runs: Path) -> None:
         self.runs = runs
         self.threads = max(1, len(os.sched_getaffinity(0)) // workers)
         self._context = multiprocessing.get_context("spawn")
-        self._ends: list[Connection] = []
+        self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._at: list[Job | None] = []
+        self._jobs: list[Job | None] = []
         for _ in range(workers):
-            end, process = self._start()
-            self._ends.append(end)
+            pipe, process = self._start()
+            self._pipes.append(pipe)
             self._processes.append(process)
-            self._at.append(None)
+            self._jobs.append(None)
 
     def _start(self) -> tuple[Connection, Any]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(theirs, self.runs, self.threads, os.getpid()), daemon=True)
+        arguments = (theirs, self.runs, self.threads, os.getpid())
+        process = self._context.Process(target=_run_worker, args=arguments, daemon=True)
         process.start()
         theirs.close()
         return ours, process
 
     def idle(self) -> list[int]:
-        return [i for i, work in enumerate(self._at) if work is None]
+        """Return the workers that have nothing to do."""
+        return [i for i, job in enumerate(self._jobs) if job is None]
 
-    def give(self, worker: int, work: Job) -> None:
-        self._at[worker] = work
-        with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died meanwhile: answers() tells
-            self._ends[worker].send(work)
+    def submit(self, worker: int, job: Job) -> None:
+        """Give a job to an idle worker."""
+        self._jobs[worker] = job
+        with contextlib.suppress(BrokenPipeError, ConnectionError):  # the worker died meanwhile: poll() reports it
+            self._pipes[worker].send(job)
 
-    def answers(self, timeout: float) -> list[tuple[int, JobResult]]:
-        found = []
-        ready = wait([end for end, work in zip(self._ends, self._at, strict=True) if work is not None], timeout)
-        for worker, end in enumerate(self._ends):
-            work = self._at[worker]
-            if end not in ready or work is None:
+    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+        """Return the results that arrive within `timeout` seconds; a worker that died is replaced."""
+        results = []
+        ready = wait([pipe for pipe, job in zip(self._pipes, self._jobs, strict=True) if job is not None], timeout)
+        for worker, pipe in enumerate(self._pipes):
+            job = self._jobs[worker]
+            if pipe not in ready or job is None:
                 continue
-            self._at[worker] = None
+            self._jobs[worker] = None
             try:
-                found.append((worker, end.recv()))
-            except (EOFError, OSError):  # cut off in the middle of an answer, too
+                results.append((worker, pipe.recv()))
+            except (EOFError, OSError):  # also cut off in the middle of a result
                 self._processes[worker].join()
                 code = self._processes[worker].exitcode
-                how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-                found.append((worker, JobResult(work, None, f"its worker died ({how})", died=True)))
-                end.close()
-                self._ends[worker], self._processes[worker] = self._start()
-        return found
+                reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+                results.append((worker, JobResult(job, None, f"its worker died ({reason})", worker_died=True)))
+                pipe.close()
+                self._pipes[worker], self._processes[worker] = self._start()
+        return results
 
     def close(self) -> None:
+        """Kill all workers."""
         for process in self._processes:
             process.kill()
-        for end, process in zip(self._ends, self._processes, strict=True):
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
             process.join()
-            end.close()
+            pipe.close()
 
 
-def _work(end: Connection, runs: Path, threads: int, parent: int) -> None:
-    """A worker's life: works come in, answers go out, until the other end is closed or its process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's to deal with
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+def _run_worker(pipe: Connection, runs: Path, threads: int, parent: int) -> None:
+    """Do the jobs that come through the pipe until it is closed or the parent process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles it
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     import torch
 
     torch.set_num_threads(threads)
-    parts = ModelCache()
+    model_cache = ModelCache()
     while True:
         try:
-            work = end.recv()
+            job = pipe.recv()
         except (EOFError, ConnectionError):
             return
-        end.send(execute_safely(work, runs, parts))
+        pipe.send(execute_safely(job, runs, model_cache))
 
 
-def _watch(parent: int, alive: Callable[[], int] = os.getppid) -> None:
-    """End this process when its parent is gone."""
-    while alive() == parent:
+def _exit_with_parent(parent: int, current_parent: Callable[[], int] = os.getppid) -> None:
+    while current_parent() == parent:
         time.sleep(0.2)
     os._exit(1)

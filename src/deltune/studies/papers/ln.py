@@ -7,30 +7,30 @@ from statistics import median
 from typing import Any
 
 from ...training.config import RunSpec
-from ..claims.claims import Beats, Best, Both, Claim, Fewer, Within
+from ..claims.claims import AllOf, Beats, Best, Claim, FewerParameters, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST
 from ..claims.measurements import RANK, score
 from ..engine.jobs import Job, term_change_job, timing_job
 from ..engine.outcomes import Outcome
 from ..engine.store import JobRecord
-from ..report.figure_spec import Bars, Heat, Scatter, Table
-from ..scales import SEEDS, StudySetup, Values, Wanted, choices, crossed, joined
-from ..study import Rows, Study, Want
+from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
+from ..scales import SEEDS, StudySetup, Values, cross_product, join_plans, method_variants
+from ..study import CellPlan, PlannedCell, Records, Study
 from .published import LN_TABLE1, LN_TABLE2, LN_TABLE5
 
-LN, BITFIT, MAM, UNION = ({"method": name} for name in ("layernorm", "bitfit", "mam", "prefix_layernorm"))
-THREE, PREFIX, ADAPTER, LORA, FULL = (
+LN_TUNING, BITFIT, MAM, PREFIX_LN = ({"method": name} for name in ("layernorm", "bitfit", "mam", "prefix_layernorm"))
+THREE_VECTORS, PREFIX, ADAPTER, LORA, FULL = (
     {"method": name} for name in ("three_vectors", "prefix", "adapter", "lora", "full")
 )
 
-NO_THREE = {"task": ("commonsense_qa", "social_iqa")}
-"""Table 1's note: 3V cannot be applied to these."""
+NOT_THREE_VECTORS = {"task": ("commonsense_qa", "social_iqa")}
+"""Tasks to which 3V cannot be applied (LN table 1, note)."""
 
 CHANGE = score("change", "mean absolute change")
 TRAIN, INFERENCE = (score(name, "% of full tuning's time", lower=True) for name in ("train", "inference"))
 
 
-def _added(with_norms: str, without: str) -> Beats:
+def _with_norms_beats(with_norms: str, without: str) -> Beats:
     return Beats({"method": with_norms}, {"method": without})
 
 
@@ -39,59 +39,62 @@ LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "LN-tuning beats BitFit with half the parameters",
             "abstract, §3.2, table 1",
-            Both((Beats(LN, BITFIT), Fewer(LN, BITFIT, ratio=0.5))),
+            AllOf((Beats(LN_TUNING, BITFIT), FewerParameters(LN_TUNING, BITFIT, ratio=0.5))),
         ),
-        Claim("LN-tuning beats 3V", "§3.2, table 1", Beats(LN, THREE), off=NO_THREE),
+        Claim("LN-tuning beats 3V", "§3.2, table 1", Beats(LN_TUNING, THREE_VECTORS), exclude=NOT_THREE_VECTORS),
         Claim("LN-tuning is inferior to methods with over 0.3 % of the parameters: adapter, prefix, LoRA, MAM",
-              "§3.2, table 1", Both(tuple(Beats(other, LN) for other in (ADAPTER, PREFIX, LORA, MAM)))),
+              "§3.2, table 1", AllOf(tuple(Beats(other, LN_TUNING) for other in (ADAPTER, PREFIX, LORA, MAM)))),
         Claim("prefix + LN beats MAM with fewer parameters", "§1, table 1",
-              Both((Beats(UNION, MAM), Fewer(UNION, MAM)))),
+              AllOf((Beats(PREFIX_LN, MAM), FewerParameters(PREFIX_LN, MAM)))),
         Claim("prefix + LN is the best of the parameter-efficient methods", "abstract, table 1",
-              Best(UNION, "method", but=("full", "head", "three_vectors"))),
+              Best(PREFIX_LN, "method", exclude=("full", "head", "three_vectors"))),
         Claim("adapter and prefix are comparable at equal parameters: within 1 point (margin ours)", "§3.2, table 1",
               Within(ADAPTER, PREFIX, 1.0, both=True)),
     ),
     "ln/nlg": (
-        Claim("LN-tuning ranks better than BitFit", "§3.2, table 2", Beats(LN, BITFIT, reading=RANK)),
-        Claim("prefix-tuning ranks better than MAM", "§3.2, table 2", Beats(PREFIX, MAM, reading=RANK)),
+        Claim("LN-tuning ranks better than BitFit", "§3.2, table 2", Beats(LN_TUNING, BITFIT, measurement=RANK)),
+        Claim("prefix-tuning ranks better than MAM", "§3.2, table 2", Beats(PREFIX, MAM, measurement=RANK)),
         Claim("prefix + LN ranks better than MAM with fewer parameters", "§1, table 2",
-              Both((Beats(UNION, MAM, reading=RANK), Fewer(UNION, MAM)))),
+              AllOf((Beats(PREFIX_LN, MAM, measurement=RANK), FewerParameters(PREFIX_LN, MAM)))),
         Claim("prefix + LN ranks best of the parameter-efficient methods", "abstract, table 2",
-              Best(UNION, "method", but=("full",), reading=RANK)),
-        Claim("full tuning ranks best of all", "table 2", Best(FULL, "method", reading=RANK)),
+              Best(PREFIX_LN, "method", exclude=("full",), measurement=RANK)),
+        Claim("full tuning ranks best of all", "table 2", Best(FULL, "method", measurement=RANK)),
     ),
     "ln/time": (
-        Claim("LN-tuning takes the least time in training", "§3.3, figure 2", Best(LN, "method", reading=TRAIN)),
+        Claim("LN-tuning takes the least time in training", "§3.3, figure 2",
+              Best(LN_TUNING, "method", measurement=TRAIN)),
         Claim("LN-tuning, BitFit and full tuning take similar time in inference: within 5 % (margin ours)",
-              "§3.3, figure 4", Both(tuple(Within(LN, other, 5.0, both=True, reading=INFERENCE)
+              "§3.3, figure 4", AllOf(tuple(Within(LN_TUNING, other, 5.0, both=True, measurement=INFERENCE)
                                            for other in (BITFIT, FULL)))),
         Claim("LN-tuning is faster in inference than the methods that insert something", "§3.3, figure 4",
-              Both(tuple(Beats(LN, other, reading=INFERENCE) for other in (ADAPTER, PREFIX, MAM)))),
+              AllOf(tuple(Beats(LN_TUNING, other, measurement=INFERENCE) for other in (ADAPTER, PREFIX, MAM)))),
         Claim("MAM takes the longest of the parameter-efficient methods in training", "appendix B, figure 2",
-              Both(tuple(Beats(other, MAM, reading=TRAIN) for other in (LN, BITFIT, ADAPTER, PREFIX, LORA)))),
+              AllOf(tuple(Beats(other, MAM, measurement=TRAIN)
+                          for other in (LN_TUNING, BITFIT, ADAPTER, PREFIX, LORA)))),
         Claim("every parameter-efficient method trains in less than 90 % of full tuning's time", "appendix B, figure 2",
-              Both(tuple(Beats(method, FULL, margin=10.0, reading=TRAIN)
-                         for method in (LN, BITFIT, ADAPTER, PREFIX, LORA, MAM)))),
+              AllOf(tuple(Beats(method, FULL, margin=10.0, measurement=TRAIN)
+                         for method in (LN_TUNING, BITFIT, ADAPTER, PREFIX, LORA, MAM)))),
         Claim("adapter-tuning trains faster than prefix-tuning", "appendix B, figure 2",
-              Beats(ADAPTER, PREFIX, reading=TRAIN)),
+              Beats(ADAPTER, PREFIX, measurement=TRAIN)),
     ),
     "ln/terms": (
         Claim("terms change more close to the output than close to the input", "§4, figure 3",
               Beats({"layers": "near output", "term": EVERY, "module": EVERY},
-                    {"layers": "near input", "term": EVERY, "module": EVERY}, reading=CHANGE)),
+                    {"layers": "near input", "term": EVERY, "module": EVERY}, measurement=CHANGE)),
         Claim("close to the output the gain changes more than the bias", "§4, figure 3",
               Beats({"layers": "near output", "term": "gain", "module": EVERY},
-                    {"layers": "near output", "term": "bias", "module": EVERY}, reading=CHANGE)),
-        Claim("terms change more where there are more data: SST-2 > SICK > CB", "§4, figure 3", Both((
-            Beats({"task": "sst2"}, {"task": "sick"}, reading=CHANGE),
-            Beats({"task": "sick"}, {"task": "cb"}, reading=CHANGE),
+                    {"layers": "near output", "term": "bias", "module": EVERY}, measurement=CHANGE)),
+        Claim("terms change more where there are more data: SST-2 > SICK > CB", "§4, figure 3", AllOf((
+            Beats({"task": "sst2"}, {"task": "sick"}, measurement=CHANGE),
+            Beats({"task": "sick"}, {"task": "cb"}, measurement=CHANGE),
         ))),
         Claim("terms change more for answers and entities than for two classes", "§4, figure 3",
-              Beats({"task": ("commonsense_qa", "broad_twitter")}, {"task": ("sst2", "sick", "cb")}, reading=CHANGE)),
+              Beats({"task": ("commonsense_qa", "broad_twitter")}, {"task": ("sst2", "sick", "cb")},
+                    measurement=CHANGE)),
     ),
     "ln/ablation": (
         Claim("every ablated method loses: LN-tuning has nothing superfluous", "§5, table 5",
-              Best({"method": "all"}, "method", but=("gain+bias",))),
+              Best({"method": "all"}, "method", exclude=("gain+bias",))),
         Claim("bias alone beats gain alone", "§5, table 5", Beats({"method": "bias"}, {"method": "gain"})),
         Claim("the norm of attention alone beats that of the FFN alone (table 5 itself says the reverse)", "§5",
               Beats({"method": "attention norm"}, {"method": "ffn norm"})),
@@ -103,33 +106,34 @@ LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
               Beats({"method": "upper half", "model": LARGEST}, {"method": "lower half", "model": LARGEST})),
     ),
     "ln/unified": (
-        Claim("layernorm added to a method at attention gains", "abstract of v3 (2)", Both((
-            _added("prefix+layernorm", "prefix"), _added("adapter_attention+layernorm", "adapter_attention"),
+        Claim("layernorm added to a method at attention gains", "abstract of v3 (2)", AllOf((
+            _with_norms_beats("prefix+layernorm", "prefix"),
+            _with_norms_beats("adapter_attention+layernorm", "adapter_attention"),
         ))),
         Claim("layernorm added to a method at the FFN loses", "abstract of v3 (2)",
-              _added("adapter_ffn", "adapter_ffn+layernorm")),
+              _with_norms_beats("adapter_ffn", "adapter_ffn+layernorm")),
         Claim("layernorm added to MAM, at attention and the FFN, loses", "abstract of v3 (2)",
-              _added("mam", "mam+layernorm")),
+              _with_norms_beats("mam", "mam+layernorm")),
         Claim("prefix + adapter at attention + layernorm is the best", "abstract of v3 (1)",
-              Best({"method": "prefix+adapter_attention+layernorm"}, "method", but=("full",))),
+              Best({"method": "prefix+adapter_attention+layernorm"}, "method", exclude=("full",))),
     ),
 }  # fmt: skip
 
 
-BERTS = {"bert-base": "google-bert/bert-base-uncased", "bert-large": "google-bert/bert-large-uncased"}
+BERT_MODELS = {"bert-base": "google-bert/bert-base-uncased", "bert-large": "google-bert/bert-large-uncased"}
 PROTOCOLS = {"bert-base": "ln_nlu", "bert-large": "ln_nlu_large"}
 NLU = ("conll04", "broad_twitter", "sick", "snli", "sst2", "cb", "commonsense_qa", "social_iqa")
 SMALL_NLU = ("conll04", "broad_twitter", "sst2", "cb")
 SMALL_TWO = ("sst2", "conll04")
-"""What small encoders learn from 1,000 rows; on SICK they stay at chance."""
+"""Tasks that small encoders learn from 1,000 rows; on SICK they stay at chance."""
 CHOICE = ("commonsense_qa", "social_iqa")
 SCORE = ("entity_f1", "accuracy")
 DISTILLED = (
-    "Small encoders distilled from MiniLM-L6, sub-samples of the data, and one learning rate a method (scales.RATES) "
-    "instead of a search."
+    "Small encoders distilled from MiniLM-L6, sub-samples of the data, and one learning rate a method "
+    "(scales.LEARNING_RATES) instead of a search."
 )
 
-WRITTEN = {
+NAMES = {
     "full": "FT", "adapter": "Adapter", "prefix": "Prefix", "lora": "LoRA", "mam": "MAM", "three_vectors": "3V",
     "bitfit": "BitFit", "layernorm": "LN", "prefix_layernorm": "Prefix+LN", "conll04": "CN04",
     "broad_twitter": "Twitter", "sick": "SICK", "snli": "SNLI", "sst2": "SST-2", "cb": "CB", "commonsense_qa": "CSQA",
@@ -144,7 +148,14 @@ WRITTEN = {
 
 
 def methods(adapter: int, prefix: int, lora: int, mam: tuple[int, int]) -> dict[str, str]:
-    """The methods of tables 1 and 2, by rank or length."""
+    """Return the methods of tables 1 and 2.
+
+    Args:
+        adapter: Rank of the adapter.
+        prefix: Length of the prefix.
+        lora: Rank of LoRA.
+        mam: Length of the prefix and rank of the adapter of MAM.
+    """
     length, rank = mam
     return {
         "full": "full", "adapter": f"scaled_parallel_adapter(rank={adapter}, bias=True)",
@@ -163,49 +174,55 @@ SIZES: Mapping[str, dict[str, str]] = {
 """The paper gives no rank of LoRA; its .33 % is no whole rank. Here it is 8."""
 
 
-def nlu(place: StudySetup) -> Study:
-    """LN table 1."""
-    models = ("minilm-d128",) if place.small else tuple(BERTS)
-    tasks = SMALL_NLU if place.small else NLU
+def nlu(setup: StudySetup) -> Study:
+    """Return the study of LN table 1."""
+    models = ("minilm-d128",) if setup.small else tuple(BERT_MODELS)
+    tasks = SMALL_NLU if setup.small else NLU
     return Study(
         "ln/nlu",
         "Does tuning only the norms compete with other ways to tune few parameters? (LN table 1)",
-        joined(*(_nlu(place, "ln/nlu", model, tasks, SIZES[model]) for model in models)),
+        join_plans(*(_nlu(setup, "ln/nlu", model, tasks, SIZES[model]) for model in models)),
         (
-            Table(
+            TableSpec(
                 title="Language understanding (LN table 1)", groups="model", metric=SCORE, rank=True,
-                order={"method": tuple(SIZES["bert-base"]), "task": tasks}, written=WRITTEN, paper=LN_TABLE1,
+                order={"method": tuple(SIZES["bert-base"]), "task": tasks}, display_names=NAMES, published=LN_TABLE1,
             ),
             Scatter(
-                title="Score against parameters", panels="task", y=SCORE, series=("method", "model"), written=WRITTEN,
-                levels={"full tuning": {"method": "full"}},
+                title="Score against parameters", panels="task", y=SCORE, series=("method", "model"),
+                display_names=NAMES,
+                reference_lines={"full tuning": {"method": "full"}},
             ),
         ),
         SCORE,
         f"{DISTILLED} Four of the eight tasks on one model: what depends on the model's size is not seen."
-        if place.small
+        if setup.small
         else "LoRA has rank 8: the paper gives none, and its 0.33 % is no whole rank.",
     )  # fmt: skip
 
 
 def _nlu(
-    place: StudySetup,
+    setup: StudySetup,
     name: str,
     model: str,
     tasks: tuple[str, ...],
-    several: Mapping[str, str],
+    expressions: Mapping[str, str],
     by_task: Mapping[str, Values] | None = None,
     **small: Any,
-) -> Wanted:
-    """Methods on understanding, by the paper's protocol for the model's size; by_task, small: at small scale."""
+) -> CellPlan:
+    """Return the cells of methods on understanding.
 
-    def off(cell: Mapping[str, Any]) -> bool:
+    At paper scale the options are those of the paper's protocol for the model's size; at small scale they are `by_task`
+    and `small`.
+    """
+
+    def exclude(cell: Mapping[str, Any]) -> bool:
         return cell["method"] == "three_vectors" and cell["task"] in CHOICE
 
-    given = small if place.small else {"protocol": PROTOCOLS[model]}
-    return crossed(
-        place, name, {model: BERTS.get(model, model)}, tasks, choices(several), given, off=off,
-        by_task=by_task if place.small else None,
+    options = small if setup.small else {"protocol": PROTOCOLS[model]}
+    return cross_product(
+        setup, name, {model: BERT_MODELS.get(model, model)}, tasks, method_variants(expressions), options,
+        exclude=exclude,
+        by_task=by_task if setup.small else None,
     )  # fmt: skip
 
 
@@ -222,211 +239,211 @@ GPT2 = {
 NLG = ("e2e_nlg", "samsum", "dart")
 
 
-def nlg(place: StudySetup) -> Study:
-    """LN table 2."""
-    if place.small:
-        few = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
+def nlg(setup: StudySetup) -> Study:
+    """Return the study of LN table 2."""
+    if setup.small:
+        limits = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
         by_task: dict[str, Values] = {
             "e2e_nlg": {"metrics": ("bleu", "nist", "rougeL", "cider")}, "dart": {"metrics": ("bleu", "ter", "chrf")},
             "samsum": {"max_length": 96},
         }  # fmt: skip
-        wanted = crossed(
-            place, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, choices(STORIES),
-            {**few, "batch_size": 8, "steps": 60, "validate_every": 30, "metric": "loss"}, by_task=by_task,
+        plan_cells = cross_product(
+            setup, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, method_variants(STORIES),
+            {**limits, "batch_size": 8, "steps": 60, "validate_every": 30, "metric": "loss"}, by_task=by_task,
         )  # fmt: skip
     else:
-        wanted = crossed(
-            place, "ln/nlg", {"gpt2-medium": "openai-community/gpt2-medium"}, NLG, choices(GPT2),
+        plan_cells = cross_product(
+            setup, "ln/nlg", {"gpt2-medium": "openai-community/gpt2-medium"}, NLG, method_variants(GPT2),
             {"protocol": "ln_nlg"},
         )  # fmt: skip
     return Study(
         "ln/nlg",
         "The same for generated text (LN table 2)",
-        wanted,
+        plan_cells,
         (
-            Table(
+            TableSpec(
                 title="Generated text (LN table 2)", columns=("task", "metric"), metric=(), average=False, rank=True,
-                order={"method": tuple(GPT2), "task": NLG}, written=WRITTEN,
-                paper={} if place.small else LN_TABLE2,
+                order={"method": tuple(GPT2), "task": NLG}, display_names=NAMES,
+                published={} if setup.small else LN_TABLE2,
             ),
         ),
         ("bleu", "rouge2_pltrdy", "rouge2"),
         "A model of stories with 260,032 parameters and 512 tokens, 60 steps a task: its texts are bad under every "
         "method, so that ranks say which method learns fast and little of the paper's. It has RMSNorm, hence no bias "
         "in its norms, and no biases: BitFit adds them. Without METEOR, whose start alone takes longer than a run."
-        if place.small
+        if setup.small
         else "Prefix and adapter have l = r = 8, which gives the printed percentages; the text says 16. METEOR needs "
         "Java; MoverScore, BERTScore and BLEURT need models and are left out without them. The printed third task is "
         "left out of the comparison: the table calls it WebNLG, the text DART.",
     )  # fmt: skip
 
 
-BLOCKS = len(SEEDS)
-"""Parts of the rounds of one timing that stand for seeds: what varies is the clock."""
-WHATS = {"step": "train", "forward": "forward", "inference": "inference"}
+TIMING_BLOCKS = len(SEEDS)
+"""The rounds of one timing are divided into so many blocks, which stand for seeds: what varies is the clock."""
+PHASES = {"step": "train", "forward": "forward", "inference": "inference"}
 
 
-def time(place: StudySetup) -> Study:
-    """LN figures 2 and 4."""
+def time(setup: StudySetup) -> Study:
+    """Return the study of LN figures 2 and 4."""
     without = {name: method for name, method in SIZES["bert-base"].items() if name != "three_vectors"}
-    if place.small:
+    if setup.small:
         timed = {"minilm-d256": ("classification", without), "minilm": ("classification", without),
                  "stories260k-llama": ("causal-lm", STORIES)}  # fmt: skip
         models = {name: name for name in timed}
         options: dict[str, Any] = {"rows": 16, "tokens": 48, "repeats": 9}
     else:
-        models = {**BERTS, "gpt2-medium": "openai-community/gpt2-medium"}
+        models = {**BERT_MODELS, "gpt2-medium": "openai-community/gpt2-medium"}
         larger = {name: method for name, method in SIZES["bert-large"].items() if name != "three_vectors"}
         timed = {"bert-base": ("classification", without), "bert-large": ("classification", larger),
                  "gpt2-medium": ("causal-lm", GPT2)}  # fmt: skip
         options = {"rows": 32, "tokens": 128, "repeats": 30}
-    place.check(models.values(), ())
-    works = {
-        model: timing_job(place.model(models[model]), several, kind=kind, **options)
-        for model, (kind, several) in timed.items()
+    setup.check(models.values(), ())
+    jobs = {
+        model: timing_job(setup.model(models[model]), expressions, kind=kind, **options)
+        for model, (kind, expressions) in timed.items()
     }
 
-    def wanted(rows: Rows) -> list[Want]:
+    def plan_cells(records: Records) -> list[PlannedCell]:
         return [
-            Want({"model": model, "method": method, "seed": seed}, works[model])
-            for model, (_, several) in timed.items()
-            for method in several
-            for seed in range(BLOCKS)
+            PlannedCell({"model": model, "method": method, "seed": seed}, jobs[model])
+            for model, (_, expressions) in timed.items()
+            for method in expressions
+            for seed in range(TIMING_BLOCKS)
         ]
 
-    def bars(what: str, title: str) -> Bars:
+    def bars(phase: str, title: str) -> Bars:
         return Bars(
-            title=title, groups="model", bars="method", y=what, lower=True, written=WRITTEN,
-            order={"method": tuple(without)}, levels={"full tuning": 100.0},
+            title=title, groups="model", bars="method", y=phase, lower=True, display_names=NAMES,
+            order={"method": tuple(without)}, reference_lines={"full tuning": 100.0},
         )  # fmt: skip
 
     return Study(
         "ln/time",
         "How much time does each method take, full tuning = 100? (LN figures 2 and 4)",
-        wanted,
+        plan_cells,
         (
             bars("train", "Training step (LN figure 2)"),
             bars("inference", "Inference (LN figure 4)"),
             bars("forward", "Forward pass alone: what no training can do without"),
-            Table(
-                title="Seconds", groups="model", columns=("metric",), average=False, written=WRITTEN, lower=True,
+            TableSpec(
+                title="Seconds", groups="model", columns=("metric",), average=False, display_names=NAMES, lower=True,
                 metric=("step_seconds", "forward_seconds", "inference_seconds"), order={"method": tuple(without)},
             ),
         ),
         "train",
         "The methods take turns, so that noise is the same to all; ratios to full tuning are of one round. Batches of "
         "random tokens without padding; the paper took times from the logs of whole runs, whose batch sizes differ by "
-        f"method. The {BLOCKS} seeds are thirds of the rounds."
-        + (" Small models on a CPU: fixed costs of each operation weigh more." if place.small else ""),
+        f"method. The {TIMING_BLOCKS} seeds are thirds of the rounds."
+        + (" Small models on a CPU: fixed costs of each operation weigh more." if setup.small else ""),
         timings,
         lower=True,
     )  # fmt: skip
 
 
-def timings(want: Want, row: JobRecord) -> list[Outcome]:
-    """One method's third of the rounds, in percent of full tuning's in the same round."""
-    if row.result is None:
-        return [Outcome(want.cell, row.spec, error=row.error or "no result")]
-    turns = row.result["turns"]
-    own, full = turns[want.cell["method"]], turns["full"]
+def timings(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
+    """Return one block of a method's rounds, in percent of full tuning's time in the same round."""
+    if record.result is None:
+        return [Outcome(planned.cell, record.spec, error=record.error or "no result")]
+    turns = record.result["turns"]
+    method_turns, full_turns = turns[planned.cell["method"]], turns["full"]
     scores: dict[str, float] = {}
-    for what, name in WHATS.items():
-        rounds = slice(want.cell["seed"], None, BLOCKS)
-        mine, whole = own["turns"][what][rounds], full["turns"][what][rounds]
-        scores[name] = 100 * median(a / b for a, b in zip(mine, whole, strict=True))
-        scores[f"{what}_seconds"] = median(mine)
-    count = {"percent": own["percent"]}
-    return [Outcome(want.cell, row.spec, scores, count, extra={"kept": own["kept"]})]
+    for phase, name in PHASES.items():
+        rounds = slice(planned.cell["seed"], None, TIMING_BLOCKS)
+        times, full_times = method_turns["turns"][phase][rounds], full_turns["turns"][phase][rounds]
+        scores[name] = 100 * median(a / b for a, b in zip(times, full_times, strict=True))
+        scores[f"{phase}_seconds"] = median(times)
+    count = {"percent": method_turns["percent"]}
+    return [Outcome(planned.cell, record.spec, scores, count, extra={"kept": method_turns["kept"]})]
 
 
-def terms(place: StudySetup) -> Study:
-    """LN figure 3."""
+def terms(setup: StudySetup) -> Study:
+    """Return the study of LN figure 3."""
     tasks = ("commonsense_qa", "broad_twitter", "sst2", "sick", "cb")
-    model = "minilm-d256" if place.small else "bert-large"
+    model = "minilm-d256" if setup.small else "bert-large"
     by_task: dict[str, Values] = {
         "sst2": {"max_train_rows": 2000}, "cb": {"epochs": 3}, "commonsense_qa": {"max_train_rows": 300},
     }  # fmt: skip
-    runs = _nlu(place, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task)
+    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task)
 
-    def wanted(rows: Rows) -> list[Want]:
+    def plan_cells(records: Records) -> list[PlannedCell]:
         return [
-            Want(
-                {axis: label for axis, label in want.cell.items() if axis != "method"},
-                None if want.work is None else _moved(want.work),
+            PlannedCell(
+                {axis: label for axis, label in planned.cell.items() if axis != "method"},
+                None if planned.job is None else _term_change_job(planned.job),
             )
-            for want in runs(rows)
+            for planned in runs(records)
         ]
 
     return Study(
         "ln/terms",
         "Which gains and biases does tuning the norms move, and how far? (LN figure 3)",
-        wanted,
-        (Heat(title="Mean absolute change of gain and bias (LN figure 3)", over="changes", panels="task",
-              order={"task": tasks}, written={**WRITTEN, "value": "mean absolute change", "gain": "gain",
+        plan_cells,
+        (HeatMap(title="Mean absolute change of gain and bias (LN figure 3)", entries="changes", panels="task",
+              order={"task": tasks}, display_names={**NAMES, "value": "mean absolute change", "gain": "gain",
                                               "bias": "bias"}),),
         "change",
         f"{DISTILLED} Four layers. 2,000 rows of SST-2, 1,000 of SICK, 200 of CB, in the paper's order of sizes, but "
-        "300 of CommonsenseQA and 1,000 of Broad Twitter." if place.small else "",
+        "300 of CommonsenseQA and 1,000 of Broad Twitter." if setup.small else "",
     )  # fmt: skip
 
 
-def _moved(work: Job) -> Job:
-    return term_change_job(RunSpec(**work.spec))
+def _term_change_job(job: Job) -> Job:
+    return term_change_job(RunSpec(**job.spec))
 
 
-PARTS = {
+ABLATIONS = {
     "all": "layernorm", "gain": "layernorm(terms='gain')", "bias": "layernorm(terms='bias')",
     "ffn norm": "layernorm(of='ffn')", "attention norm": "layernorm(of='attention')",
     "lower half": "layernorm(layers='lower half')", "upper half": "layernorm(layers='upper half')",
 }  # fmt: skip
 
 
-def ablation(place: StudySetup) -> Study:
-    """LN table 5."""
-    models = ("minilm-d128", "minilm-d256") if place.small else tuple(BERTS)
-    tasks = SMALL_TWO if place.small else NLU
+def ablation(setup: StudySetup) -> Study:
+    """Return the study of LN table 5."""
+    models = ("minilm-d128", "minilm-d256") if setup.small else tuple(BERT_MODELS)
+    tasks = SMALL_TWO if setup.small else NLU
     return Study(
         "ln/ablation",
         "Is any part of tuning the norms superfluous? (LN table 5)",
-        joined(*(_nlu(place, "ln/ablation", model, tasks, PARTS) for model in models)),
+        join_plans(*(_nlu(setup, "ln/ablation", model, tasks, ABLATIONS) for model in models)),
         (
-            Table(
-                title="Terms, modules and layers (LN table 5)", groups="model", metric=SCORE, written=WRITTEN,
-                order={"method": tuple(PARTS), "task": tasks}, paper=LN_TABLE5,
+            TableSpec(
+                title="Terms, modules and layers (LN table 5)", groups="model", metric=SCORE, display_names=NAMES,
+                order={"method": tuple(ABLATIONS), "task": tasks}, published=LN_TABLE5,
             ),
         ),
         SCORE,
-        f"{DISTILLED} Models of 2 and 4 layers: half of the smaller one is one layer." if place.small
+        f"{DISTILLED} Models of 2 and 4 layers: half of the smaller one is one layer." if setup.small
         else "Here the norms of the embeddings belong to the whole method and to its terms, not to halves and modules."
        ,
     )  # fmt: skip
 
 
-def unified(place: StudySetup) -> Study:
-    """The third version's abstract."""
-    r, length = (8, 8) if place.small else (16, 16)
+def unified(setup: StudySetup) -> Study:
+    """Return the study of the third version's abstract."""
+    r, length = (8, 8) if setup.small else (16, 16)
     attention, ffn = (f"scaled_parallel_adapter(at={at!r}, rank={r})" for at in ("attention", "ffn"))
     prefix = f"prefix(length={length})"
     mam = f"mam(length={length}, rank={r})"
-    several = {
+    expressions = {
         "full": "full", "layernorm": "layernorm", "prefix": prefix, "prefix+layernorm": f"{prefix} + layernorm",
         "adapter_attention": attention, "adapter_attention+layernorm": f"{attention} + layernorm",
         "adapter_ffn": ffn, "adapter_ffn+layernorm": f"{ffn} + layernorm", "mam": mam,
         "mam+layernorm": f"{mam} + layernorm",
         "prefix+adapter_attention+layernorm": f"{prefix} + {attention} + layernorm",
     }  # fmt: skip
-    tasks = SMALL_TWO if place.small else NLU
-    model = "minilm-d128" if place.small else "bert-base"
+    tasks = SMALL_TWO if setup.small else NLU
+    model = "minilm-d128" if setup.small else "bert-base"
     return Study(
         "ln/unified",
         "Do methods at attention gain from tuned norms, and do those at the FFN lose? (abstract of the third version)",
-        _nlu(place, "ln/unified", model, tasks, several),
+        _nlu(setup, "ln/unified", model, tasks, expressions),
         (
-            Table(title="Methods with and without tuned norms", metric=SCORE, written=WRITTEN,
-                  order={"method": tuple(several), "task": tasks}),
+            TableSpec(title="Methods with and without tuned norms", metric=SCORE, display_names=NAMES,
+                  order={"method": tuple(expressions), "task": tasks}),
         ),
         SCORE,
-        f"{DISTILLED} Sums train at the lowest rate of their terms." if place.small
+        f"{DISTILLED} Sums train at the lowest rate of their terms." if setup.small
         else "The third version's text is not public here: sizes are those of table 1.",
     )  # fmt: skip
 

@@ -1,16 +1,23 @@
-"""Numbers of the papers' tables, as printed, by the labels of our cells; what cannot be read for sure is absent."""
+"""The numbers that the papers' tables print, by the labels of our cells; what is not legible for sure is absent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-Printed = dict[tuple[str, ...], float]
+Published = dict[tuple[str, ...], float]
+"""Labels of a cell -> the printed number."""
 
 TASKS = ("conll04", "broad_twitter", "sick", "snli", "sst2", "cb", "commonsense_qa", "social_iqa")
 
 
-def tabled(rows: Mapping[str, str], group: str, columns: tuple[str, ...]) -> Printed:
-    """A group of a paper's table; a dash is a number that is not there."""
+def parse_table(rows: Mapping[str, str], group: str, columns: tuple[str, ...]) -> Published:
+    """Parse a group of rows of a paper's table.
+
+    Args:
+        rows: Label of a row -> its numbers, separated by spaces; a dash for a number that is not printed.
+        group: The label of the group; empty if there are no groups.
+        columns: The label of each column; a dot separates a task from a metric.
+    """
     return {
         (*((group,) if group else ()), method, *column.split(".")): float(number)
         for method, line in rows.items()
@@ -21,7 +28,7 @@ def tabled(rows: Mapping[str, str], group: str, columns: tuple[str, ...]) -> Pri
 
 COLUMNS = ("percent", *TASKS, "average")
 LN_TABLE1 = {
-    **tabled({
+    **parse_table({
         "full": "100 85.2 75.8 86.2 85.4 92.8 80.4 69.8 63.4 79.9",
         "adapter": "0.33 82.8 76.3 86.4 85.0 93.0 74.1 62.6 65.3 78.2",
         "prefix": "0.33 81.4 76.2 86.3 85.3 93.4 75.0 63.2 65.4 78.3",
@@ -32,7 +39,7 @@ LN_TABLE1 = {
         "layernorm": "0.03 78.9 76.9 85.8 83.8 89.8 70.5 59.6 63.3 76.1",
         "prefix_layernorm": "0.36 84.2 77.2 86.6 85.4 93.8 81.2 64.0 65.5 79.8",
     }, "bert-large", COLUMNS),
-    **tabled({
+    **parse_table({
         "full": "100 87.2 75.3 84.5 84.2 90.9 82.7 50.2 55.0 76.3",
         "adapter": "0.28 72.5 75.7 83.7 84.4 91.5 73.8 60.6 61.6 75.5",
         "prefix": "0.28 77.9 75.9 84.2 84.0 91.9 76.8 60.4 61.6 76.6",
@@ -47,7 +54,7 @@ LN_TABLE1 = {
 """LN table 1: (model, method, column)."""
 
 LN_TABLE5 = {
-    **tabled({
+    **parse_table({
         "all": "80.2 77.2 84.9 84.0 91.9 74.1 60.5 63.2 77.0",
         "gain": "69.5 69.5 76.3 80.9 91.6 71.4 53.3 57.9 71.3",
         "bias": "79.8 72.6 77.0 81.2 91.8 73.2 55.8 60.9 74.0",
@@ -56,7 +63,7 @@ LN_TABLE5 = {
         "lower half": "73.2 75.1 82.4 78.4 91.8 73.1 51.7 56.4 72.8",
         "upper half": "73.8 75.7 82.4 78.6 93.2 72.9 53.8 56.6 73.4",
     }, "bert-large", COLUMNS[1:]),
-    **tabled({
+    **parse_table({
         "all": "79.8 76.4 81.0 83.3 91.4 70.2 57.9 59.1 74.9",
         "gain": "72.9 68.8 67.5 76.7 87.7 73.2 50.0 52.9 68.7",
         "bias": "76.5 67.8 77.5 76.3 89.7 71.4 51.1 53.4 70.5",
@@ -72,7 +79,7 @@ GENERATED = (
     "percent", "e2e_nlg.bleu", "e2e_nlg.nist", "e2e_nlg.meteor", "e2e_nlg.rougeL", "e2e_nlg.cider",
     "samsum.rouge1_pltrdy", "samsum.rouge2_pltrdy", "samsum.rougeL_pltrdy",
 )  # fmt: skip
-LN_TABLE2 = tabled({
+LN_TABLE2 = parse_table({
     "full": "100 65.07 8.61 43.42 67.90 2.38 44.70 20.37 41.57",
     "adapter": "0.13 64.93 8.46 44.21 68.63 2.39 43.23 18.67 40.17",
     "prefix": "0.13 65.27 8.55 43.70 68.27 2.37 43.70 19.97 40.83",
@@ -86,19 +93,19 @@ LN_TABLE2 = tabled({
 
 XSUM = ("percent", "xsum.rouge1", "xsum.rouge2", "xsum.rougeL", "wmt16_en_ro.bleu")
 UV_TABLE3 = {
-    **tabled({
+    **parse_table({
         "prefix": "3.6 43.40 20.46 35.51 35.6",
         "sequential": "3.6 42.01 19.30 34.40 35.3",
         "parallel": "3.6 43.58 20.31 35.34 35.6",
     }, "attention", XSUM),
-    **tabled({
+    **parse_table({
         "sequential": "2.4 43.21 19.98 35.08 35.6",
         "parallel": "2.4 43.93 20.66 35.63 36.4",
     }, "ffn", XSUM),
 }  # fmt: skip
 """UV table 3: (site, insertion, task, metric)."""
 
-UV_TABLE5 = tabled({
+UV_TABLE5 = parse_table({
     "lora s=4": "6.1 44.59 21.31 36.25",
     "lora s=1": "6.1 44.17 20.83 35.74",
     "pa s=1": "6.1 44.35 20.98 35.98",
@@ -107,7 +114,7 @@ UV_TABLE5 = tabled({
 }, "", ("percent", "xsum.rouge1", "xsum.rouge2", "xsum.rougeLsum"))  # fmt: skip
 """UV table 5: (method, task, metric)."""
 
-UV_TABLE6 = tabled({
+UV_TABLE6 = parse_table({
     "full": "100 44.81 21.94 36.83 37.3",
     "bitfit": "0.1 40.64 17.32 32.19 26.4",
     "prompt": "0.1 38.91 15.98 30.83 21.0",
@@ -121,7 +128,7 @@ UV_TABLE6 = tabled({
 }, "", XSUM)  # fmt: skip
 """UV table 6, full tuning its own run. LoRA's share is doubtful in our copy (7.2, computed 6.1), its BLEU a picture."""
 
-UV_TABLE2 = tabled({
+UV_TABLE2 = parse_table({
     "full": "100 87.6 94.6",
     "bitfit": "0.1 84.7 93.7",
     "prefix": "0.5 86.3 94.0",

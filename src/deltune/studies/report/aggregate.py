@@ -1,6 +1,6 @@
-"""What outcomes say: mean ± standard deviation over seeds at every place of a view, and what is missing there.
+"""From outcomes to the numbers that tables and figures show: mean ± standard deviation over seeds, and what is missing.
 
-The one place where outcomes become numbers to show; tables and plots only lay them out.
+Tables and figures only lay these numbers out.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ from typing import Any
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
 from ..engine.outcomes import Cell, Outcome
-from .figure_spec import Label, Numbers, Selector, View, names
+from .figure_spec import Label, LabelFilter, Numbers, ViewSpec, as_tuple
 
 SEED, METRIC, CURVE = "seed", "metric", "curve"
 
-Place = tuple[Label, ...]
+Labels = tuple[Label, ...]
+"""A label on each of some axes."""
 
 
 @dataclass(frozen=True)
-class Unit:
-    """How a number is shown: times `factor`, with `digits` after the point (None: three significant ones)."""
+class NumberFormat:
+    """How a number is shown.
+
+    Attributes:
+        factor: What it is multiplied by.
+        digits: Digits after the point; three significant ones if None.
+        lower: Whether lower is better.
+        name: What the number is called.
+    """
 
     factor: float = 1.0
     digits: int | None = None
@@ -31,6 +39,7 @@ class Unit:
     name: str = ""
 
     def show(self, value: float | None) -> str:
+        """Return the number as text; a dash if there is none."""
         if value is None:
             return "–"
         scaled = value * self.factor
@@ -40,33 +49,44 @@ class Unit:
         return "0" + text[2:] if text.startswith("-0") and not float(text) else text
 
 
-def unit(name: str, view: View) -> Unit:
-    """Metrics in [0, 1] are shown times 100, texts' with two digits and the others with one, as in the papers."""
+def number_format(name: str, view: ViewSpec) -> NumberFormat:
+    """Return how a view shows a number.
+
+    Metrics in [0, 1] are shown times 100, those of texts with two digits and the others with one, as in the papers.
+    """
     digits, bare = view.digits, name.removeprefix("eval_")
-    if view.relative or getattr(view, "diagonal", False):
-        return Unit(
+    if view.relative_to or getattr(view, "diagonal", False):
+        return NumberFormat(
             1.0,
             1 if digits is None else digits,
             _lower(bare, view),
-            f"{view.write(bare).replace('_', ' ')}, relative (%)",
+            f"{view.display(bare).replace('_', ' ')}, relative (%)",
         )
     if bare not in METRICS:
-        return Unit(1.0, digits, view.lower, view.write(bare).replace("_", " "))
+        return NumberFormat(1.0, digits, view.lower, view.display(bare).replace("_", " "))
     metric = METRICS[bare]
     usual = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
     factor = 100.0 if metric.range[1] == 1.0 else 1.0
-    return Unit(
-        factor, usual if digits is None else digits, metric.better == "lower", view.write(bare).replace("_", " ")
+    return NumberFormat(
+        factor, usual if digits is None else digits, metric.better == "lower", view.display(bare).replace("_", " ")
     )
 
 
-def _lower(name: str, view: View) -> bool:
+def _lower(name: str, view: ViewSpec) -> bool:
     return METRICS[name].better == "lower" if name in METRICS else view.lower
 
 
 @dataclass(frozen=True)
 class Spread:
-    """mean ± std over n seeds; std (n − 1) is None below two. failed: why others gave nothing; absent: not run."""
+    """Mean and standard deviation over seeds.
+
+    Attributes:
+        mean: The mean; None if no seed has a number.
+        std: The standard deviation (n − 1); None below two seeds.
+        n: How many seeds have a number.
+        failed: Why other seeds failed.
+        absent: Which seeds did not run.
+    """
 
     mean: float | None
     std: float | None = None
@@ -74,17 +94,21 @@ class Spread:
     failed: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
 
-    @property
-    def whole(self) -> bool:
-        return self.mean is not None and not self.failed and not self.absent
-
 
 MISSING = Spread(None, absent=("not run",))
 
 
 @dataclass(frozen=True)
-class Fact:
-    """One number of one outcome, or why it is not there."""
+class Observation:
+    """One number of one outcome, or the reason why there is none.
+
+    Attributes:
+        cell: The outcome's cell, extended by an entry's keys, the metric and x.
+        value: The number.
+        error: The reason.
+        metric: The name of the number.
+        waiting: Whether the outcome's job has not run yet.
+    """
 
     cell: Cell
     value: float | None
@@ -95,29 +119,36 @@ class Fact:
 
 @dataclass(frozen=True)
 class Aggregates:
-    """spreads: by the labels of `axes`. metrics: which score each is of. left: what has no place there, and why."""
+    """Spreads by their labels on some axes.
+
+    Attributes:
+        axes: The axes.
+        spreads: Labels on the axes -> spread.
+        metrics: Labels on the axes -> the name of the number.
+        excluded: Outcomes that lack an axis, each with the reason.
+    """
 
     axes: tuple[str, ...]
-    spreads: Mapping[Place, Spread]
-    metrics: Mapping[Place, str]
-    left: tuple[str, ...]
+    spreads: Mapping[Labels, Spread]
+    metrics: Mapping[Labels, str]
+    excluded: tuple[str, ...]
 
-    def __getitem__(self, place: Place) -> Spread:
-        return self.spreads.get(place, MISSING)
+    def __getitem__(self, key: Labels) -> Spread:
+        return self.spreads.get(key, MISSING)
 
-    def labels(self, axis: str, view: View) -> tuple[Label, ...]:
-        """The labels of an axis: in the view's order, others after it; numbers by size, names as they come."""
+    def labels(self, axis: str, view: ViewSpec) -> tuple[Label, ...]:
+        """Return the labels of an axis in the view's order, then the others: numbers by size, names as they occur."""
         at = self.axes.index(axis)
-        seen = dict.fromkeys(place[at] for place in self.spreads)
-        asked = view.order.get(axis, ())
-        rest = [label for label in seen if label not in asked]
+        seen = dict.fromkeys(key[at] for key in self.spreads)
+        ordered = view.order.get(axis, ())
+        rest = [label for label in seen if label not in ordered]
         if rest and all(isinstance(label, (int, float)) for label in rest):
             rest.sort(key=lambda label: float(label or 0))
-        return (*asked, *rest)
+        return (*ordered, *rest)
 
 
-def select_outcomes(outcomes: Iterable[Outcome], where: Selector) -> list[Outcome]:
-    """The outcomes whose cells have these labels."""
+def select_outcomes(outcomes: Iterable[Outcome], where: LabelFilter) -> list[Outcome]:
+    """Return the outcomes whose cells have these labels."""
 
     def fits(cell: Cell) -> bool:
         return all(
@@ -128,142 +159,176 @@ def select_outcomes(outcomes: Iterable[Outcome], where: Selector) -> list[Outcom
     return [outcome for outcome in outcomes if fits(outcome.cell)]
 
 
-def number(outcome: Outcome, name: str, entry: Mapping[str, Any] | None = None) -> float | None:
-    """A number of an outcome by its name: of an entry, a score, of its cell or count, or its seconds."""
-    own = {"seconds": outcome.seconds}
-    for place in (entry or {}, outcome.scores, outcome.cell, outcome.count, own):
-        value = place.get(name)
+def read_number(outcome: Outcome, name: str, entry: Mapping[str, Any] | None = None) -> float | None:
+    """Return a number of an outcome by its name: of an entry, its scores, its cell, its count, or its seconds."""
+    seconds = {"seconds": outcome.seconds}
+    for source in (entry or {}, outcome.scores, outcome.cell, outcome.count, seconds):
+        value = source.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     return None
 
 
-def expand(view: View, outcomes: Iterable[Outcome], number_names: Numbers, axes: Sequence[str], x: str) -> list[Fact]:
-    """One fact for each outcome, or for each of its entries and scores where the view is over them.
+def observations(
+    view: ViewSpec, outcomes: Iterable[Outcome], numbers: Numbers, axes: Sequence[str], x: str
+) -> list[Observation]:
+    """Return an observation for each outcome, or for each of its entries and scores where the view shows those.
 
-    x: a number that becomes an axis, unless the cell has it.
+    Args:
+        view: The view.
+        outcomes: The study's outcomes.
+        numbers: What is shown.
+        axes: The axes of the result.
+        x: A number that becomes an axis, unless the cell has it already.
     """
-    wanted, facts, picked = names(number_names), [], select_outcomes(outcomes, view.where)
-    if METRIC in axes and not wanted:
-        wanted = tuple(dict.fromkeys(name for outcome in picked for name in outcome.scores))
-    for outcome in picked:
+    number_names, result, selected = as_tuple(numbers), [], select_outcomes(outcomes, view.where)
+    if METRIC in axes and not number_names:
+        number_names = tuple(dict.fromkeys(name for outcome in selected for name in outcome.scores))
+    for outcome in selected:
         entries: Sequence[Mapping[str, Any]] = [{}]
-        if view.over and not outcome.error:
-            held = outcome.curve if view.over == CURVE else outcome.extra.get(view.over, ())
-            # A line of a log without this number (a loss where scores are asked for) is no missing score; of two lines
+        if view.entries and not outcome.error:
+            all_entries = outcome.curve if view.entries == CURVE else outcome.extra.get(view.entries, ())
+            # A line of a log without this number (a loss where scores are shown) is not a missing score. Of two lines
             # of one step, as a resumed run may write, the later counts.
-            kept = [entry for entry in held if any(name in entry for name in wanted)]
-            entries = list({entry["step"]: entry for entry in kept}.values()) if view.over == CURVE else kept
+            shown = [entry for entry in all_entries if any(name in entry for name in number_names)]
+            entries = list({entry["step"]: entry for entry in shown}.values()) if view.entries == CURVE else shown
         error = outcome.error
         if not entries:
-            entries, error = [{}], f"no {' or '.join(wanted)} in its {view.over}"
+            entries, error = [{}], f"no {' or '.join(number_names)} in its {view.entries}"
         for entry in entries:
-            cell = {**outcome.cell, **{k: v for k, v in entry.items() if k not in wanted}}
-            place = number(outcome, x, entry) if x and x not in cell else None
-            if place is not None:
-                cell[x] = place
+            cell = {**outcome.cell, **{k: v for k, v in entry.items() if k not in number_names}}
+            position = read_number(outcome, x, entry) if x and x not in cell else None
+            if position is not None:
+                cell[x] = position
             if METRIC in axes:
-                for name in wanted or ("",):
+                for name in number_names or ("",):
                     if not name:
-                        facts.append(Fact(cell, None, error or "no scores", "", outcome.waiting))
+                        result.append(Observation(cell, None, error or "no scores", "", outcome.waiting))
                         continue
                     has = name in outcome.scores or error
                     why = error if has else f"no {name} among its scores"
-                    facts.append(_fact({**cell, METRIC: name}, outcome, entry, (name,), why))
+                    result.append(_observe({**cell, METRIC: name}, outcome, entry, (name,), why))
             else:
-                facts.append(_fact(cell, outcome, entry, wanted, error))
-    return facts
+                result.append(_observe(cell, outcome, entry, number_names, error))
+    return result
 
 
-def _fact(cell: Cell, outcome: Outcome, entry: Mapping[str, Any], wanted: Sequence[str], error: str | None) -> Fact:
+def _observe(
+    cell: Cell, outcome: Outcome, entry: Mapping[str, Any], numbers: Sequence[str], error: str | None
+) -> Observation:
     if error:
-        return Fact(cell, None, error, "", outcome.waiting)
-    for name in wanted:
-        value = number(outcome, name, entry)
+        return Observation(cell, None, error, "", outcome.waiting)
+    for name in numbers:
+        value = read_number(outcome, name, entry)
         if value is not None:
-            return Fact(cell, value, None, name) if math.isfinite(value) else Fact(cell, None, f"{name} is {value}", "")
-    return Fact(cell, None, f"no {' or '.join(wanted)} among its scores", "")
+            return (
+                Observation(cell, value, None, name)
+                if math.isfinite(value)
+                else Observation(cell, None, f"{name} is {value}", "")
+            )
+    return Observation(cell, None, f"no {' or '.join(numbers)} among its scores", "")
 
 
-def _placed(facts: Sequence[Fact], x: str) -> list[Fact]:
-    """Failed facts at the x of their other seeds: what a count would have said, had they one."""
+def _place_failed(observed: Sequence[Observation], x: str) -> list[Observation]:
+    """Give failed observations the x of their other seeds, which their own count would have said."""
 
-    def others(fact: Fact) -> tuple[tuple[str, str], ...]:
-        return tuple((axis, str(label)) for axis, label in fact.cell.items() if axis not in (SEED, x))
+    def labels_without_x(observation: Observation) -> tuple[tuple[str, str], ...]:
+        return tuple((axis, str(label)) for axis, label in observation.cell.items() if axis not in (SEED, x))
 
-    known = {others(fact): fact.cell[x] for fact in facts if x in fact.cell} if x else {}
+    positions = (
+        {labels_without_x(observation): observation.cell[x] for observation in observed if x in observation.cell}
+        if x
+        else {}
+    )
     return [
-        replace(fact, cell={**fact.cell, x: known[others(fact)]})
-        if x and x not in fact.cell and others(fact) in known
-        else fact
-        for fact in facts
+        replace(observation, cell={**observation.cell, x: positions[labels_without_x(observation)]})
+        if x and x not in observation.cell and labels_without_x(observation) in positions
+        else observation
+        for observation in observed
     ]
 
 
-def aggregate(view: View, outcomes: Iterable[Outcome], wanted: Numbers, axes: Sequence[str], x: str = "") -> Aggregates:
-    """The spreads over seeds of a number (or the first of several) at the labels of the axes.
+def aggregate(
+    view: ViewSpec, outcomes: Iterable[Outcome], numbers: Numbers, axes: Sequence[str], x: str = ""
+) -> Aggregates:
+    """Aggregate a number over seeds; where the view says so, relative to other labels and averaged over axes.
 
-    Where the view says so, in percent of another place, then averaged over the pooled axes.
-    Errors: two outcomes of one seed in one place, with the axes they differ in (an axis that the view forgot).
+    Args:
+        view: The view.
+        outcomes: The study's outcomes.
+        numbers: What is aggregated: a number, or the first of several.
+        axes: The axes of the result.
+        x: A number that becomes an axis, unless the cell has it already.
+
+    Raises:
+        DeltuneError: Two outcomes of one seed have the same labels on the axes; the message names the axes in which
+            they differ, which the view forgot.
     """
-    inner = tuple(dict.fromkeys((*axes, *view.pooled)))
-    facts = expand(view, outcomes, wanted, inner, x)
-    facts = _placed(facts, x)
-    seeds = list(dict.fromkeys(fact.cell[SEED] for fact in facts if SEED in fact.cell))
-    groups: dict[Place, list[Fact]] = {}
-    left: list[str] = []
-    for fact in facts:
-        lacking = [axis for axis in inner if axis not in fact.cell]
+    inner = tuple(dict.fromkeys((*axes, *view.average_over)))
+    collected = observations(view, outcomes, numbers, inner, x)
+    collected = _place_failed(collected, x)
+    seeds = list(dict.fromkeys(observation.cell[SEED] for observation in collected if SEED in observation.cell))
+    groups: dict[Labels, list[Observation]] = {}
+    excluded: list[str] = []
+    for observation in collected:
+        lacking = [axis for axis in inner if axis not in observation.cell]
         if lacking:
-            told = f"no {', '.join(lacking)}" if not fact.error else fact.error
-            left.append(f"{describe(fact.cell, view)}: {told}")
+            reason = f"no {', '.join(lacking)}" if not observation.error else observation.error
+            excluded.append(f"{cell_label(observation.cell, view)}: {reason}")
         else:
-            groups.setdefault(tuple(fact.cell[axis] for axis in inner), []).append(fact)
-    spreads = {place: _spread(group, seeds) for place, group in groups.items()}
-    metrics = {place: next((f.metric for f in group if f.metric), "") for place, group in groups.items()}
-    if view.relative:
-        away = [axis for axis in view.relative if axis not in inner]
-        if away:
-            raise DeltuneError(f"relative to {_said(view.relative)}: the view has no axis {', '.join(away)}.")
-        spreads = relative(
-            spreads, lambda place: tuple(view.relative.get(a, v) for a, v in zip(inner, place, strict=True))
+            groups.setdefault(tuple(observation.cell[axis] for axis in inner), []).append(observation)
+    spreads = {key: _spread(group, seeds) for key, group in groups.items()}
+    metrics = {key: next((f.metric for f in group if f.metric), "") for key, group in groups.items()}
+    if view.relative_to:
+        missing_axes = [axis for axis in view.relative_to if axis not in inner]
+        if missing_axes:
+            missing = ", ".join(missing_axes)
+            raise DeltuneError(f"relative to {cell_label(view.relative_to)}: the view has no axis {missing}.")
+        spreads = relative_spreads(
+            spreads, lambda key: tuple(view.relative_to.get(a, v) for a, v in zip(inner, key, strict=True))
         )
-    if view.pooled:
-        spreads, metrics = _pool(view, inner, len(axes), spreads, metrics)
-    return Aggregates(tuple(axes), spreads, metrics, tuple(dict.fromkeys(left)))
+    if view.average_over:
+        spreads, metrics = _average_over(view, inner, len(axes), spreads, metrics)
+    return Aggregates(tuple(axes), spreads, metrics, tuple(dict.fromkeys(excluded)))
 
 
-def relative(spreads: Mapping[Place, Spread], base: Callable[[Place], Place]) -> dict[Place, Spread]:
-    """Every spread in percent of the mean at another place; without that, missing with the reason."""
-    found = {}
-    for place, spread in spreads.items():
-        whole = spreads.get(base(place), MISSING).mean
+def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], Labels]) -> dict[Labels, Spread]:
+    """Return every spread in percent of the mean at other labels; missing with the reason if there is none.
+
+    Args:
+        spreads: The spreads by their labels.
+        base: Labels of a spread -> labels of what it is relative to.
+    """
+    result = {}
+    for key, spread in spreads.items():
+        reference = spreads.get(base(key), MISSING).mean
         if spread.mean is None:
-            found[place] = spread
-        elif not whole:
-            reason = f"nothing to compare with at {', '.join(str(label) for label in base(place))}"
-            found[place] = Spread(None, failed=(*spread.failed, reason), absent=spread.absent)
+            result[key] = spread
+        elif not reference:
+            reason = f"nothing to compare with at {', '.join(str(label) for label in base(key))}"
+            result[key] = Spread(None, failed=(*spread.failed, reason), absent=spread.absent)
         else:
-            std = None if spread.std is None else 100 * spread.std / abs(whole)
-            found[place] = Spread(100 * spread.mean / whole, std, spread.n, spread.failed, spread.absent)
-    return found
+            std = None if spread.std is None else 100 * spread.std / abs(reference)
+            result[key] = Spread(100 * spread.mean / reference, std, spread.n, spread.failed, spread.absent)
+    return result
 
 
-def _spread(facts: Sequence[Fact], seeds: Sequence[Any]) -> Spread:
-    """Over the seeds of one place. `seeds`: those met anywhere in the view, so that one that was not run is seen."""
-    told = [fact.cell.get(SEED) for fact in facts]
-    if len(set(map(str, told))) < len(told):
-        axes = dict.fromkeys(axis for fact in facts for axis in fact.cell)
-        differing = [axis for axis in axes if len({str(fact.cell.get(axis)) for fact in facts}) > 1 and axis != SEED]
-        where = f"differ in {', '.join(differing)}: name it in the view" if differing else "are of the same cell"
-        raise DeltuneError(f"{len(told)} outcomes would share one place of the view; they {where}.")
-    values = [fact.value for fact in facts if fact.value is not None]
-    lacking = [fact for fact in facts if fact.error]
+def _spread(observed: Sequence[Observation], seeds: Sequence[Any]) -> Spread:
+    """Aggregate observations of the same labels; `seeds` are those of the whole view, so that absent ones show."""
+    present = [observation.cell.get(SEED) for observation in observed]
+    if len(set(map(str, present))) < len(present):
+        axes = dict.fromkeys(axis for observation in observed for axis in observation.cell)
+        labels = {axis: {str(observation.cell.get(axis)) for observation in observed} for axis in axes}
+        differing = [axis for axis in axes if len(labels[axis]) > 1 and axis != SEED]
+        where = f"differ in {', '.join(differing)}: name the axis in the view" if differing else "are of the same cell"
+        raise DeltuneError(f"{len(present)} outcomes have the same labels in the view; they {where}.")
+    values = [observation.value for observation in observed if observation.value is not None]
+    errors = [(o.cell.get(SEED), str(o.error), o.waiting) for o in observed if o.error]
     reasons, waiting = (
-        _reasons([(fact.cell.get(SEED), str(fact.error)) for fact in lacking if fact.waiting == still], len(seeds) > 1)
-        for still in (False, True)
+        _reasons([(seed, why) for seed, why, waits in errors if waits == state], len(seeds) > 1)
+        for state in (False, True)
     )
-    absent = tuple(f"seed {seed} not run" for seed in seeds if seed not in told) if told != [None] else ()
+    absent = tuple(f"seed {seed} not run" for seed in seeds if seed not in present) if present != [None] else ()
     absent = (*waiting, *absent)
     if not values:
         return Spread(None, failed=reasons, absent=absent)
@@ -272,40 +337,36 @@ def _spread(facts: Sequence[Fact], seeds: Sequence[Any]) -> Spread:
 
 
 def _reasons(failed: Sequence[tuple[Any, str]], several: bool) -> tuple[str, ...]:
-    """Why seeds gave nothing, each reason once with its seeds."""
-    found: dict[str, list[str]] = {}
+    """Return why seeds have no number, each reason once with its seeds."""
+    reasons: dict[str, list[str]] = {}
     for seed, why in failed:
-        found.setdefault(why, []).append(str(seed))
-    plural = {why: "s" if len(own) > 1 else "" for why, own in found.items()}
-    return tuple(f"seed{plural[why]} {', '.join(own)}: {why}" if several else why for why, own in found.items())
+        reasons.setdefault(why, []).append(str(seed))
+    plural = {why: "s" if len(seeds) > 1 else "" for why, seeds in reasons.items()}
+    return tuple(f"seed{plural[why]} {', '.join(seeds)}: {why}" if several else why for why, seeds in reasons.items())
 
 
-def _pool(
-    view: View, inner: tuple[str, ...], kept: int, spreads: Mapping[Place, Spread], metrics: Mapping[Place, str]
-) -> tuple[dict[Place, Spread], dict[Place, str]]:
-    """Means over the last axes of the places; what one place lacks of the combinations met anywhere is said."""
-    every = list(dict.fromkeys(place[kept:] for place in spreads))
-    pooled, named = {}, {}
-    for outer in dict.fromkeys(place[:kept] for place in spreads):
-        found = {rest: spreads.get((*outer, *rest), MISSING) for rest in every}
-        means = [spread.mean for spread in found.values() if spread.mean is not None]
+def _average_over(
+    view: ViewSpec, inner: tuple[str, ...], kept: int, spreads: Mapping[Labels, Spread], metrics: Mapping[Labels, str]
+) -> tuple[dict[Labels, Spread], dict[Labels, str]]:
+    """Average over the last axes; what some labels lack of the combinations that occur anywhere is reported."""
+    combinations = list(dict.fromkeys(key[kept:] for key in spreads))
+    averages, names = {}, {}
+    for outer in dict.fromkeys(key[:kept] for key in spreads):
+        averaged = {rest: spreads.get((*outer, *rest), MISSING) for rest in combinations}
+        means = [spread.mean for spread in averaged.values() if spread.mean is not None]
         failed: list[str] = []
         absent: list[str] = []
-        for rest, spread in found.items():
-            at = ", ".join(view.write(label) for label in rest)
-            failed += [f"{at}: {why}" for why in spread.failed]
-            absent += [f"{at}: {why}" for why in spread.absent]
-        pooled[outer] = Spread(
+        for rest, spread in averaged.items():
+            where = ", ".join(view.display(label) for label in rest)
+            failed += [f"{where}: {why}" for why in spread.failed]
+            absent += [f"{where}: {why}" for why in spread.absent]
+        averages[outer] = Spread(
             statistics.fmean(means) if means else None, None, len(means), tuple(failed), tuple(absent)
         )
-        named[outer] = next((metrics[(*outer, *rest)] for rest in every if metrics.get((*outer, *rest))), "")
-    return pooled, named
+        names[outer] = next((metrics[(*outer, *rest)] for rest in combinations if metrics.get((*outer, *rest))), "")
+    return averages, names
 
 
-def describe(cell: Cell, view: View | None = None) -> str:
-    """A cell in words: "method lora, task sick, seed 0"."""
-    return ", ".join(f"{axis} {view.write(label) if view else label}" for axis, label in cell.items())
-
-
-def _said(selector: Selector) -> str:
-    return ", ".join(f"{axis} {label}" for axis, label in selector.items())
+def cell_label(cell: Cell, view: ViewSpec | None = None) -> str:
+    """Describe a cell: "method lora, task sick, seed 0"."""
+    return ", ".join(f"{axis} {view.display(label) if view else label}" for axis, label in cell.items())

@@ -1,10 +1,10 @@
-"""What to draw from a study's outcomes, and nothing of how: tables, scatters, curves, bars and heat maps as values.
+"""The tables and figures of a study as values: what to show of its outcomes, and nothing about how.
 
-An axis is a key of an outcome's cell ("method", "task", "model", …), and besides:
-"metric", the names of its scores, where a view names it among its axes; and the keys of the entries of `over`.
-A number is a score's name, or a field of its count ("percent", "trained"), "seconds", or a key of its cell that holds
-a number. Several names mean the first that the outcome has, so that each task can have a metric of its own.
-Seeds are never an axis of a view: what is drawn is their mean and standard deviation.
+An axis is a key of an outcome's cell ("method", "task", "model", …), and besides: "metric", the names of its scores,
+where a view names it among its axes; and the keys of the entries that `entries` names. A number is a score's name, a
+field of the outcome's count ("percent", "trained"), "seconds", or a key of its cell that holds a number. Several names
+mean the first that the outcome has, so that each task can have a metric of its own. Seeds are never an axis of a view:
+what is shown is their mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -13,71 +13,92 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Selector = Mapping[str, Any]
-"""Axis -> the label asked for, or a tuple of labels any of which will do."""
+LabelFilter = Mapping[str, Any]
+"""Axis -> a label, or a tuple of labels any of which will do."""
 
 Numbers = str | tuple[str, ...]
+"""The name of a number, or several: the first that an outcome has."""
+
 Axes = str | tuple[str, ...]
+"""One axis or several."""
+
 Label = str | int | float | bool | None
 
-WRITTEN = {
+DISPLAY_NAMES = {
     "f1": "F1", "f1_macro": "macro F1", "entity_f1": "entity F1", "exact_match": "exact match", "answer_f1": "F1",
     "bleu": "BLEU", "ter": "TER", "chrf": "chrF", "nist": "NIST", "meteor": "METEOR", "cider": "CIDEr", "cer": "CER",
     "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum",
     "bertscore": "BERTScore", "moverscore": "MoverScore", "bleurt": "BLEURT", "percent": "% of parameters",
 }  # fmt: skip
-"""How names are written where a view says nothing else."""
+"""How labels are shown where a view does not say otherwise."""
 
 
-def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """One name or several, as several."""
+def as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return one name or several as a tuple; the empty name as none."""
     return ((value,) if value else ()) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """What every view can say.
+class ViewSpec:
+    """What tables and figures have in common.
 
-    where: the outcomes it is about. over: a key of `extra` with a list of entries, each of which joins the cell
-    ("changes"), or "curve". relative: everything in percent of the number at these labels ({"method": "full"}).
-    pooled: axes averaged over, after the seeds. order: axis -> its labels in order, those without an outcome included
-    (they are shown as missing). written: label -> how it is written. lower: whether lower is better, for scores that
-    are no metric of the table. digits: after the point (default: as the papers).
+    Attributes:
+        title: The title.
+        where: The outcomes to show.
+        entries: A key of `extra` that holds a list of entries, each of which extends the outcome's cell ("changes"), or
+            "curve".
+        relative_to: Show everything in percent of the number at these labels ({"method": "full"}).
+        average_over: Axes that are averaged over, after the seeds.
+        order: Axis -> its labels in order. Labels without an outcome are shown as missing.
+        display_names: Label -> how it is shown.
+        lower: Whether lower is better, for scores that `METRICS` does not have.
+        digits: Digits after the point; as in the papers if None.
     """
 
     title: str = ""
-    where: Selector = field(default_factory=dict)
-    over: str = ""
-    relative: Selector = field(default_factory=dict)
-    pooled: tuple[str, ...] = ()
+    where: LabelFilter = field(default_factory=dict)
+    entries: str = ""
+    relative_to: LabelFilter = field(default_factory=dict)
+    average_over: tuple[str, ...] = ()
     order: Mapping[str, tuple[Label, ...]] = field(default_factory=dict)
-    written: Mapping[str, str] = field(default_factory=dict)
+    display_names: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
     digits: int | None = None
 
-    def write(self, label: object) -> str:
-        """A label as it is written."""
+    def display(self, label: object) -> str:
+        """Return a label as it is shown."""
         text = f"{label:,}" if isinstance(label, int) and abs(label) >= 10_000 else str(label)
-        return self.written.get(str(label), WRITTEN.get(str(label), text))
+        return self.display_names.get(str(label), DISPLAY_NAMES.get(str(label), text))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure(View):
-    """A view that is drawn. panels: an axis with a panel for each of its labels."""
+class FigureSpec(ViewSpec):
+    """What figures have in common.
+
+    Attributes:
+        panels: An axis with a panel for each of its labels.
+        reference_lines: Horizontal lines: name -> a number, or the outcomes whose mean it is, which are then not drawn
+            otherwise.
+    """
 
     panels: str = ""
-    levels: Mapping[str, Selector | float] = field(default_factory=dict)
-    """Horizontal lines: text -> a number, or the outcomes whose mean it is (which are then not drawn otherwise)."""
+    reference_lines: Mapping[str, LabelFilter | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Table(View):
-    """A row for each label, a column for each combination of labels.
+class TableSpec(ViewSpec):
+    """A table with a row for each label of an axis and a column for each combination of labels.
 
-    metric: what a cell holds; no names with the axis "metric" means every score. groups: an axis that divides the rows
-    ("model"); best and second are found in each group. percent: a column with % of the parameters. average, rank: their
-    columns, the rank being the average of a row's ranks. paper: (label, …) -> the paper's number in the unit shown,
-    by group (where there are groups), row, and the column's labels or "percent", "average" or "rank".
+    Attributes:
+        rows: The axis of the rows.
+        columns: The axes of the columns.
+        metric: The number in each cell. With the axis "metric" there is a column for each; no names mean every score.
+        groups: An axis that divides the rows ("model"); best and second are marked in each group.
+        percent: Whether there is a column with the percentage of parameters trained.
+        average: Whether there is a column with the average of each row.
+        rank: Whether there is a column with the average of each row's ranks.
+        published: (label, …) -> the paper's number in the unit shown, by group (if there are groups), row, and the
+            column's labels or "percent", "average" or "rank".
     """
 
     rows: str = "method"
@@ -87,15 +108,19 @@ class Table(View):
     percent: bool = True
     average: bool = True
     rank: bool = False
-    paper: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    published: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Scatter(Figure):
-    """A point for each combination of labels, at two numbers.
+class Scatter(FigureSpec):
+    """A figure with a point for each combination of labels, at two numbers.
 
-    series: the axis told apart by colour and marker; of two, the first by colour, the second by marker. Points of one
-    series are joined in the order of x. log: of x; None means where it spans more than two powers of ten.
+    Attributes:
+        x: The number on the x axis.
+        y: The number on the y axis.
+        series: The axis that colour and marker tell apart; of two, the first by colour and the second by marker. Points
+            of one series are joined in the order of x.
+        log: Whether x is logarithmic; if None, where it spans more than two powers of ten.
     """
 
     x: str = "percent"
@@ -105,13 +130,17 @@ class Scatter(Figure):
 
 
 @dataclass(frozen=True)
-class Curves(Figure):
-    """y against x, a line with a band of ± one standard deviation over seeds for each series.
+class Curves(FigureSpec):
+    """A figure with a line for each series and a band of ± one standard deviation over seeds.
 
-    x: "step" (of the curves of runs), an axis with numbers (N), or a number such as "denominator_size".
-    series: as in Scatter, the second by dash. marks: keys of `extra` with an x or an interval (low, high) of x, shown
-    in a strip below, a row for each series; high is None for what lies beyond low. gap: a strip below with best minus
-    worst series at each x.
+    Attributes:
+        x: "step" (of the curves of runs), an axis with numbers (N), or a number such as "denominator_size".
+        y: The number on the y axis.
+        series: As in `Scatter`, the second by dash.
+        log: Whether x is logarithmic.
+        marks: Keys of `extra` with an x or an interval (low, high) of x, shown in a strip below with a row for each
+            series; high is None for what lies beyond low.
+        gap: Whether a strip below shows best minus worst series at each x.
     """
 
     x: str = "step"
@@ -123,8 +152,14 @@ class Curves(Figure):
 
 
 @dataclass(frozen=True)
-class Bars(Figure):
-    """A group of bars for each label of one axis, a bar in it for each label of another."""
+class Bars(FigureSpec):
+    """A figure with a group of bars for each label of one axis and a bar in it for each label of another.
+
+    Attributes:
+        groups: The axis of the groups.
+        bars: The axis of the bars in each group.
+        y: The number that is a bar's height.
+    """
 
     groups: str = "task"
     bars: str = "method"
@@ -132,8 +167,15 @@ class Bars(Figure):
 
 
 @dataclass(frozen=True)
-class Heat(Figure):
-    """A coloured cell for each row and column. diagonal: in percent of the column's cell on the diagonal (transfer)."""
+class HeatMap(FigureSpec):
+    """A figure with a coloured cell for each row and column.
+
+    Attributes:
+        rows: The axes of the rows.
+        columns: The axes of the columns.
+        value: The number in each cell.
+        diagonal: Whether it is shown in percent of the column's cell on the diagonal (transfer).
+    """
 
     rows: Axes = ("module", "term")
     columns: Axes = "layer"

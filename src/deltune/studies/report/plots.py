@@ -1,47 +1,51 @@
-"""Figures of views: `draw` makes one, `save` writes it as PNG, SVG and PDF, equal bytes for equal numbers."""
+"""Drawing a study's figures, and writing them as PNG, SVG and PDF: equal numbers give equal bytes."""
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import DeltuneError
+from ...errors import require_extra
 
-try:
+with require_extra("studies", "matplotlib", "figures need"):
     import matplotlib
-except ImportError as error:
-    raise DeltuneError("figures need matplotlib: pip install deltune[report]") from error
 
 from matplotlib.figure import Figure
 
+from ...filesystem import atomic_open
 from ..engine.outcomes import Outcome
-from .charts import bars, curves, heat, scatter
-from .figure_spec import Bars, Curves, Heat, Scatter
-from .figure_spec import Figure as View
-from .panels import Sheet
-from .style import FAINT, STYLE, legend, place_labels, rotate_ticks
+from .charts import draw_bars, draw_curves, draw_heat_map, draw_scatter
+from .figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
+from .panels import FigureDraft
+from .style import FAINT_COLOUR, STYLE, place_labels, place_legend, rotate_ticks
 
-KINDS: dict[type[View], Callable[[Any, Iterable[Outcome]], Sheet]] = {
-    Scatter: scatter,
-    Bars: bars,
-    Curves: curves,
-    Heat: heat,
+DRAWING_FUNCTIONS: dict[type[FigureSpec], Callable[[Any, Iterable[Outcome]], FigureDraft]] = {
+    Scatter: draw_scatter,
+    Bars: draw_bars,
+    Curves: draw_curves,
+    HeatMap: draw_heat_map,
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-"""The metadata that would differ from day to day and from version to version, left out."""
+"""Format -> the metadata that is left out, because it changes from day to day and from version to version."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A figure with its title, what it shows in words (for those who do not see it), and what is not in it."""
+class DrawnFigure:
+    """A finished figure.
+
+    Attributes:
+        title: Its title.
+        text: What it shows, in words, for those who do not see it.
+        notes: What it lacks.
+        figure: The figure itself.
+    """
 
     title: str
     text: str
@@ -49,58 +53,74 @@ class Picture:
     figure: Figure
 
     def svg(self) -> str:
-        return rendered(self.figure, "svg").decode()
+        """Return the figure as SVG."""
+        return render(self.figure, "svg").decode()
 
 
-def draw(view: View, outcomes: Iterable[Outcome]) -> Picture:
-    """The figure of a view. Errors: as `facts.gather`."""
+def draw(view: FigureSpec, outcomes: Iterable[Outcome]) -> DrawnFigure:
+    """Draw a figure.
+
+    Args:
+        view: What to draw.
+        outcomes: The study's outcomes.
+
+    Raises:
+        DeltuneError: See `aggregate`.
+    """
     with matplotlib.rc_context(STYLE):
-        page = KINDS[type(view)](view, list(outcomes))
-        _finish(page)
-    notes = tuple(dict.fromkeys(page.notes))
-    return Picture(view.title, ". ".join(page.text), notes, page.figure)
+        draft = DRAWING_FUNCTIONS[type(view)](view, list(outcomes))
+        _finish(draft)
+    notes = tuple(dict.fromkeys(draft.notes))
+    return DrawnFigure(view.title, ". ".join(draft.text), notes, draft.figure)
 
 
-def _finish(page: Sheet) -> None:
-    """Names beside the points where they fit, all else in a legend below; no two words over one another."""
-    if not page.found:
-        for axes in page.axes:
-            axes.text(0.5, 0.5, "no results", transform=axes.transAxes, ha="center", va="center", color=FAINT)
-    named = page.found and len(page.beside) == len(page.axes)
-    handles = {**({} if named or (len(page.series) == 1 and not page.lines) else page.series), **page.lines}
-    legend(page.figure, list(handles.values()), list(handles))
-    rotate_ticks(page.figure)
-    if named and not all(place_labels(*one) for one in page.beside):
-        for text in [text for axes in page.axes for text in axes.texts]:
+def _finish(draft: FigureDraft) -> None:
+    """Write names beside the points if they fit, and everything else into a legend below."""
+    if not draft.has_numbers:
+        for axes in draft.axes:
+            axes.text(0.5, 0.5, "no results", transform=axes.transAxes, ha="center", va="center", color=FAINT_COLOUR)
+    labelled = draft.has_numbers and len(draft.point_labels) == len(draft.axes)
+    handles = {**({} if labelled or (len(draft.series) == 1 and not draft.lines) else draft.series), **draft.lines}
+    place_legend(draft.figure, list(handles.values()), list(handles))
+    rotate_ticks(draft.figure)
+    if labelled and not all(place_labels(*labels) for labels in draft.point_labels):
+        for text in [text for axes in draft.axes for text in axes.texts]:
             text.remove()
-        handles = {**page.series, **page.lines}
-        legend(page.figure, list(handles.values()), list(handles))
-        rotate_ticks(page.figure)
-    # From here on it stays as it was measured: laid out again it would move by fractions of a pixel.
-    page.figure.set_layout_engine("none")
+        handles = {**draft.series, **draft.lines}
+        place_legend(draft.figure, list(handles.values()), list(handles))
+        rotate_ticks(draft.figure)
+    # From here on the layout stays as it was measured: laid out again it would move by fractions of a pixel.
+    draft.figure.set_layout_engine("none")
 
 
-def rendered(figure: Figure, kind: str) -> bytes:
-    """The bytes of a file of one of FORMATS."""
-    held = io.BytesIO()
+def render(figure: Figure, file_format: str) -> bytes:
+    """Return a figure as the bytes of a file.
+
+    Args:
+        figure: The figure.
+        file_format: A key of `FORMATS`.
+    """
+    buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(held, format=kind, metadata=FORMATS[kind])
-    return held.getvalue()
+        figure.savefig(buffer, format=file_format, metadata=FORMATS[file_format])
+    return buffer.getvalue()
 
 
 def save(figure: Figure, stem: str | Path) -> list[Path]:
-    """STEM.png, STEM.svg and STEM.pdf, each written whole; the folder is made."""
+    """Write a figure as STEM.png, STEM.svg and STEM.pdf, each of them atomically.
+
+    Args:
+        figure: The figure.
+        stem: The path without a suffix; its folder is created if it is missing.
+
+    Returns:
+        The files.
+    """
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
-    for kind in FORMATS:
-        path = stem.with_name(f"{stem.name}.{kind}")
-        fresh = path.with_name(f".{path.name}.part")
-        try:
-            fresh.write_bytes(rendered(figure, kind))
-            os.replace(fresh, path)
-        except BaseException:
-            fresh.unlink(missing_ok=True)
-            raise
-        paths.append(path)
+    for file_format in FORMATS:
+        paths.append(stem.with_name(f"{stem.name}.{file_format}"))
+        with atomic_open(paths[-1]) as file:
+            file.write(render(figure, file_format))
     return paths

@@ -1,7 +1,7 @@
-"""A table as a value: a view and outcomes laid out in rows and columns, best and second found, nothing left out.
+"""A table laid out in rows and columns: numbers, best and second, and a note for every gap.
 
-Cells that equal another as they are shown share its place: best and second are of what a reader sees. With two best
-there is no second, as in the papers; in an average rank ties count as the mean of their ranks.
+Best and second are of the numbers as they are shown, so that cells that look equal are equal. With two best there is no
+second, as in the papers. In an average rank ties count as the mean of their ranks.
 """
 
 from __future__ import annotations
@@ -11,34 +11,53 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from scipy.stats import rankdata
+
 from ..engine.outcomes import Outcome
-from .aggregate import METRIC, Aggregates, Place, Spread, Unit, aggregate, select_outcomes, unit
-from .figure_spec import Label, Table
+from .aggregate import METRIC, Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
+from .figure_spec import Label, TableSpec
 
 State = Literal["shown", "partial", "failed", "missing"]
 Kind = Literal["percent", "score", "average", "rank"]
-PERCENT = Unit(1.0, None, True, "% params")
-RANK = Unit(1.0, 2, True, "average rank")
+PERCENT = NumberFormat(1.0, None, True, "% params")
+RANK = NumberFormat(1.0, 2, True, "average rank")
 
 
 @dataclass(frozen=True)
 class Column:
-    """labels: from the widest heading to the narrowest."""
+    """A column of a table.
+
+    Attributes:
+        labels: Its headings, from the widest to the narrowest.
+        kind: What its cells are.
+        number_format: How its numbers are shown.
+    """
 
     labels: tuple[str, ...]
     kind: Kind
-    unit: Unit
+    number_format: NumberFormat
 
     @property
     def text(self) -> str:
+        """The headings as one text."""
         return " ".join(self.labels)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One cell. notes: places in the grid's notes. high: the end of a range.
+class TableCell:
+    """One cell of a table.
 
-    state: "missing" where nothing was run, "partial" an average over fewer columns than there are.
+    Attributes:
+        mean: Its number; None if there is none.
+        std: The standard deviation over seeds.
+        n: How many seeds it is the mean of.
+        state: "shown"; "partial", an average over fewer columns than there are; "failed"; or "missing", where nothing
+            was run.
+        best: Whether it is the best of its column and group.
+        second: Whether it is the second best.
+        notes: Indices into the table's notes.
+        published: The paper's number, in the unit shown.
+        high: The end of a range that begins with `mean`.
     """
 
     mean: float | None = None
@@ -48,129 +67,159 @@ class Entry:
     best: bool = False
     second: bool = False
     notes: tuple[int, ...] = ()
-    paper: float | None = None
+    published: float | None = None
     high: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
+    """A row of a table: its group, its label and a cell for each column."""
+
     group: str
     label: str
-    entries: tuple[Entry, ...]
+    cells: tuple[TableCell, ...]
 
 
 @dataclass(frozen=True)
-class Grid:
-    """head: the heading of the rows' labels. notes: what marks in the cells stand for. left: what is in no cell."""
+class Table:
+    """A table.
+
+    Attributes:
+        title: The title.
+        head: The heading of the rows' labels.
+        columns: The columns.
+        rows: The rows, those of a group one after the other.
+        notes: What the marks in the cells stand for.
+        excluded: Outcomes that are in no cell, each with the reason.
+    """
 
     title: str
     head: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     @property
-    def levels(self) -> int:
-        """Lines of the heading."""
+    def header_levels(self) -> int:
+        """How many lines the heading has."""
         return max((len(column.labels) for column in self.columns), default=1)
 
     @property
-    def compared(self) -> bool:
-        """Whether a paper's number stands anywhere."""
-        return any(entry.paper is not None for row in self.rows for entry in row.entries)
+    def has_published(self) -> bool:
+        """Whether any cell has a paper's number."""
+        return any(cell.published is not None for row in self.rows for cell in row.cells)
 
     @property
     def groups(self) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-        found: dict[str, list[Row]] = {}
+        """The groups with their rows, in order."""
+        by_group: dict[str, list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.group, []).append(row)
-        return tuple((group, tuple(rows)) for group, rows in found.items())
+            by_group.setdefault(row.group, []).append(row)
+        return tuple((group, tuple(rows)) for group, rows in by_group.items())
 
-    def text(self, entry: Entry, column: Column) -> str:
-        """The mean as it is shown, without its deviation."""
-        if entry.mean is None:
-            return "failed" if entry.state == "failed" else "–"
+    def text(self, cell: TableCell, column: Column) -> str:
+        """Return a cell's mean as it is shown, without its deviation."""
+        if cell.mean is None:
+            return "failed" if cell.state == "failed" else "–"
         if column.kind == "percent":
-            low, high = share(entry.mean), share(entry.mean if entry.high is None else entry.high)
+            low, high = format_percent(cell.mean), format_percent(cell.mean if cell.high is None else cell.high)
             return f"{low} %" if low == high else f"{low}–{high} %"
-        return column.unit.show(entry.mean)
+        return column.number_format.show(cell.mean)
 
-    def std(self, entry: Entry, column: Column) -> str:
-        return "" if entry.std is None else column.unit.show(entry.std)
+    def std(self, cell: TableCell, column: Column) -> str:
+        """Return a cell's deviation as it is shown; empty if there is none."""
+        return "" if cell.std is None else column.number_format.show(cell.std)
 
-    def paper(self, entry: Entry, column: Column) -> str:
-        """The paper's number; those are kept in the unit shown."""
-        if entry.paper is None:
+    def published(self, cell: TableCell, column: Column) -> str:
+        """Return the paper's number, which is kept in the unit shown; empty if there is none."""
+        if cell.published is None:
             return ""
         return (
-            f"{share(entry.paper)} %"
+            f"{format_percent(cell.published)} %"
             if column.kind == "percent"
-            else replace(column.unit, factor=1.0).show(entry.paper)
+            else replace(column.number_format, factor=1.0).show(cell.published)
         )
 
 
-def grid(view: Table, outcomes: Iterable[Outcome]) -> Grid:
-    """The table of a view. Errors: as `gather`."""
+def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
+    """Lay out the table of a view.
+
+    Args:
+        view: The view.
+        outcomes: The study's outcomes.
+
+    Raises:
+        DeltuneError: See `aggregate`.
+    """
     outcomes = list(outcomes)
     outer = (view.groups,) if view.groups else ()
     axes = (*outer, view.rows, *view.columns)
-    facts = aggregate(view, outcomes, view.metric, axes)
-    at = len(outer)
-    rows = _met(facts, view, axes[: at + 1], 0)
-    places, unmeasured = _measured(_met(facts, view, view.columns, at + 1), facts, view, at + 1, outcomes)
-    percents = _percents(view, outcomes, axes[: at + 1]) if view.percent else {}
+    aggregates = aggregate(view, outcomes, view.metric, axes)
+    n_outer = len(outer)
+    rows = _combinations(aggregates, view, axes[: n_outer + 1], 0)
+    keys, missing_columns = _drop_unmeasured(
+        _combinations(aggregates, view, view.columns, n_outer + 1), aggregates, view, n_outer + 1, outcomes
+    )
+    percents = _percents(view, outcomes, axes[: n_outer + 1]) if view.percent else {}
     notes: dict[str, int] = {}
-    columns = [Column(_heading(view, facts, place, at), "score", _unit(view, facts, place, at)) for place in places]
-    lines = [[_entry(facts[(*row, *place)], notes) for place in places] for row in rows]
-    lines = [
-        [replace(entry, paper=_paper(view, row, place)) for entry, place in zip(line, places, strict=True)]
-        for row, line in zip(rows, lines, strict=True)
+    columns = [
+        Column(
+            _column_headings(view, aggregates, key, n_outer), "score", _column_format(view, aggregates, key, n_outer)
+        )
+        for key in keys
     ]
-    members = _members(rows, at)
-    left = [*facts.left, *unmeasured]
-    units = [column.unit for column in columns]
-    extra: list[tuple[Column, list[Entry]]] = []
+    cells_by_row = [[_score_cell(aggregates[(*row, *key)], notes) for key in keys] for row in rows]
+    cells_by_row = [
+        [replace(cell, published=_published(view, row, key)) for cell, key in zip(row_cells, keys, strict=True)]
+        for row, row_cells in zip(rows, cells_by_row, strict=True)
+    ]
+    groups = _rows_by_group(rows, n_outer)
+    excluded = [*aggregates.excluded, *missing_columns]
+    formats = [column.number_format for column in columns]
+    more_columns: list[tuple[Column, list[TableCell]]] = []
     if view.average and len(columns) > 1:
-        if len({(unit.lower, unit.factor, unit.digits) for unit in units}) > 1:
-            left.append("no average: the columns are in different units")
+        if len({(f.lower, f.factor, f.digits) for f in formats}) > 1:
+            excluded.append("no average: the columns are in different units")
         else:
-            extra.append(
+            more_columns.append(
                 (
-                    Column(("Avg." + " ↓" * units[0].lower,), "average", units[0]),
-                    [_average(line, notes) for line in lines],
+                    Column(("Avg." + " ↓" * formats[0].lower,), "average", formats[0]),
+                    [_average(row_cells, notes) for row_cells in cells_by_row],
                 )
             )
     if view.rank and len(columns) > 1:
-        ranks = _ranks(lines, units, members)
-        extra.append((Column(("Rank ↓",), "rank", RANK), [_mean_rank(r, len(columns), notes) for r in ranks]))
-    for column, entries in extra:
+        ranks = _ranks(cells_by_row, formats, groups)
+        more_columns.append((Column(("Rank ↓",), "rank", RANK), [_mean_rank(r, len(columns), notes) for r in ranks]))
+    for column, cells in more_columns:
         columns.append(column)
-        for row, line, entry in zip(rows, lines, entries, strict=True):
-            line.append(replace(entry, paper=_paper(view, row, (column.kind,))))
+        for row, row_cells, cell in zip(rows, cells_by_row, cells, strict=True):
+            row_cells.append(replace(cell, published=_published(view, row, (column.kind,))))
     for i, column in enumerate(columns):
-        for group in members:
-            for at_row, entry in zip(group, flagged([lines[j][i] for j in group], column.unit), strict=True):
-                lines[at_row][i] = entry
+        for group in groups:
+            for at_row, cell in zip(
+                group, mark_best([cells_by_row[j][i] for j in group], column.number_format), strict=True
+            ):
+                cells_by_row[at_row][i] = cell
     if view.percent:
         columns.insert(0, Column((PERCENT.name,), "percent", PERCENT))
-        for row, line in zip(rows, lines, strict=True):
-            line.insert(0, replace(percents.get(row, Entry()), paper=_paper(view, row, ("percent",))))
-    return Grid(
+        for row, row_cells in zip(rows, cells_by_row, strict=True):
+            row_cells.insert(0, replace(percents.get(row, TableCell()), published=_published(view, row, ("percent",))))
+    return Table(
         view.title,
         view.rows,
         tuple(columns),
         tuple(
-            Row(view.write(row[0]) if at else "", view.write(row[-1]), tuple(line))
-            for row, line in zip(rows, lines, strict=True)
+            Row(view.display(row[0]) if n_outer else "", view.display(row[-1]), tuple(row_cells))
+            for row, row_cells in zip(rows, cells_by_row, strict=True)
         ),
         tuple(notes),
-        tuple(left),
+        tuple(excluded),
     )
 
 
-def share(percent: float) -> str:
-    """A percentage of parameters with about the digits of the papers: 100, 12.3, 6.7, 0.33, 0.0006."""
+def format_percent(percent: float) -> str:
+    """Return a percentage of parameters with about the digits of the papers: 100, 12.3, 6.7, 0.33, 0.0006."""
     if percent >= 99.95:
         return f"{percent:.0f}"
     if percent >= 1:
@@ -179,146 +228,146 @@ def share(percent: float) -> str:
     return text
 
 
-def flagged(entries: Sequence[Entry], unit: Unit) -> list[Entry]:
-    """The same entries with best and second marked, among those that stand for the same columns (no mark of less)."""
-    fit = [e for e in entries if e.mean is not None and e.state == "shown"]
-    shown = [_shown(e, unit) for e in fit]
+def mark_best(cells: Sequence[TableCell], format_: NumberFormat) -> list[TableCell]:
+    """Return the cells with best and second marked; averages over fewer columns than there are do not compete."""
+    competing = [cell for cell in cells if cell.mean is not None and cell.state == "shown"]
+    shown = [_shown(cell, format_) for cell in competing]
     if len(shown) < 2 or len(set(shown)) < 2:
-        return list(entries)
-    ordered = sorted(shown, reverse=not unit.lower)
+        return list(cells)
+    ordered = sorted(shown, reverse=not format_.lower)
     second = ordered[1] if ordered[1] != ordered[0] else None
     return [
-        replace(e, best=_shown(e, unit) == ordered[0], second=_shown(e, unit) == second)
-        if e.mean is not None and e.state == "shown"
-        else e
-        for e in entries
+        replace(cell, best=_shown(cell, format_) == ordered[0], second=_shown(cell, format_) == second)
+        if cell.mean is not None and cell.state == "shown"
+        else cell
+        for cell in cells
     ]
 
 
-def _shown(entry: Entry, unit: Unit) -> float:
-    return float(unit.show(entry.mean).replace(",", ""))
+def _shown(cell: TableCell, format_: NumberFormat) -> float:
+    return float(format_.show(cell.mean).replace(",", ""))
 
 
-def _met(facts: Aggregates, view: Table, axes: Sequence[str], start: int) -> list[Place]:
-    """The combinations of labels to show: those met, and those of the view's order, sorted axis by axis."""
-    known = [facts.labels(axis, view) for axis in axes]
-    met = dict.fromkeys(place[start : start + len(axes)] for place in facts.spreads)
+def _combinations(aggregates: Aggregates, view: TableSpec, axes: Sequence[str], start: int) -> list[Labels]:
+    """Return the combinations of labels to show: those that occur and those in the view's order, sorted by axis."""
+    labels = [aggregates.labels(axis, view) for axis in axes]
+    occurring = dict.fromkeys(key[start : start + len(axes)] for key in aggregates.spreads)
     if all(axis in view.order for axis in axes) and axes:
-        combined: list[Place] = [()]
+        products: list[Labels] = [()]
         for axis in axes:
-            combined = [(*place, label) for place in combined for label in view.order[axis]]
-        met.update(dict.fromkeys(combined))
+            products = [(*key, label) for key in products for label in view.order[axis]]
+        occurring.update(dict.fromkeys(products))
     elif len(axes) == 1:
-        met.update(dict.fromkeys((label,) for label in known[0]))
+        occurring.update(dict.fromkeys((label,) for label in labels[0]))
     elif axes:
-        # An axis alone in the order (methods, but not models) is expected beside everything met of the others.
+        # An axis alone in the order (methods, but not models) is expected beside everything that occurs on the others.
         for i, axis in enumerate(axes):
             if axis in view.order:
-                met.update(dict.fromkeys((*p[:i], label, *p[i + 1 :]) for p in list(met) for label in view.order[axis]))
-    return sorted(met, key=lambda place: tuple(known[i].index(label) for i, label in enumerate(place)))
+                products = [(*key[:i], label, *key[i + 1 :]) for key in occurring for label in view.order[axis]]
+                occurring.update(dict.fromkeys(products))
+    return sorted(occurring, key=lambda key: tuple(labels[i].index(label) for i, label in enumerate(key)))
 
 
-def _measured(
-    places: list[Place], facts: Aggregates, view: Table, start: int, outcomes: Sequence[Outcome]
-) -> tuple[list[Place], list[str]]:
-    """The columns without those of a metric that no outcome has there, and those of them that were asked for there."""
+def _drop_unmeasured(
+    keys: list[Labels], aggregates: Aggregates, view: TableSpec, start: int, outcomes: Sequence[Outcome]
+) -> tuple[list[Labels], list[str]]:
+    """Return the columns of metrics that some outcome has, and a text for each other one that was asked for."""
     if METRIC not in view.columns:
-        return places, []
+        return keys, []
     at = view.columns.index(METRIC)
-    full = {key[start:] for key, spread in facts.spreads.items() if spread.mean is not None}
-    others = {(*place[:at], *place[at + 1 :]) for place in full}
-    kept = [place for place in places if place in full or (*place[:at], *place[at + 1 :]) not in others]
-    ever = {place[at] for place in full}
-    gone = []
-    for place in (place for place in places if place not in kept):
-        where = {axis: label for axis, label in zip(view.columns, place, strict=True) if axis != METRIC}
-        asked = any(place[at] in outcome.spec.get("metrics", ()) for outcome in select_outcomes(outcomes, where))
-        if asked or place[at] not in ever:
-            gone.append(f"{', '.join(view.write(label) for label in place)}: in no outcome")
-    return kept, gone
+    measured = {key[start:] for key, spread in aggregates.spreads.items() if spread.mean is not None}
+    measured_elsewhere = {(*key[:at], *key[at + 1 :]) for key in measured}
+    kept = [key for key in keys if key in measured or (*key[:at], *key[at + 1 :]) not in measured_elsewhere]
+    measured_metrics = {key[at] for key in measured}
+    missing = []
+    for key in (key for key in keys if key not in kept):
+        where = {axis: label for axis, label in zip(view.columns, key, strict=True) if axis != METRIC}
+        requested = any(key[at] in outcome.spec.get("metrics", ()) for outcome in select_outcomes(outcomes, where))
+        if requested or key[at] not in measured_metrics:
+            missing.append(f"{', '.join(view.display(label) for label in key)}: in no outcome")
+    return kept, missing
 
 
-def _members(rows: Sequence[Place], at: int) -> list[list[int]]:
-    """Which rows are compared with one another: those of a group."""
+def _rows_by_group(rows: Sequence[Labels], n_outer: int) -> list[list[int]]:
+    """Return the indices of the rows of each group, which are compared with one another."""
     groups: dict[Label, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(row[0] if at else None, []).append(i)
+        groups.setdefault(row[0] if n_outer else None, []).append(i)
     return list(groups.values())
 
 
-def _column_metric(facts: Aggregates, place: Place, at: int) -> str:
-    return next((name for key, name in facts.metrics.items() if key[at + 1 :] == place and name), "")
+def _column_metric(aggregates: Aggregates, key: Labels, n_outer: int) -> str:
+    return next((name for labels, name in aggregates.metrics.items() if labels[n_outer + 1 :] == key and name), "")
 
 
-def _unit(view: Table, facts: Aggregates, place: Place, at: int) -> Unit:
-    name = _column_metric(facts, place, at)
+def _column_format(view: TableSpec, aggregates: Aggregates, key: Labels, n_outer: int) -> NumberFormat:
+    name = _column_metric(aggregates, key, n_outer)
     if not name and METRIC in view.columns:
-        name = str(place[view.columns.index(METRIC)])
-    return unit(name, view)
+        name = str(key[view.columns.index(METRIC)])
+    return number_format(name, view)
 
 
-def _heading(view: Table, facts: Aggregates, place: Place, at: int) -> tuple[str, ...]:
-    own = _unit(view, facts, place, at)
-    labels = [view.write(label) for label in place]
-    return (*labels[:-1], labels[-1] + (" ↓" if own.lower else ""))
+def _column_headings(view: TableSpec, aggregates: Aggregates, key: Labels, n_outer: int) -> tuple[str, ...]:
+    column_format = _column_format(view, aggregates, key, n_outer)
+    labels = [view.display(label) for label in key]
+    return (*labels[:-1], labels[-1] + (" ↓" if column_format.lower else ""))
 
 
-def _entry(spread: Spread, notes: dict[str, int]) -> Entry:
+def _score_cell(spread: Spread, notes: dict[str, int]) -> TableCell:
     reasons = [*spread.failed, *spread.absent]
     if spread.mean is not None and reasons:
         reasons = [f"{spread.n} of {spread.n + len(reasons)}: " + "; ".join(reasons)]
     elif spread.mean is None and not spread.failed:
         reasons = ["not run"]
-    marks = tuple(_note(reason, notes) for reason in reasons)
+    marks = tuple(_note_index(reason, notes) for reason in reasons)
     state: State = "shown" if spread.mean is not None else "failed" if spread.failed else "missing"
-    return Entry(spread.mean, spread.std, spread.n, state, notes=marks)
+    return TableCell(spread.mean, spread.std, spread.n, state, notes=marks)
 
 
-def _note(reason: str, notes: dict[str, int]) -> int:
+def _note_index(reason: str, notes: dict[str, int]) -> int:
     return notes.setdefault(reason, len(notes))
 
 
-def _average(line: Sequence[Entry], notes: dict[str, int]) -> Entry:
-    """Of the columns there are; over fewer than all it is marked and stands in no competition."""
-    found = [entry.mean for entry in line if entry.mean is not None]
-    if not found:
-        return Entry(state="missing")
-    if len(found) == len(line):
-        return Entry(statistics.fmean(found), None, len(found), "shown")
-    mark = _note(f"over {len(found)} of {len(line)} columns, compared with no other", notes)
-    return Entry(statistics.fmean(found), None, len(found), "partial", notes=(mark,))
+def _average(row_cells: Sequence[TableCell], notes: dict[str, int]) -> TableCell:
+    """Return the average of a row; over fewer than all columns it has a note and does not compete."""
+    means = [cell.mean for cell in row_cells if cell.mean is not None]
+    if not means:
+        return TableCell(state="missing")
+    if len(means) == len(row_cells):
+        return TableCell(statistics.fmean(means), None, len(means), "shown")
+    note = _note_index(f"over {len(means)} of {len(row_cells)} columns, compared with no other", notes)
+    return TableCell(statistics.fmean(means), None, len(means), "partial", notes=(note,))
 
 
 def _ranks(
-    lines: Sequence[Sequence[Entry]], units: Sequence[Unit], groups: Sequence[Sequence[int]]
+    cells_by_row: Sequence[Sequence[TableCell]], formats: Sequence[NumberFormat], groups: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Every row's ranks among the rows of its group, a rank for each column where it has a number."""
-    ranks: list[list[float]] = [[] for _ in lines]
-    for i, own in enumerate(units):
+    """Return every row's ranks among the rows of its group, one for each column in which it has a number."""
+    ranks: list[list[float]] = [[] for _ in cells_by_row]
+    for i, column_format in enumerate(formats):
         for group in groups:
-            there = {
-                j: _shown(lines[j][i], own) * (1 if own.lower else -1) for j in group if lines[j][i].mean is not None
-            }
-            for j, value in there.items():
-                before = sum(other < value for other in there.values())
-                same = sum(other == value for other in there.values())
-                ranks[j].append(before + (same + 1) / 2)
+            present = [j for j in group if cells_by_row[j][i].mean is not None]
+            sign = 1 if column_format.lower else -1
+            for j, rank in zip(
+                present, rankdata([sign * _shown(cells_by_row[j][i], column_format) for j in present]), strict=True
+            ):
+                ranks[j].append(float(rank))
     return ranks
 
 
-def _mean_rank(ranks: Sequence[float], columns: int, notes: dict[str, int]) -> Entry:
-    return _average([Entry(rank) for rank in ranks] + [Entry()] * (columns - len(ranks)), notes)
+def _mean_rank(ranks: Sequence[float], columns: int, notes: dict[str, int]) -> TableCell:
+    return _average([TableCell(rank) for rank in ranks] + [TableCell()] * (columns - len(ranks)), notes)
 
 
-def _percents(view: Table, outcomes: Sequence[Outcome], axes: Sequence[str]) -> dict[Place, Entry]:
-    """The percentages met in a row, one or a range."""
-    found: dict[Place, list[float]] = {}
+def _percents(view: TableSpec, outcomes: Sequence[Outcome], axes: Sequence[str]) -> dict[Labels, TableCell]:
+    """Return the percentage of parameters of each row; a range if its runs differ."""
+    percents: dict[Labels, list[float]] = {}
     for outcome in select_outcomes(outcomes, view.where):
         if "percent" in outcome.count and all(axis in outcome.cell for axis in axes):
-            place = tuple(outcome.cell[axis] for axis in axes)
-            found.setdefault(place, []).append(float(outcome.count["percent"]))
-    return {p: Entry(min(v), None, len(v), "shown", high=max(v)) for p, v in found.items()}
+            key = tuple(outcome.cell[axis] for axis in axes)
+            percents.setdefault(key, []).append(float(outcome.count["percent"]))
+    return {p: TableCell(min(v), None, len(v), "shown", high=max(v)) for p, v in percents.items()}
 
 
-def _paper(view: Table, row: Place, column: Sequence[Label]) -> float | None:
-    return view.paper.get(tuple(str(label) for label in (*row, *column)))
+def _published(view: TableSpec, row: Labels, column: Sequence[Label]) -> float | None:
+    return view.published.get(tuple(str(label) for label in (*row, *column)))
