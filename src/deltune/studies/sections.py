@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import error_summary
-from ..filesystem import write_text
+from ..filesystem import explain_write_errors, write_text
 from .claims.claims import Claim
 from .claims.verdicts import Finding, decide_claims
 from .engine.outcomes import Outcome
