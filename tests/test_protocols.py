@@ -141,7 +141,7 @@ def test_names_tell_runs_apart() -> None:
 
 
 def test_what_several_runs_come_to() -> None:
-    empty: dict[str, Any] = dict.fromkeys(("count", "truncated", "truncated_targets", "signatures", "omitted"), {})
+    empty: dict[str, Any] = {key: {} for key in ("count", "truncated", "truncated_targets", "signatures", "omitted")}
     lines = [
         RunMetrics(test={"accuracy": value, "loss": 1.0}, seconds=1, best=Best(), **empty) for value in (0.5, 0.6, 0.9)
     ]

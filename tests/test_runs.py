@@ -61,9 +61,9 @@ def test_another_spec_is_told_by_its_fields(run: RunDir) -> None:
     run.check(SPEC.replace(report_to=("wandb",)))
     with pytest.raises(DeltuneError) as caught:
         run.check(RunConfig.from_flat(model="owner/model", data="owner/data", method="bitfit", seed=3))
-    assert "method: 'layernorm' there, 'bitfit' now" in str(caught.value)
+    assert "method.expression: 'layernorm' there, 'bitfit' now" in str(caught.value)
     assert "seed: 0 there, 3 now" in str(caught.value)
-    assert "lr: 0.01 there" not in str(caught.value), "it follows from the method"
+    assert "optim.lr" not in str(caught.value), "it follows from the method"
 
 
 def test_changed_data_is_an_error(run: RunDir) -> None:

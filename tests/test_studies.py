@@ -308,8 +308,10 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", train=64, others=48)
 
     def spec(method: str, seed: int) -> RunConfig:
-        return RunConfig.from_flat(model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
-                       epochs=1, batch_size=8, max_length=16, lr=1e-2)  # fmt: skip
+        return RunConfig.from_flat(
+            model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
+            epochs=1, batch_size=8, max_length=16, lr=1e-2,
+        )  # fmt: skip
 
     def made(seed: int) -> Climb:
         return Climb({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers(64),

@@ -616,7 +616,7 @@ def _describe(error: Any) -> str:
     parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple["))]
     place = ".".join(part if len(part) <= LONGEST else excerpt(part) for part in parts)
     if error["type"] == "missing":
-        section, field = error["loc"]
+        section, field, *_ = error["loc"]
         return f"{place} is missing: {SECTIONS[section].model_fields[field].description}"
     reason = error.get("ctx", {}).get("error")
     message = str(reason) if reason is not None else error["msg"][0].lower() + error["msg"][1:]
