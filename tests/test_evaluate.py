@@ -48,7 +48,7 @@ def test_a_run_gives_its_own_numbers_again(run: RunDir, tmp_path: Path) -> None:
 def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "copy")
     spec = (tmp_path / "copy" / "spec.yaml").read_text()
-    (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.spec.model, "/nowhere"))
+    (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.config.model.name, "/nowhere"))
     wanted = {s: {n: v for n, v in run.metrics.scores[s].items() if n != "loss"} for s in ("validation", "test")}
     assert rescore(tmp_path / "copy") == wanted
     assert set(rescore(tmp_path / "copy", ["f1_macro"])["test"]) == {"f1_macro"}

@@ -89,8 +89,8 @@ def spec(places: Path, name: str, **given: Any) -> Any:
     )  # fmt: skip
 
 
-def tokenizer_of(config: Any) -> Any:
-    return load_task_tokenizer(config.model.name, config.data)
+def tokenizer_of(config: Any, load: Any = load_task_tokenizer) -> Any:
+    return load(config.model.name, config.data)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -163,9 +163,9 @@ def test_languages_of_a_spec(places: Path) -> None:
 
 def test_shared_parts_keep_languages_apart(places: Path) -> None:
     parts, other = ModelCache(), {"data": str(places / "wmt16_en_ro"), "task": "generation"}
-    assert parts.tokenizer(spec(places, "code first")) is parts.tokenizer(spec(places, "code first", seed=3))
-    assert parts.tokenizer(spec(places, "code first")).tgt_lang == "ro_RO"  # type: ignore[attr-defined]
-    assert parts.tokenizer(spec(places, "code first", **other)).tgt_lang is None  # type: ignore[attr-defined]
+    first = tokenizer_of(spec(places, "code first"), parts.tokenizer)
+    assert tokenizer_of(spec(places, "code first", seed=3), parts.tokenizer) is first and first.tgt_lang == "ro_RO"
+    assert tokenizer_of(spec(places, "code first", **other), parts.tokenizer).tgt_lang is None
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -123,7 +123,7 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
     assert 0 < best < 11 and metrics.validation["loss"] == found[best]["eval_loss"]
     value = found[best][f"eval_{metric}"]
     assert metrics.best == Best(epoch=1 + best, step=6 * (1 + best), metric=metric, value=value)
-    assert evaluate(run.folder, output=tmp_path / "again") == {s: metrics[s] for s in ("validation", "test")}
+    assert evaluate(run.folder, output=tmp_path / "again") == metrics.scores
     for split in ("validation", "test"):
         again = (tmp_path / "again" / f"{split}.jsonl").read_text()
         assert again == (run.predictions / f"{split}.jsonl").read_text()
@@ -157,7 +157,7 @@ def test_patience(root: Path, tmp_path: Path) -> None:
 def test_options(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, epochs=1, **changes), tmp_path / "run")
     assert metrics.validation["accuracy"] == metrics.best.value, "what is on the disk is what was chosen"
-    assert evaluate(tmp_path / "run") == {split: metrics[split] for split in ("validation", "test")}
+    assert evaluate(tmp_path / "run") == metrics.scores
     assert (metrics.count["head"] == 0) == (changes.get("head") == "freeze")
 
 
@@ -198,7 +198,7 @@ def test_afresh(root: Path, tmp_path: Path) -> None:
     train(tiny.spec(root, epochs=1, seed=5), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     train(tiny.spec(root, epochs=1), tmp_path / "run", resume=False)
-    assert RunDir(tmp_path / "run").config.seed == 0
+    assert RunDir(tmp_path / "run").config.runtime.seed == 0
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
