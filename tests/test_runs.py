@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.filesystem import clear_write_errors, write_text
+from deltune.filesystem import write_text
 from deltune.training import run_dir as runs
 from deltune.training.config import RunConfig
 from deltune.training.run_dir import Best, RunDir, RunMetrics
@@ -81,13 +81,13 @@ def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, fail)
-    with pytest.raises(DeltuneError, match="no space left"), clear_write_errors(path):
+    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(path):
         write_text(path, "after")
     assert path.read_text() == "before" and names(tmp_path) == {"file"}
 
 
 def test_other_refusals_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(DeltuneError, match="forbidden"), clear_write_errors(tmp_path):
+    with pytest.raises(DeltuneError, match="forbidden"), runs.clear_write_errors(tmp_path):
         raise PermissionError(13, "forbidden")
 
 
@@ -135,6 +135,6 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     run = RunDir(tmp_path / "run")
     monkeypatch.setattr(runs, "write_text", fail)
-    with pytest.raises(DeltuneError, match="no space left"), clear_write_errors(run.folder), run.locked():
+    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(run.folder), run.locked():
         run.begin(SPEC, FACTS)
     assert names(tmp_path) == set()

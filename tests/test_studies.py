@@ -12,8 +12,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from deltune.studies.papers.registry.apet import PAPER, SMALLER
-from deltune.studies.papers.registry.registry import CLAIMS, STUDIES, study
 
 import tiny
 from deltune.errors import DeltuneError
@@ -22,6 +20,8 @@ from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
+from deltune.studies.papers.apet import PAPER, SMALLER
+from deltune.studies.papers.registry import CLAIMS, STUDIES, study
 from deltune.studies.report import plots, tables
 from deltune.studies.report.figure_spec import Figure, Table, names
 from deltune.studies.scales import RATES, StudySetup, choices, crossed, joined, small_scale_rate
