@@ -108,14 +108,14 @@ def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> Renderable
     count, best, search = metrics.count, metrics.best, config.runtime.search
     trained = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
     steps, epochs = config.optim.steps, config.optim.epochs
-    kept = f"epoch {best.epoch} of {epochs} kept" if steps is None else f"step {best.step} kept"
+    outcome = f"epoch {best.epoch} of {epochs} kept" if steps is None else f"step {best.step} kept"
     if config.is_series:
         chosen = sum(run.chosen for run in metrics.runs)
         values = "".join(f", {field} {best.as_json()[field]}" for field in search)
-        kept = f"{metrics.aggregate} of {chosen} seeds" if metrics.aggregate else "one seed"
-        kept += f"{values}: the best of {len(metrics.runs) - chosen + 1} tried" if search else ""
+        outcome = f"{metrics.aggregate} of {chosen} seeds" if metrics.aggregate else "one seed"
+        outcome += f"{values}: the best of {len(metrics.runs) - chosen + 1} tried" if search else ""
     rate = "" if "lr" in search or config.optim.lr is None else f" at {config.optim.lr:g}"
-    lines = f"{config.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {kept}\nin {folder}"
+    lines = f"{config.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 

@@ -34,8 +34,8 @@ def train_app() -> typer.Typer:
     """Build the command with all of its options: those of `run`, then one for each field of the config."""
 
     def command(**values: Any) -> None:
-        own = {name: values.pop(name) for name in signature.parameters}
-        run(**own, options={name: value for name, value in values.items() if value is not None})
+        arguments = {name: values.pop(name) for name in signature.parameters}
+        run(**arguments, options={name: value for name, value in values.items() if value is not None})
 
     signature = inspect.signature(run, eval_str=True)
     signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "options"])
@@ -141,8 +141,8 @@ def run(
     values = {} if file is None else configs.read_values(file)
     folder = values.pop("output", None)
     folder = output if folder is None or output is not None else user_path(folder, "output")
-    given = configs.flatten({**_parse_options(options), **_parse_settings(settings or [])})
-    config = configs.RunConfig.from_flat(**merge_values(configs.flatten(values), given))
+    overrides = configs.flatten({**_parse_options(options), **_parse_settings(settings or [])})
+    config = configs.RunConfig.from_flat(**merge_values(configs.flatten(values), overrides))
     if print_config:
         print(config.yaml(), end="")
         return

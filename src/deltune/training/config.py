@@ -448,9 +448,9 @@ class RunConfig(BaseModel):
 
     def differences(self, other: RunConfig) -> list[str]:
         """Describe the fields that differ, with both values; the list is empty for configs of the same name."""
-        names, others = self.canonical(), other.canonical()
+        canonical, canonical_now = self.canonical(), other.canonical()
         before, now = self.flat(), other.flat()
-        differing = [name for name in PLACES if names.get(name) != others.get(name)]
+        differing = [name for name in PLACES if canonical.get(name) != canonical_now.get(name)]
         return [f"{_dotted(name)}: {before[name]!r} there, {now[name]!r} now" for name in differing]
 
     def yaml(self) -> str:

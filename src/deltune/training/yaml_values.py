@@ -75,23 +75,23 @@ def _construct(text: str) -> Any:
         loader.dispose()
 
 
-def _measure(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int:
+def _measure(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
     """Count the values at and below a node, what is behind an alias each time.
 
     Args:
         node: Where to begin.
-        known: Counts by the identity of nodes, filled here.
+        counts: Counts by the identity of nodes, filled here.
         above: The nodes that hold this one.
     """
     if id(node) in above:
         raise _TooLarge("has an alias inside of what it stands for; write it out")
     if len(above) > MAX_DEPTH:
         raise _TooLarge(f"is nested too deeply: more than {MAX_DEPTH} lists and mappings inside one another")
-    if id(node) not in known:
+    if id(node) not in counts:
         inside = (*above, id(node))
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
         children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
-        known[id(node)] = 1 + sum(_measure(child, known, inside) for child in children)
-        if known[id(node)] > MAX_VALUES:
+        counts[id(node)] = 1 + sum(_measure(child, counts, inside) for child in children)
+        if counts[id(node)] > MAX_VALUES:
             raise _TooLarge(f"holds more than {MAX_VALUES:,} values, aliases counted each time; no config does")
-    return known[id(node)]
+    return counts[id(node)]
