@@ -111,7 +111,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
     assert not more or metrics.count["head"] == 0, "in words there is no head"
     again = evaluate(run.folder, output=tmp_path / "again")
     for split in ("validation", "test"):
-        assert again[split] == pytest.approx(metrics[split], rel=1e-5)
+        assert again[split] == pytest.approx(metrics.scores[split], rel=1e-5)
         lines = tiny.objects(run.predictions / f"{split}.jsonl")
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
@@ -120,7 +120,9 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         assert set(own) == {"id", "input", "prediction", "scores"}
         assert own["input"] == line["input"] and own["scores"] == _close(line["scores"])
         assert own["prediction"] == _close(line["prediction"])
-    scored = {split: {n: v for n, v in metrics[split].items() if n != "loss"} for split in ("validation", "test")}
+    scored = {
+        split: {n: v for n, v in metrics.scores[split].items() if n != "loss"} for split in ("validation", "test")
+    }
     assert {s: pytest.approx(v, rel=1e-9) for s, v in scored.items()} == rescore(run.folder)
     losses = tiny.objects(run.log_file)
     steps = [line["loss"] for line in losses if "loss" in line]
@@ -144,7 +146,7 @@ def test_a_run_goes_on(
             raise KeyboardInterrupt
 
         save = checkpoints.save_checkpoint
-        patch.setattr(checkpoints, "save", stopped)
+        patch.setattr(checkpoints, "save_checkpoint", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(spec, tmp_path / "run")
     again = train(spec, tmp_path / "run")

@@ -50,7 +50,7 @@ class Folders:
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(checkpoints, "save", stopping)
+            patch.setattr(checkpoints, "save_checkpoint", stopping)
             train(self.spec, self.stopped)
 
 
@@ -300,7 +300,7 @@ def test_the_umask_holds(mask: int, folders: Folders, tmp_path: Path) -> None:
 
         modes: dict[Path, int] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "seal", seal)
+            patch.setattr(checkpoints, "write_checksums", seal)
             train(spec, folder)
         modes |= {p: stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.parent.name != "delta"}
         modes.pop(folder / "delta")
