@@ -107,20 +107,22 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
     run = RunDir(tmp_path / "run")
-    assert metrics["best"]["metric"] == metric and metrics["omitted"] == {}
-    assert not more or metrics["count"]["head"] == 0, "in words there is no head"
+    assert metrics.best.metric == metric and metrics.omitted == {}
+    assert not more or metrics.count["head"] == 0, "in words there is no head"
     again = evaluate(run.folder, output=tmp_path / "again")
     for split in ("validation", "test"):
-        assert again[split] == pytest.approx(metrics[split], rel=1e-5)
+        assert again[split] == pytest.approx(metrics.scores[split], rel=1e-5)
         lines = tiny.objects(run.predictions / f"{split}.jsonl")
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
-    predicted = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
-    for answer, line in zip(predicted, lines, strict=True):
-        assert set(answer) == {"id", "input", "prediction", "scores"}
-        assert answer["input"] == line["input"] and answer["scores"] == _close(line["scores"])
-        assert answer["prediction"] == _close(line["prediction"])
-    scored = {split: {n: v for n, v in metrics[split].items() if n != "loss"} for split in ("validation", "test")}
+    given = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
+    for own, line in zip(given, lines, strict=True):
+        assert set(own) == {"id", "input", "prediction", "scores"}
+        assert own["input"] == line["input"] and own["scores"] == _close(line["scores"])
+        assert own["prediction"] == _close(line["prediction"])
+    scored = {
+        split: {n: v for n, v in metrics.scores[split].items() if n != "loss"} for split in ("validation", "test")
+    }
     assert {s: pytest.approx(v, rel=1e-9) for s, v in scored.items()} == rescore(run.folder)
     losses = tiny.objects(run.log_file)
     steps = [line["loss"] for line in losses if "loss" in line]
@@ -148,7 +150,7 @@ def test_a_run_goes_on(
         with pytest.raises(KeyboardInterrupt):
             train(spec, tmp_path / "run")
     again = train(spec, tmp_path / "run")
-    assert {**again, "seconds": 0} == {**whole, "seconds": 0}
+    assert {**again.as_json(), "seconds": 0} == {**whole.as_json(), "seconds": 0}
     for split in ("validation", "test"):
         one, other = (RunDir(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
         assert one.read_text() == other.read_text()
@@ -168,10 +170,10 @@ def test_the_loss_of_a_step_is_that_of_its_rows(
         **{"target_length": 4, **more},
     )  # fmt: skip
     train(spec, tmp_path / "whole", progress=False)
-    cut = train(spec.model_copy(update={"device_batch_size": 2}), tmp_path / "cut", progress=False)
+    cut = train(spec.replace(device_batch_size=2), tmp_path / "cut", progress=False)
     assert len(tiny.losses(tmp_path / "cut")) == 3
     assert tiny.losses(tmp_path / "cut") == pytest.approx(tiny.losses(tmp_path / "whole"), rel=1e-5)
-    assert cut["test"]["loss"] == pytest.approx(RunDir(tmp_path / "whole").metrics["test"]["loss"], rel=1e-4)
+    assert cut.test["loss"] == pytest.approx(RunDir(tmp_path / "whole").metrics.test["loss"], rel=1e-4)
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:
@@ -307,15 +309,15 @@ def test_tasks_by_name(shared: Path) -> None:
 
 def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
     """BERTScore: left out and said without a model, there with one, and so in its name."""
-    values = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
-    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **values)
-    assert "bertscore" in train(spec, tmp_path / "without")["omitted"]
+    given = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
+    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **given)
+    assert "bertscore" in train(spec, tmp_path / "without").omitted
     options = {"bertscore": {"model": str(places / "bert"), "layers": 1}}
     other = tiny.spec(
         places, model=str(places / "t5"), target_length=4, max_length=16, metric_options=options, **values
     )
     metrics = train(other, tmp_path / "with")
-    assert not metrics["omitted"] and spec.name != other.name
-    assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics["test"]["bertscore"])
+    assert not metrics.omitted and spec.name != other.name
+    assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics.test["bertscore"])
     with pytest.raises(DeltuneError, match="unknown option"):
         tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **values)

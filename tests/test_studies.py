@@ -20,7 +20,6 @@ from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
-from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.registry import CLAIMS, STUDIES
 from deltune.studies.report import plots, tables
 from deltune.studies.report.figure_spec import FigureSpec, TableSpec, as_tuple
@@ -44,7 +43,7 @@ from deltune.studies.thresholds import (
     threshold_outcomes,
 )
 from deltune.tasks.registry import TASKS
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.progress import ProgressBar
 from test_engine import Here
 
@@ -146,7 +145,7 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     for row in rows.values():
         run = row.spec.get("run", row.spec)
         if row.kind != "time":
-            assert RunSpec(**run).canonical() == run, "a spec and what it says are one"
+            assert RunConfig.from_flat(**run).canonical() == run, "a spec and what it says are one"
             assert "?" not in run["method"]
     if name == "ap/thresholds":
         for outcome in outcomes:
@@ -321,9 +320,11 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     tiny.model(tmp_path / "a")
     tiny.data(tmp_path / "data", train=64, others=48)
 
-    def spec(method: str, seed: int) -> RunSpec:
-        return RunSpec(model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
-                       epochs=1, batch_size=8, max_length=16, lr=1e-2)  # fmt: skip
+    def spec(method: str, seed: int) -> RunConfig:
+        return RunConfig.from_flat(
+            model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
+            epochs=1, batch_size=8, max_length=16, lr=1e-2,
+        )  # fmt: skip
 
     def made(seed: int) -> ThresholdSearch:
         return ThresholdSearch({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers_of_two(64),

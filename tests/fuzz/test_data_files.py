@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from deltune.data import loading, readers
 from deltune.errors import DeltuneError
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir, environment
 
@@ -240,10 +240,11 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    run_dir = RunDir(tmp_path / "run")
-    with run_dir.locked():
-        run_dir.begin(
-            RunSpec(model="m", data="d", method="lora"), {"data": {"fingerprint": "abc", "columns": {"text": "text"}}}
+    found = RunDir(tmp_path / "run")
+    with found.locked():
+        found.begin(
+            RunConfig.from_flat(model="m", data="d", method="lora"),
+            {"data": {"fingerprint": "abc", "columns": {"text": "text"}}},
         )
     return run_dir.folder
 

@@ -1,4 +1,4 @@
-"""`deltune study …`: run the studies of the papers or one's own, see how far they are, and report."""
+"""`deltune study`: run the studies of the papers or of a file, show their progress, and report on them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,20 @@ Only = Annotated[list[str] | None, typer.Option(help="Repeatable AXIS=LABEL: onl
 
 
 def studies(
-    asked: list[str], scale: str, data_root: Path | None, model_root: Path | None, only: list[str] | None = None
+    names: list[str], scale: str, data_root: Path | None, model_root: Path | None, only: list[str] | None = None
 ) -> list[Study]:
-    """The studies of names or files. Errors: all that is wrong with any of them."""
+    """Make the studies of names or files.
+
+    Args:
+        names: Names of studies, or YAML files.
+        scale: "paper" or "small".
+        data_root: The folder with the folders of known tasks.
+        model_root: The folder of small models.
+        only: AXIS=LABEL each; only such cells are kept.
+
+    Raises:
+        DeltuneError: A folder or a study does not exist, or a file is wrong.
+    """
     from ..studies.papers.registry import STUDIES
     from ..studies.scales import StudySetup
     from ..studies.study import select_cells, study_from_file
@@ -37,17 +48,21 @@ def studies(
     for root in (data_root, model_root):
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
-    place = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
-    files = [name for name in asked if name.endswith((".yaml", ".yml"))]
-    wrong = [unknown_name("study", name, STUDIES) for name in asked if name not in STUDIES and name not in files]
-    if wrong:
-        raise error_from_problems("these studies are not there", wrong)
-    found = [study_from_file(name, data_root) if name in files else STUDIES[name](place) for name in asked]
-    return [select_cells(study, only or []) for study in found]
+    setup = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    problems = [unknown_name("study", name, STUDIES) for name in names if name not in STUDIES and name not in files]
+    if problems:
+        raise error_from_problems("these studies do not exist", problems)
+    requested = [study_from_file(name, data_root) if name in files else STUDIES[name](setup) for name in names]
+    return [select_cells(study, only or []) for study in requested]
 
 
 def _rows(store: Path) -> dict[str, JobRecord]:
-    """What was done, by name. Error: no such file (asking for results makes none)."""
+    """Return the results of a store, by the names of the jobs.
+
+    Raises:
+        DeltuneError: There is no such store; none is made.
+    """
     from ..studies.engine.store import ResultStore
 
     if not user_path(store, "--store").exists():
@@ -58,7 +73,7 @@ def _rows(store: Path) -> dict[str, JobRecord]:
 
 @app.command("list")
 def listed(as_json: Json = False) -> None:
-    """The papers' studies: what each asks."""
+    """List the papers' studies, and what each of them asks."""
     from ..studies.papers.registry import STUDIES
     from ..studies.scales import StudySetup
 
@@ -79,12 +94,12 @@ def run(
     engine: Annotated[str, typer.Option(help="local, or ray: a cluster.")] = "local",
     only: Only = None,
     retry: Annotated[bool, typer.Option("--retry", help="What failed before is tried again.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run, and how long.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run and how long.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run what is not done yet; interrupted or killed, the same command goes on where it was.
 
-    Exit code 1 where something failed.
+    The exit code is 1 if something failed.
     """
     from ..studies.engine import scheduler as engines
     from ..studies.engine.store import ResultStore
@@ -92,26 +107,32 @@ def run(
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
-    several = studies(names, scale, data_root, model_root, only)
+    requested = studies(names, scale, data_root, model_root, only)
     if dry_run:
-        console.print(_outlook(several, _rows(store) if user_path(store, "--store").exists() else {}, workers))
+        console.print(_outlook(requested, _rows(store) if user_path(store, "--store").exists() else {}, workers))
         return
     with log_to_stderr(quiet), ResultStore(store) as results:
-        pool = _pool(engine, workers, results.runs)
-        drive = engines.Scheduler(lambda rows: [w for study in several for w in study.jobs(rows)], results, pool, retry)
+        pool = _worker_pool(engine, workers, results.runs)
+        scheduler = engines.Scheduler(
+            lambda rows: [w for study in requested for w in study.jobs(rows)], results, pool, retry
+        )
         try:
             with ProgressBar(not quiet) as bar:
-                drive.run(bar)
+                scheduler.run(bar)
         except KeyboardInterrupt:
             print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    failed = f"; {len(drive.failed)} of them failed (deltune study status tells which and why)" if drive.failed else ""
-    console.print(f"{drive.done} run, {drive.reused} were there{failed}; results in {store}")
-    if drive.failed:
+    failed = (
+        f"; {len(scheduler.failed)} of them failed (deltune study status tells which and why)"
+        if scheduler.failed
+        else ""
+    )
+    console.print(f"{scheduler.done} run, {scheduler.reused} were there{failed}; results in {store}")
+    if scheduler.failed:
         raise typer.Exit(1)
 
 
-def _pool(engine: str, workers: int, runs: Path) -> Any:
+def _worker_pool(engine: str, workers: int, runs: Path) -> Any:
     if engine == "ray":
         from ..studies.engine.ray_workers import RayPool
 
@@ -121,28 +142,30 @@ def _pool(engine: str, workers: int, runs: Path) -> Any:
     return LocalPool(workers, runs)
 
 
-def _outlook(several: list[Study], rows: dict[str, JobRecord], workers: int) -> str:
-    """What would run, and how long by what is known of works of its kind, model and task."""
+def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> str:
+    """Describe what would run, and how long it would take judging by jobs of the same kind, model and task."""
     from ..studies.engine.jobs import topological_order
 
     lines = []
-    for study in several:
+    for study in studies:
         works = topological_order(study.jobs(rows))
         left = [work for work in works if work.name not in rows]
-        known: dict[tuple[Any, ...], list[float]] = {}
+        seconds_of: dict[tuple[Any, ...], list[float]] = {}
         for row in rows.values():
-            known.setdefault(_sort(row.kind, row.spec), []).append(row.seconds)
-        told = [known[_sort(w.kind, w.spec)] for w in left if _sort(w.kind, w.spec) in known]
-        minutes = sum(sum(seconds) / len(seconds) for seconds in told) / 60 / workers
-        rest = len(left) - len(told)
-        said = [f"about {minutes:.1f} minutes"] if told or not rest else []
-        said += [f"how long {rest} of them take is not known: nothing like them was run yet"] if rest else []
+            seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
+        similar = [
+            seconds_of[_similarity_key(w.kind, w.spec)] for w in left if _similarity_key(w.kind, w.spec) in seconds_of
+        ]
+        minutes = sum(sum(seconds) / len(seconds) for seconds in similar) / 60 / workers
+        rest = len(left) - len(similar)
+        estimate = [f"about {minutes:.1f} minutes"] if similar or not rest else []
+        estimate += [f"how long {rest} of them take is not known: nothing like them was run yet"] if rest else []
         done = len(works) - len(left)
-        lines.append(f"{study.name}: {len(works)} works, {done} done; {len(left)} left, {' and '.join(said)}")
+        lines.append(f"{study.name}: {len(works)} works, {done} done; {len(left)} left, {' and '.join(estimate)}")
     return "\n".join(lines)
 
 
-def _sort(kind: str, spec: Any) -> tuple[Any, ...]:
+def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:
     return (kind, *(str(spec.get(field)) for field in ("model", "task", "data", "max_train_rows", "epochs")))
 
 
@@ -155,15 +178,15 @@ def status(
     model_root: ModelRoot = None,
     as_json: Json = False,
 ) -> None:
-    """How far studies are: done, failed with its reason, left."""
+    """Show how far studies are: what is done, what failed and why, what is left."""
     from ..studies.engine.jobs import topological_order
     from ..studies.report.aggregate import cell_label
 
-    asked = studies(names, scale, data_root, model_root)
+    requested = studies(names, scale, data_root, model_root)
     rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
-    for study in asked:
+    for study in requested:
         works = topological_order(study.jobs(rows))
         failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
         cells[study.name] = {
@@ -193,16 +216,16 @@ def report(
     ] = None,
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
-    """Tables, figures and findings of studies: printed, as files, or as one page."""
+    """Print tables, figures and findings of studies, or write them as files or as one page."""
     from ..filesystem import explain_write_errors, write_text
     from ..studies import sections
     from ..studies.papers.registry import CLAIMS
     from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
-    asked = studies(names, scale, data_root, model_root)
+    requested = studies(names, scale, data_root, model_root)
     rows = _rows(store)
-    parts = [sections.build_section(study, rows, CLAIMS.get(study.name, ()), paper) for study in asked]
+    parts = [sections.build_section(study, rows, CLAIMS.get(study.name, ()), paper) for study in requested]
     if html is not None:
         html = user_path(html, "--html")
         with explain_write_errors(html):

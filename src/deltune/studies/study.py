@@ -141,14 +141,14 @@ def _labels_without_seed(run: PlannedRun) -> tuple[Any, ...]:
 
 
 def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job], records: Records) -> PlannedCell:
-    if not run.spec.search or run is first_seed:
+    if not run.spec.runtime.search or run is first_seed:
         return PlannedCell(run.cell, jobs[id(run)])
     record = records.get(jobs[id(first_seed)].name)
     if record is None:
         return PlannedCell(run.cell, None)
     if record.result is None:
         return PlannedCell(run.cell, None, why=f"the search under the first seed failed: {record.error}", lost=True)
-    best = {name: record.result["best"][name] for name in run.spec.search}
+    best = {name: record.result["best"][name] for name in run.spec.runtime.search}
     return PlannedCell(run.cell, run_job(run.spec.single(**best)))
 
 

@@ -16,7 +16,7 @@ from ...anatomy.inspection import inspect
 from ...errors import DeltuneError
 from ...models import load_config, load_model
 from ...runtime.attaching import load
-from ...training.config import RunSpec
+from ...training.config import RunConfig
 from ...training.inference import evaluate, rescore_with_statistics
 from ...training.model_cache import ModelCache
 from ...training.run_dir import RunDir
@@ -112,23 +112,23 @@ def topological_order(jobs: Iterable[Job]) -> list[Job]:
     return list(dict.fromkeys(one for job in jobs for one in job.with_requirements()))
 
 
-def run_job(spec: RunSpec) -> Job:
+def run_job(spec: RunConfig) -> Job:
     """Return the job that trains and scores one run."""
     return Job("run", spec.canonical())
 
 
-def run_folder(runs: Path, spec: RunSpec) -> Path:
+def run_folder(runs: Path, spec: RunConfig) -> Path:
     """Return the run directory of a spec inside a study's folder of runs."""
     return runs / spec.name
 
 
 def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
-    spec = RunSpec(**values)
+    spec = RunConfig.from_flat(**values)
     folder = run_folder(runs, spec)
-    metrics = train(spec, folder, progress=False, parts=model_cache)
+    metrics = train(spec, folder, progress=False, cache=model_cache)
     run = RunDir(folder).kept
     scores = rescore_with_statistics(run.folder)
-    split = next((s for s in ("test", "validation") if s in metrics), None)
+    split = next((s for s in ("test", "validation") if s in metrics.scores), None)
     if split is None:
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
@@ -136,39 +136,39 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict
     log_lines = run.logged()
     return {
         "split": split,
-        "scores": metrics[split],
-        "validation": metrics.get("validation", {}),
+        "scores": metrics.scores[split],
+        "validation": metrics.validation,
         "examples": {
             name: [round(value, 6) for value in score.per_example]
             for name, score in scores[split].items()
             if score.per_example is not None
         },
-        "count": metrics["count"],
-        "seconds": metrics["seconds"],
-        "best": metrics["best"],
+        "count": metrics.count,
+        "seconds": metrics.seconds,
+        "best": metrics.best.as_json(),
         "curve": [
             {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE_PREFIXES)}
             for line in log_lines
             if any(key.startswith(CURVE_PREFIXES) for key in line)
         ],
-        "signatures": metrics["signatures"],
-        "omitted": metrics["omitted"],
+        "signatures": metrics.signatures,
+        "omitted": metrics.omitted,
     }
 
 
 def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
     """Evaluate a run's delta on another task without further training."""
-    folder = run_folder(runs, RunSpec(**values["run"]))
+    folder = run_folder(runs, RunConfig.from_flat(**values["run"]))
     results = evaluate(folder, splits=("test",), other=values["other"])
-    return {"scores": results["test"], "count": RunDir(folder).metrics["count"], "seconds": 0.0}
+    return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
 
 
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
     """Measure how far a run moved each gain and bias."""
-    spec = RunSpec(**values["run"])
+    spec = RunConfig.from_flat(**values["run"])
     run = RunDir(run_folder(runs, spec)).kept
-    kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
-    return {"changes": norm_changes(spec.model, kind.head, run.delta), "seconds": 0.0}
+    kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
+    return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 
 
 def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
@@ -176,17 +176,17 @@ def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache
     return {"turns": time_methods(**values), "seconds": 0.0}
 
 
-def transfer_job(spec: RunSpec, other: Mapping[str, Any]) -> Job:
+def transfer_job(spec: RunConfig, other: Mapping[str, Any]) -> Job:
     """Return the job that evaluates a run's delta on another task.
 
     Args:
         spec: The run.
-        other: The fields of a `RunSpec` that name the other task.
+        other: The fields of a `RunConfig` that name the other task.
     """
     return Job("transfer", {"run": spec.canonical(), "other": dict(other)}, (run_job(spec),))
 
 
-def term_change_job(spec: RunSpec) -> Job:
+def term_change_job(spec: RunConfig) -> Job:
     """Return the job that measures how far a run moved each gain and bias of the norms."""
     return Job("terms", {"run": spec.canonical()}, (run_job(spec),))
 

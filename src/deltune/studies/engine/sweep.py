@@ -24,7 +24,7 @@ from ...errors import DeltuneError, error_from_problems, unknown_name
 from ...methods import budget as budgets
 from ...methods.counting import count
 from ...models import load_config
-from ...training.config import RunSpec, read_values
+from ...training.config import RunConfig, flatten, read_values
 from ...training.presets import merge_values
 from .jobs import Job, run_job
 from .outcomes import Cell
@@ -90,10 +90,10 @@ class Sweep(BaseModel):
         except ValidationError as error:
             raise error_from_problems("the study is wrong", [_problem(e) for e in error.errors()]) from error
         problems = [
-            f"options of {place}: {unknown_name('option', field, RunSpec.model_fields)}"
+            f"options of {place}: {unknown_name('option', field, RunConfig.model_fields)}"
             for place, fields in sweep._fields()
             for field in fields
-            if field not in RunSpec.model_fields
+            if field not in RunConfig.model_fields
         ]
         problems += [
             f"options: {field} cannot be set here, because it is an axis of the study"
@@ -151,9 +151,9 @@ class Sweep(BaseModel):
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
             for layer in (*layers, {"seed": seed}):
-                values = merge_values(values, layer)
+                values = merge_values(values, flatten(layer))
             try:
-                runs.append(PlannedRun(cell, RunSpec(**self._solve_size(values))))
+                runs.append(PlannedRun(cell, RunConfig.from_flat(**self._solve_size(values))))
             except DeltuneError as error:
                 problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [problem] if problem not in problems else []
@@ -180,7 +180,7 @@ class PlannedRun:
     """A cell of a sweep and the run that fills it."""
 
     cell: Cell
-    spec: RunSpec
+    spec: RunConfig
 
     @property
     def job(self) -> Job:

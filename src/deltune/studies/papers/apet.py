@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...training.config import RunSpec
+from ...training.config import RunConfig
 from ..claims.claims import AllOf, AllWithin, Beats, Claim, Falls, GapShrinks, Rises, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST, CellSelector
 from ..claims.measurements import RELATIVE, STEPS, threshold
@@ -432,9 +432,9 @@ def _threshold_searches(setup: StudySetup, label: str, model: str, task: str) ->
     cell: Cell = {"family": label, "model": model, "task": task}
     chance = 1 / len(LABELS[task]) if not family.answers_in_words else 0.0
 
-    def spec(method: str, seed: int) -> RunSpec:
+    def spec(method: str, seed: int) -> RunConfig:
         rate = small_scale_rate(method) if setup.small else 5e-5 if method == "full" else None
-        return RunSpec(**{**base, "method": method, "seed": seed, **({} if rate is None else {"lr": rate})})
+        return RunConfig.from_flat(**{**base, "method": method, "seed": seed, **({} if rate is None else {"lr": rate})})
 
     def search(name: str, seed: int) -> ThresholdSearch:
         def run(n: int) -> Any:
@@ -492,7 +492,9 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
-            PlannedCell({**planned.cell, "target": target}, transfer_job(RunSpec(**planned.job.spec), other))
+            PlannedCell(
+                {**planned.cell, "target": target}, transfer_job(RunConfig.from_flat(**planned.job.spec), other)
+            )
             for planned in runs(records)
             if planned.job is not None
             for target, other in target_fields.items()

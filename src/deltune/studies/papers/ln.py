@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from ...training.config import RunSpec
+from ...training.config import RunConfig
 from ..claims.claims import AllOf, Beats, Best, Claim, FewerParameters, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST
 from ..claims.measurements import RANK, score
@@ -388,7 +388,7 @@ def terms(setup: StudySetup) -> Study:
 
 
 def _term_change_job(job: Job) -> Job:
-    return term_change_job(RunSpec(**job.spec))
+    return term_change_job(RunConfig.from_flat(**job.spec))
 
 
 ABLATIONS = {
