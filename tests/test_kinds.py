@@ -309,8 +309,8 @@ def test_tasks_by_name(shared: Path) -> None:
 
 def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
     """BERTScore: left out and said without a model, there with one, and so in its name."""
-    given = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
-    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **given)
+    values = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
+    spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **values)
     assert "bertscore" in train(spec, tmp_path / "without").omitted
     options = {"bertscore": {"model": str(places / "bert"), "layers": 1}}
     other = tiny.spec(

@@ -20,6 +20,7 @@ from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.outcomes import Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
+from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.registry import CLAIMS, STUDIES
 from deltune.studies.report import plots, tables
 from deltune.studies.report.figure_spec import FigureSpec, TableSpec, as_tuple

@@ -240,9 +240,9 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    found = RunDir(tmp_path / "run")
-    with found.locked():
-        found.begin(
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.locked():
+        run_dir.begin(
             RunConfig.from_flat(model="m", data="d", method="lora"),
             {"data": {"fingerprint": "abc", "columns": {"text": "text"}}},
         )
