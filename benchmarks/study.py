@@ -17,7 +17,7 @@ from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ResultStore
 from deltune.studies.engine.workers import JobResult, execute_safely
 from deltune.tasks import token_cache
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.model_cache import ModelCache
 from deltune.training.progress import ProgressBar
 
@@ -86,7 +86,7 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
         place = Path(folder)
         works = [
             run_job(
-                RunSpec(
+                RunConfig.from_flat(
                     model=model, data=str(data), method=method, seed=seed, steps=1, batch_size=4, max_length=32,
                     metrics=("accuracy",),
                 )

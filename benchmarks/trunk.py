@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
@@ -30,7 +30,7 @@ EPOCHS = 3
 
 def epochs(model: str, method: str, data: Path, size: float, output: Path, max_length: int) -> list[float]:
     """Seconds of every epoch after the first."""
-    spec = RunSpec(
+    spec = RunConfig.from_flat(
         model=model, data=str(data), method=method, epochs=EPOCHS, max_length=max_length, trunk_dropout="off",
         trunk_cache=size,
     )  # fmt: skip

@@ -118,9 +118,9 @@ def test_what_was_used_longest_ago_goes(parts: tuple[Any, Any], place: Path, mon
 
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny.spec(tmp_path, epochs=2)
-    results = [train(spec, tmp_path / name)["test"] for name in ("first", "again")]
+    results = [train(spec, tmp_path / name).test for name in ("first", "again")]
     monkeypatch.setenv(token_cache.VARIABLE, "off")
-    assert results == [train(spec, tmp_path / "off")["test"]] * 2
+    assert results == [train(spec, tmp_path / "off").test] * 2
 
 
 def test_a_tokenizer_is_what_it_does_not_what_it_did(parts: tuple[Any, Any], place: Path) -> None:

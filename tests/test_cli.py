@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +14,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from typer.main import get_command
 
 import tiny
 from deltune.cli import app as cli
+from deltune.cli.train import train_app
+from deltune.training.config import PLACES, SECTIONS
 from deltune.training.run_dir import OWN, RunDir
 
 
@@ -106,12 +108,12 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     run = tmp_path / "run"
     told = deltune("train", *options(root, output=run), "--json")
     assert told.code == 0, told.err
-    assert json.loads(told.out) == RunDir(run).metrics
+    assert json.loads(told.out) == RunDir(run).metrics.as_json()
     again = deltune("train", *options(root, output=run))
     assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
 
     scores = json.loads(deltune("evaluate", run, "--json").out)
-    assert scores == {split: RunDir(run).metrics[split] for split in ("validation", "test")}
+    assert scores == RunDir(run).metrics.scores
     assert "test" in deltune("evaluate", run, "--split", "test", "--output", tmp_path / "out").out
     assert names(tmp_path / "out") == {"test.jsonl"}
 
@@ -129,33 +131,77 @@ def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**values, "max_length": 16, "output": str(tmp_path / "run")}))
     assert deltune("train", path, "--seed", 4, "--quiet").code == 0
-    assert RunDir(tmp_path / "run").spec.seed == 4 and RunDir(tmp_path / "run").spec.method == "layernorm"
+    assert (
+        RunDir(tmp_path / "run").config.runtime.seed == 4
+        and RunDir(tmp_path / "run").config.method.expression == "layernorm"
+    )
     assert deltune("train", tmp_path / "run" / "spec.yaml", "--output", tmp_path / "again").code == 0
-    assert RunDir(tmp_path / "again").metrics["test"] == RunDir(tmp_path / "run").metrics["test"]
+    assert RunDir(tmp_path / "again").metrics.test == RunDir(tmp_path / "run").metrics.test
     other = deltune("train", path)
     assert other.code == 2 and "seed: 4 there, 0 now" in other.err
-    assert deltune("train", path, "--fresh").code == 0 and RunDir(tmp_path / "run").spec.seed == 0
+    assert deltune("train", path, "--fresh").code == 0 and RunDir(tmp_path / "run").config.runtime.seed == 0
 
 
-FILES_ALONE = {"metric_options"}
-"""Fields of a spec without an option: a mapping of mappings."""
-
-
-def test_every_field_of_a_spec_is_an_option(deltune: Command, root: Path, tmp_path: Path) -> None:
-    """By its name, and what is given arrives in the spec."""
-    from deltune.cli.train import train
-    from deltune.training.config import RunSpec
-
-    assert set(signature(train).parameters) >= set(RunSpec.model_fields) - FILES_ALONE
-    given: dict[str, object] = {
+def test_every_field_of_the_config_is_an_option(deltune: Command, root: Path, tmp_path: Path) -> None:
+    """Hidden or not, and whatever is given arrives in the config, by an option as by --set."""
+    command = get_command(train_app())
+    assert {parameter.name for parameter in command.params} >= set(PLACES)
+    values: dict[str, object] = {
         "adam-betas": "0.9,0.98", "adam-epsilon": "1e-6", "test-rows": "5",
         "relabel": "beast=alive,fruit=alive,tool=not",
     }  # fmt: skip
-    assert deltune("train", *options(root, output=tmp_path / "run", **given)).code == 0
+    settings = [f"{'.'.join(PLACES[name.replace('-', '_')])}={value}" for name, value in values.items()]
+    both = [(values, []), ({}, [part for item in settings for part in ("--set", item)])]
+    for i, (given, more) in enumerate(both):
+        assert deltune("train", *options(root, output=tmp_path / f"{i}", **given), *more).code == 0
+        config = RunDir(tmp_path / f"{i}").config
+        assert (config.optim.adam_betas, config.optim.adam_epsilon, config.data.test_rows) == ((0.9, 0.98), 1e-6, 5)
+        assert len(RunDir(tmp_path / f"{i}").environment["data"]["labels"]) == 2
+    assert RunDir(tmp_path / "0").config == RunDir(tmp_path / "1").config
     assert deltune("train", *options(root, output=tmp_path / "bad"), "--adam-betas", "0.9").code == 2
-    spec = RunDir(tmp_path / "run").spec
-    assert (spec.adam_betas, spec.adam_epsilon, spec.test_rows) == ((0.9, 0.98), 1e-6, 5)
-    assert len(RunDir(tmp_path / "run").environment["data"]["labels"]) == 2
+
+
+def test_print_config(deltune: Command, tmp_path: Path) -> None:
+    """The whole of a config, resolved; it reads back as the same config, and nothing is trained."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: {source: d, columns: [text, label]}\noptim: {lr: 0.5}\nmethod: layernorm\n")
+    more = ["--lr", "null", "--set", "generation.template={source}", "--set", "evaluation.metric_options={bleu: {}}"]
+    told = deltune("train", file, "--output", tmp_path / "run", "--print-config", *more)
+    assert told.code == 0 and not told.err and names(tmp_path) == {"run.yaml"}
+    values = yaml.safe_load(told.out)
+    assert {section: set(fields) for section, fields in values.items()} == {
+        section: set(kind.model_fields) for section, kind in SECTIONS.items()
+    }
+    assert values["optim"]["lr"] == 1e-2, "the rate of the method"
+    assert values["generation"]["template"] == "{source}" and values["data"]["columns"] == ["text", "label"]
+    file.write_text(told.out)
+    assert deltune("train", file, "--print-config").out == told.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (["optim.clip"], "give SECTION.FIELD=VALUE"),
+        (["optim.clp=1"], "unknown option 'clp' in optim. Did you mean 'clip'"),
+        (["optim=1"], "optim is a section"),
+        (["lr=1", "optim.lr=2"], "optim.lr is given twice"),
+        (["evaluation.metric_options={bleu"], "evaluation.metric_options is broken YAML"),
+    ],
+)
+def test_wrong_settings(settings: list[str], match: str, deltune: Command, tmp_path: Path) -> None:
+    more = [part for item in settings for part in ("--set", item)]
+    told = deltune("train", "--model", "m", "--data", "d", "--method", "head", "--output", tmp_path / "run", *more)
+    assert told.code == 2 and match in told.err and not names(tmp_path)
+
+
+def test_the_help_of_train_fits_two_screens(deltune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The common options, by section; and no other."""
+    monkeypatch.setenv("COLUMNS", "100")
+    told = deltune("train", "--help")
+    assert told.code == 0 and len(told.out.splitlines()) <= 100
+    for part in ("--lr", "--set", "--print-config", *(f"─ {section} ─" for section in SECTIONS)):
+        assert part in told.out, part
+    assert "--adam-betas" not in told.out
 
 
 def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> None:
@@ -224,7 +270,7 @@ def test_bad_data(case: str, deltune: Command, root: Path, tmp_path: Path) -> No
         ({"method": "prompt(length=50)", "max-length": 30}, "14 tokens"),
         ({"head": "freeze", "method": "head"}, "trains nothing"),
         ({"metric": "f1"}, "f1_macro"),
-        ({"epochs": "many"}, "--epochs"),
+        ({"epochs": "many"}, "optim.epochs: input should be a valid integer"),
         ({"report-to": "paper"}, "report_to"),
     ],
     ids=str,
@@ -251,7 +297,7 @@ def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) 
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nmethod: lroa\nepoch: 3\nbatch_size: 0\n")
     told = deltune("train", path, "--output", tmp_path / "run")
-    assert told.code == 2 and "5 problems" not in told.out
+    assert told.code == 2 and "4 problems" in told.err
     for part in ("data is missing", "'lora'", "Did you mean 'epochs'", "batch_size"):
         assert part in told.err, part
     assert "--output" in deltune("train", "--model", "m", "--data", "d", "--method", "head").err

@@ -398,7 +398,7 @@ def test_a_grid_is_every_combination(root: Path) -> None:
     cells = study(root, axes=axes).cells()
     assert len(cells) == 3 * 2 * 2 and len({planned.work.name for planned in cells}) == 12
     assert cells[0].cell == {"model": "bert", "task": "words", "rate": "low", "method": "layernorm", "seed": 0}
-    assert {planned.spec.lr for planned in cells} == {1e-4, 1e-2}
+    assert {planned.spec.optim.lr for planned in cells} == {1e-4, 1e-2}
 
 
 def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
 
 def test_equal_counts(root: Path) -> None:
     cells = study(root, methods=["lora(rank=?)", "parallel_adapter(rank=?)"], align="lora(rank=4)", seeds=(0,)).cells()
-    assert cells[0].spec.method == "lora(rank=4)" and "?" not in cells[1].spec.method
+    assert cells[0].spec.method.expression == "lora(rank=4)" and "?" not in cells[1].spec.method.expression
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 def test_a_run_gives_its_own_numbers_again(run: RunDir, tmp_path: Path) -> None:
     found = evaluate(run.folder, output=tmp_path)
-    assert found == {split: run.metrics[split] for split in ("validation", "test")}
+    assert found == {split: run.metrics.scores[split] for split in ("validation", "test")}
     for split in found:
         assert (tmp_path / f"{split}.jsonl").read_text() == (run.predictions / f"{split}.jsonl").read_text()
 
@@ -48,8 +48,8 @@ def test_a_run_gives_its_own_numbers_again(run: RunDir, tmp_path: Path) -> None:
 def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "copy")
     spec = (tmp_path / "copy" / "spec.yaml").read_text()
-    (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.spec.model, "/nowhere"))
-    wanted = {s: {n: v for n, v in run.metrics[s].items() if n != "loss"} for s in ("validation", "test")}
+    (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.config.model.name, "/nowhere"))
+    wanted = {s: {n: v for n, v in run.metrics.scores[s].items() if n != "loss"} for s in ("validation", "test")}
     assert rescore(tmp_path / "copy") == wanted
     assert set(rescore(tmp_path / "copy", ["f1_macro"])["test"]) == {"f1_macro"}
     with pytest.raises(DeltuneError, match="classification cannot be measured by bleu; it can by accuracy"):
@@ -58,7 +58,7 @@ def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -
 
 def test_a_run_can_be_moved(run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "moved")
-    assert evaluate(tmp_path / "moved", splits=["test"]) == {"test": run.metrics["test"]}
+    assert evaluate(tmp_path / "moved", splits=["test"]) == {"test": run.metrics.test}
 
 
 def test_other_data(run: RunDir, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_texts_of_several_runs_in_one_batch(run: RunDir, tmp_path: Path) -> None
     for split in ("train", "test"):
         tiny.lines(other / "data" / f"{split}.jsonl", rows)
     spec = tiny.spec(run.folder.parent, method="prefix(length=2) + layernorm", epochs=1)
-    train(spec.model_copy(update={"data": str(other / "data")}), other / "run")
+    train(spec.replace(data=str(other / "data")), other / "run")
     texts = [r["text"] for r in tiny.sentences(9, 7)]
     names = ["one", "two", "two"] * 3
     both = load_run({"one": run.folder, "two": other / "run"})

@@ -107,8 +107,8 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
     run = RunDir(tmp_path / "run")
-    assert metrics["best"]["metric"] == metric and metrics["omitted"] == {}
-    assert not more or metrics["count"]["head"] == 0, "in words there is no head"
+    assert metrics.best.metric == metric and metrics.omitted == {}
+    assert not more or metrics.count["head"] == 0, "in words there is no head"
     again = evaluate(run.folder, output=tmp_path / "again")
     for split in ("validation", "test"):
         assert again[split] == pytest.approx(metrics[split], rel=1e-5)
@@ -168,10 +168,10 @@ def test_the_loss_of_a_step_is_that_of_its_rows(
         **{"target_length": 4, **more},
     )  # fmt: skip
     train(spec, tmp_path / "whole", progress=False)
-    cut = train(spec.model_copy(update={"device_batch_size": 2}), tmp_path / "cut", progress=False)
+    cut = train(spec.replace(device_batch_size=2), tmp_path / "cut", progress=False)
     assert len(tiny.losses(tmp_path / "cut")) == 3
     assert tiny.losses(tmp_path / "cut") == pytest.approx(tiny.losses(tmp_path / "whole"), rel=1e-5)
-    assert cut["test"]["loss"] == pytest.approx(RunDir(tmp_path / "whole").metrics["test"]["loss"], rel=1e-4)
+    assert cut.test["loss"] == pytest.approx(RunDir(tmp_path / "whole").metrics.test["loss"], rel=1e-4)
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:
@@ -301,11 +301,11 @@ def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
     """BERTScore: left out and said without a model, there with one, and so in its name."""
     given = {"data": str(places / "generation"), "task": "generation", "metrics": ("exact", "bertscore"), "epochs": 1}
     spec = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, **given)
-    assert "bertscore" in train(spec, tmp_path / "without")["omitted"]
+    assert "bertscore" in train(spec, tmp_path / "without").omitted
     options = {"bertscore": {"model": str(places / "bert"), "layers": 1}}
     other = tiny.spec(places, model=str(places / "t5"), target_length=4, max_length=16, metric_options=options, **given)
     metrics = train(other, tmp_path / "with")
-    assert not metrics["omitted"] and spec.name != other.name
-    assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics["test"]["bertscore"])
+    assert not metrics.omitted and spec.name != other.name
+    assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics.test["bertscore"])
     with pytest.raises(DeltuneError, match="unknown option"):
         tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **given)

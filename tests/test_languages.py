@@ -89,9 +89,13 @@ def spec(places: Path, name: str, **given: Any) -> Any:
     )  # fmt: skip
 
 
+def tokenizer_of(config: Any, load: Any = load_task_tokenizer) -> Any:
+    return load(config.model.name, config.data)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_task_tells_the_tokenizer_its_languages(name: str, places: Path) -> None:
-    tokenizer: Any = load_task_tokenizer(spec(places, name))
+    tokenizer: Any = tokenizer_of(spec(places, name))
     source, target = OWN[name]
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == OWN[name]
     ids = tokenizer.convert_tokens_to_ids
@@ -102,7 +106,7 @@ def test_a_task_tells_the_tokenizer_its_languages(name: str, places: Path) -> No
 @pytest.mark.parametrize("name", KINDS)
 def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
     """What the decoder is given first in generation is what the model makes of a target's labels in training."""
-    tokenizer: Any = load_task_tokenizer(spec(places, name))
+    tokenizer: Any = tokenizer_of(spec(places, name))
     model = KINDS[name][2].from_pretrained(places / name).eval()
     labels = torch.tensor([tokenizer(text_target="pisica")["input_ids"]])
     told = forced_bos_options(tokenizer, model)
@@ -120,7 +124,7 @@ def test_an_answer_begins_as_targets_do(name: str, places: Path) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_kept_rows_know_their_languages(name: str, places: Path) -> None:
     """A language is set after a tokenizer was made, and stands in none of its files."""
-    tokenizer: Any = load_task_tokenizer(spec(places, name))
+    tokenizer: Any = tokenizer_of(spec(places, name))
     before = _identity(tokenizer)
     tokenizer.tgt_lang = tokenizer.src_lang
     assert _identity(tokenizer) != before
@@ -146,22 +150,22 @@ def test_runs_of_other_languages_are_not_mixed(places: Path, tmp_path: Path) -> 
 
 def test_languages_of_a_spec(places: Path) -> None:
     other = {"data": str(places / "wmt16_en_ro"), "task": "generation"}
-    tokenizer: Any = load_task_tokenizer(spec(places, "code first", **other))
+    tokenizer: Any = tokenizer_of(spec(places, "code first", **other))
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("en_XX", None)
-    tokenizer = load_task_tokenizer(spec(places, "code first", source_language="de", target_language="fr_XX", **other))
+    tokenizer = tokenizer_of(spec(places, "code first", source_language="de", target_language="fr_XX", **other))
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("de_DE", "fr_XX")
-    tokenizer = load_task_tokenizer(spec(places, "code first", target_language="cs"))  # over the task's
+    tokenizer = tokenizer_of(spec(places, "code first", target_language="cs"))  # over the task's
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == ("en_XX", "cs_CZ")
-    assert load_task_tokenizer(spec(places, "plain")) is not None  # the task's are for who can be told
+    assert tokenizer_of(spec(places, "plain")) is not None  # the task's are for who can be told
     with pytest.raises(DeltuneError, match="has no languages to choose from; leave target_language=ro out"):
-        load_task_tokenizer(spec(places, "plain", target_language="ro"))
+        tokenizer_of(spec(places, "plain", target_language="ro"))
 
 
 def test_shared_parts_keep_languages_apart(places: Path) -> None:
     parts, other = ModelCache(), {"data": str(places / "wmt16_en_ro"), "task": "generation"}
-    assert parts.tokenizer(spec(places, "code first")) is parts.tokenizer(spec(places, "code first", seed=3))
-    assert parts.tokenizer(spec(places, "code first")).tgt_lang == "ro_RO"  # type: ignore[attr-defined]
-    assert parts.tokenizer(spec(places, "code first", **other)).tgt_lang is None  # type: ignore[attr-defined]
+    first = tokenizer_of(spec(places, "code first"), parts.tokenizer)
+    assert tokenizer_of(spec(places, "code first", seed=3), parts.tokenizer) is first and first.tgt_lang == "ro_RO"
+    assert tokenizer_of(spec(places, "code first", **other), parts.tokenizer).tgt_lang is None
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -45,7 +45,7 @@ def test_runs_that_share_are_the_runs_alone(tmp_path: Path) -> None:
     for method in ("full", "lora(rank=2)", "prefix(length=3) + layernorm", "bitfit", "head"):
         for seed in (0, 1):
             spec = tiny.spec(tmp_path, method=method, epochs=1, seed=seed)
-            shared = train(spec, tmp_path / f"{method}-{seed}", parts=parts)
+            shared = train(spec, tmp_path / f"{method}-{seed}", cache=parts)
             if method in ("lora(rank=2)", "bitfit"):
-                assert shared["test"] == train(spec, tmp_path / f"{method}-{seed}-alone")["test"]
+                assert shared.test == train(spec, tmp_path / f"{method}-{seed}-alone").test
     assert parts.read == {"models": 1, "data": 1}

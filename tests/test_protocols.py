@@ -12,16 +12,18 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.runtime.serialization import delta_folder
 from deltune.tasks.registry import TASKS
-from deltune.training.config import UNSEARCHED, RunSpec, read_spec
+from deltune.training.config import UNSEARCHED, RunConfig, read_config
 from deltune.training.inference import evaluate, predict
 from deltune.training.presets import PROTOCOLS, merge_values
-from deltune.training.run_dir import RunDir
+from deltune.training.run_dir import Best, RunDir, RunMetrics
 from deltune.training.search import aggregate
 from deltune.training.train import train
 
 
-def spec(**values: Any) -> RunSpec:
-    return RunSpec(**{"model": "minilm", "task": "sick", "data_root": "data", "method": "layernorm", **values})
+def spec(**values: Any) -> RunConfig:
+    return RunConfig.from_flat(
+        **{"model": "minilm", "task": "sick", "data_root": "data", "method": "layernorm", **values}
+    )
 
 
 SAID = (  # of a protocol, a task and a method: what the paper's text and tables say
@@ -55,7 +57,7 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
 @pytest.mark.parametrize(("protocol", "task", "method", "said"), SAID)
 def test_a_protocol_is_what_its_paper_says(protocol: str, task: str, method: str, said: dict[str, Any]) -> None:
     found = spec(protocol=protocol, task=task, method=method)
-    assert {name: getattr(found, name) for name in said} == said
+    assert {name: found.flat()[name] for name in said} == said
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -65,16 +67,18 @@ def test_a_protocol_fits_every_task_it_names(protocol: str) -> None:
         assert set(rule.tasks) <= set(TASKS)
         for task in rule.tasks or ("sick",):
             for method in rule.methods or ("bitfit",):
-                assert spec(protocol=protocol, task=task, method=method).protocol == protocol
+                assert spec(protocol=protocol, task=task, method=method).runtime.protocol == protocol
 
 
 def test_what_is_given_wins() -> None:
     found = spec(protocol="ln_nlu", epochs=2, lr=5e-3, seed=7)
-    assert (found.epochs, found.lr, found.seed, found.seeds, found.search) == (2, 5e-3, 7, (), {})
-    assert found.patience == 10 and not found.several
-    assert spec(protocol="uv_xsum", task="xsum", epochs=2).steps is None
-    assert spec(protocol="uv_xsum", task="xsum", template="{source} In short:").template == "{source} In short:"
-    assert spec(protocol="uv_xsum", task="samsum").template is None  # that of its task
+    assert (found.optim.epochs, found.optim.lr) == (2, 5e-3)
+    assert (found.runtime.seed, found.runtime.seeds, found.runtime.search) == (7, (), {})
+    assert found.evaluation.patience == 10 and not found.is_series
+    assert spec(protocol="uv_xsum", task="xsum", epochs=2).optim.steps is None
+    short = "{source} In short:"
+    assert spec(protocol="uv_xsum", task="xsum", template=short).generation.template == short
+    assert spec(protocol="uv_xsum", task="samsum").generation.template is None  # that of its task
     assert merge_values({"steps": 9, "search": {"lr": [1, 2], "clip": [1]}}, {"epochs": 3, "lr": 1}) == {
         "epochs": 3, "lr": 1, "search": {"clip": [1]}
     }  # fmt: skip
@@ -89,7 +93,7 @@ def test_a_protocol_is_the_values_it_stands_for() -> None:
 def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
     written = spec(protocol="ln_nlu", seeds=(3, 4))
     (tmp_path / "spec.yaml").write_text(written.yaml())
-    again = read_spec(tmp_path / "spec.yaml")
+    again = read_config(tmp_path / "spec.yaml")
     assert again.name == written.name and [s.name for s in again.tries()] == [s.name for s in written.tries()]
 
 
@@ -137,7 +141,10 @@ def test_names_tell_runs_apart() -> None:
 
 
 def test_what_several_runs_come_to() -> None:
-    lines = [{"metrics": {"test": {"accuracy": value, "loss": 1.0}}} for value in (0.5, 0.6, 0.9)]
+    empty: dict[str, Any] = {key: {} for key in ("count", "truncated", "truncated_targets", "signatures", "omitted")}
+    lines = [
+        RunMetrics(test={"accuracy": value, "loss": 1.0}, seconds=1, best=Best(), **empty) for value in (0.5, 0.6, 0.9)
+    ]
     mean, median = aggregate(lines, "mean"), aggregate(lines, "median")
     assert mean["test"]["accuracy"] == pytest.approx(2 / 3) and median["test"]["accuracy"] == 0.6
     assert mean["std"]["test"]["accuracy"] == pytest.approx(0.2081665999)
@@ -160,18 +167,18 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
     tries = {"lr": [1e-6, 1e-2, 1e-7, 1e-4]}
     several = tiny.spec(root, method="full", epochs=8, metric="loss", seeds=(0, 1), search=tries)
     metrics = train(several, tmp_path / "run")
-    lines = {line["run"]: line for line in metrics["runs"]}
+    lines = {line.run: line for line in metrics.runs}
     assert list(lines) == ["seed0-try1", "seed0-try2", "seed0-try3", "seed1"], "the fourth is not tried"
-    assert [line["chosen"] for line in lines.values()] == [False, True, False, True]
+    assert [line.chosen for line in lines.values()] == [False, True, False, True]
     alone = train(tiny.spec(root, method="full", lr=1e-2, epochs=8, metric="loss", seed=1), tmp_path / "alone")
-    assert alone["test"] == lines["seed1"]["test"], "a run among others is the run by itself"
-    two = [lines[name]["test"]["accuracy"] for name in ("seed0-try2", "seed1")]
-    assert metrics["test"]["accuracy"] == pytest.approx(sum(two) / 2)
-    assert metrics["best"]["lr"] == 1e-2 and metrics["seconds"] >= sum(line["seconds"] for line in lines.values()) - 1
+    assert alone.test == lines["seed1"].test, "a run among others is the run by itself"
+    two = [lines[name].test["accuracy"] for name in ("seed0-try2", "seed1")]
+    assert metrics.test["accuracy"] == pytest.approx(sum(two) / 2)
+    assert metrics.best.lr == 1e-2 and metrics.seconds >= sum(line.seconds for line in lines.values()) - 1
     run = RunDir(tmp_path / "run")
-    best = min((lines["seed0-try2"], lines["seed1"]), key=lambda line: line["validation"]["loss"])
-    assert run.kept.folder.name == metrics["best"]["run"] == best["run"]
-    assert evaluate(run.folder)["test"] == pytest.approx(best["test"], abs=1e-6)
+    best = min((lines["seed0-try2"], lines["seed1"]), key=lambda line: line.validation["loss"])
+    assert run.kept.folder.name == metrics.best.run == best.run
+    assert evaluate(run.folder)["test"] == pytest.approx(best.test, abs=1e-6)
     assert predict(run.folder, ["the old apple"])[0]["label"] in tiny.WORDS
     assert delta_folder(run.folder).resolve() == run.kept.delta.resolve()
     assert len((run.predictions / "test.jsonl").read_text().splitlines()) == 24
@@ -184,20 +191,20 @@ def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypa
 
     once, done = module._train, []
 
-    def stopped(single: RunSpec, *rest: Any) -> dict[str, Any]:
+    def stopped(single: RunConfig, *rest: Any) -> RunMetrics:
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(single.seed)
+        done.append(single.runtime.seed)
         return once(single, *rest)
 
     monkeypatch.setattr(module, "_train", stopped)
     with pytest.raises(KeyboardInterrupt):
         train(several, tmp_path / "run")
     assert not RunDir(tmp_path / "run").finished
-    monkeypatch.setattr(module, "_train", lambda single, *rest: done.append(single.seed) or once(single, *rest))
+    monkeypatch.setattr(module, "_train", lambda single, *rest: done.append(single.runtime.seed) or once(single, *rest))
     again = train(several, tmp_path / "run")
     assert done == [0, 1, 2], "nothing is run twice"
-    assert again["test"] == whole["test"] and again["std"] == whole["std"]
+    assert again.test == whole.test and again.std == whole.std
     with pytest.raises(DeltuneError, match="seeds: "):
         train(tiny.spec(root, epochs=1, seeds=(0, 1)), tmp_path / "run")
 
@@ -206,12 +213,12 @@ def test_a_try_that_diverges_is_the_worst(root: Path, tmp_path: Path) -> None:
     """A rate that leaves the numbers: the next is taken, and the log says why."""
     tries = {"lr": [1e38, 1e-3]}
     metrics = train(tiny.spec(root, method="full", epochs=1, clip=0, lr=None, search=tries), tmp_path / "run")
-    assert "diverged" in metrics["runs"][0]["error"] and metrics["best"]["lr"] == 1e-3
+    assert "diverged" in str(metrics.runs[0].error) and metrics.best.lr == 1e-3
     three = {"lr": [1e38, 9e37, 1e-3]}
     metrics = train(tiny.spec(root, method="full", epochs=1, clip=0, lr=None, search=three), tmp_path / "third")
-    assert metrics["best"]["lr"] == 1e-3 and len(metrics["runs"]) == 3
+    assert metrics.best.lr == 1e-3 and len(metrics.runs) == 3
     two = {"lr": [1e-3, 1e38]}
-    assert train(tiny.spec(root, method="full", epochs=1, clip=0, search=two), tmp_path / "two")["best"]["lr"] == 1e-3
+    assert train(tiny.spec(root, method="full", epochs=1, clip=0, search=two), tmp_path / "two").best.lr == 1e-3
     with pytest.raises(DeltuneError, match="diverged"):
         train(tiny.spec(root, method="full", epochs=1, clip=0, search={"lr": [1e38, 9e37]}), tmp_path / "other")
 
@@ -220,8 +227,8 @@ def test_steps_and_validations_between_epochs(root: Path, tmp_path: Path) -> Non
     metrics = train(tiny.spec(root, steps=10, validate_every=4), tmp_path / "run")
     lines = tiny.objects(tmp_path / "run" / "log.jsonl")
     assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 10]
-    assert metrics["best"]["step"] in (4, 8, 10)
-    assert train(tiny.spec(root, steps=2), tmp_path / "short")["best"]["step"] == 2, "less than an epoch"
+    assert metrics.best.step in (4, 8, 10)
+    assert train(tiny.spec(root, steps=2), tmp_path / "short").best.step == 2, "less than an epoch"
 
 
 def test_validation_on_a_sample(root: Path, tmp_path: Path) -> None:

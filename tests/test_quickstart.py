@@ -41,5 +41,5 @@ def test_the_packaged_tickets_are_whole() -> None:
 @pytest.mark.slow
 def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
     runs = quickstart.quickstart(output=tmp_path)
-    accuracy = [run.metrics["test"]["accuracy"] for run in runs.values()]
+    accuracy = [run.metrics.test["accuracy"] for run in runs.values()]
     assert accuracy[1] > accuracy[0] + 0.1

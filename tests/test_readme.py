@@ -25,6 +25,7 @@ import typer
 import deltune
 from deltune import models
 from deltune.cli import app as cli
+from deltune.cli.train import train_app
 from deltune.methods import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +116,7 @@ def test_what_is_only_shown_exists(page: Path) -> None:
             if words[:1] == ["make"]:
                 assert words[1] in targets
             elif words[:1] == ["deltune"]:
-                command = group.commands[words[1]]
+                command = typer.main.get_command(train_app()) if words[1] == "train" else group.commands[words[1]]
                 command.make_context(words[1], [w for w in words[2:] if w != "…"]).close()
 
 

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.filesystem import write_text
+from deltune.filesystem import clear_write_errors, write_text
 from deltune.training import run_dir as runs
-from deltune.training.config import RunSpec
-from deltune.training.run_dir import RunDir
+from deltune.training.config import RunConfig
+from deltune.training.run_dir import Best, RunDir, RunMetrics
 
-SPEC = RunSpec(model="owner/model", data="owner/data", method="layernorm")
-METRICS: dict[str, Any] = {
-    "seconds": 1, "best": {}, "count": {}, "signatures": {}, "omitted": {}, "truncated": {}, "truncated_targets": {},
-}  # fmt: skip
+SPEC = RunConfig.from_flat(model="owner/model", data="owner/data", method="layernorm")
+METRICS = RunMetrics(seconds=1, best=Best(), count={}, signatures={}, omitted={}, truncated={}, truncated_targets={})
 FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}
 
 
@@ -36,7 +34,7 @@ def names(folder: Path) -> set[str]:
 def test_states(run: RunDir, tmp_path: Path) -> None:
     assert not RunDir(tmp_path / "none").exists
     assert run.exists and not run.finished
-    assert run.spec == SPEC.model_copy(update={"lr": 1e-2})
+    assert run.config == SPEC and SPEC.optim.lr == 1e-2
     with pytest.raises(DeltuneError, match="not finished"):
         _ = run.metrics
     run.checkpoint.mkdir()
@@ -53,19 +51,19 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="is a file"):
         RunDir(tmp_path / "thesis.tex").check(SPEC)
     with pytest.raises(DeltuneError, match=r"spec\.yaml is missing.*thesis\.tex"):
-        _ = RunDir(tmp_path).spec
+        _ = RunDir(tmp_path).config
     RunDir(tmp_path).clear()
     assert names(tmp_path) == {"thesis.tex"}
 
 
 def test_another_spec_is_told_by_its_fields(run: RunDir) -> None:
     run.check(SPEC)
-    run.check(SPEC.model_copy(update={"report_to": ("wandb",)}))
+    run.check(SPEC.replace(report_to=("wandb",)))
     with pytest.raises(DeltuneError) as caught:
-        run.check(RunSpec(model="owner/model", data="owner/data", method="bitfit", seed=3))
-    assert "method: 'layernorm' there, 'bitfit' now" in str(caught.value)
+        run.check(RunConfig.from_flat(model="owner/model", data="owner/data", method="bitfit", seed=3))
+    assert "method.expression: 'layernorm' there, 'bitfit' now" in str(caught.value)
     assert "seed: 0 there, 3 now" in str(caught.value)
-    assert "lr: 0.01 there" not in str(caught.value), "it follows from the method"
+    assert "optim.lr" not in str(caught.value), "it follows from the method"
 
 
 def test_changed_data_is_an_error(run: RunDir) -> None:
@@ -83,13 +81,13 @@ def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, fail)
-    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(path):
+    with pytest.raises(DeltuneError, match="no space left"), clear_write_errors(path):
         write_text(path, "after")
     assert path.read_text() == "before" and names(tmp_path) == {"file"}
 
 
 def test_other_refusals_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(DeltuneError, match="forbidden"), runs.clear_write_errors(tmp_path):
+    with pytest.raises(DeltuneError, match="forbidden"), clear_write_errors(tmp_path):
         raise PermissionError(13, "forbidden")
 
 
@@ -137,6 +135,6 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     run = RunDir(tmp_path / "run")
     monkeypatch.setattr(runs, "write_text", fail)
-    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(run.folder), run.locked():
+    with pytest.raises(DeltuneError, match="no space left"), clear_write_errors(run.folder), run.locked():
         run.begin(SPEC, FACTS)
     assert names(tmp_path) == set()

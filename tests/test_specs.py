@@ -1,4 +1,4 @@
-"""RunSpec: validated all at once, named by what decides the result."""
+"""RunConfig: validated all at once, read from nested and flat values, named by what decides the result."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import yaml
 
 from deltune.errors import DeltuneError
 from deltune.tasks.registry import TASKS
-from deltune.training.config import RunSpec, read_spec, read_values
+from deltune.training.config import DOTTED, ModelSection, RunConfig, read_config, read_values
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
 
 
-def spec(**changes: Any) -> RunSpec:
-    return RunSpec(**{**LEAST, **changes})
+def spec(**changes: Any) -> RunConfig:
+    return RunConfig.from_flat(**{**LEAST, **changes})
 
 
 RATES = [
@@ -41,8 +41,8 @@ RATES = [
 
 @pytest.mark.parametrize(("method", "rate"), RATES)
 def test_the_rate_where_none_is_given(method: str, rate: float) -> None:
-    assert spec(method=method).rate == rate
-    assert spec(method=method, lr=0.5).rate == 0.5
+    assert spec(method=method).optim.rate == rate
+    assert spec(method=method, lr=0.5).optim.rate == 0.5
 
 
 SAME = [
@@ -76,36 +76,83 @@ def test_specs_that_mean_the_same_have_one_name(one: dict[str, Any], two: dict[s
 @pytest.mark.parametrize("change", OTHER)
 def test_specs_that_differ_have_different_names(change: dict[str, Any]) -> None:
     assert spec(**change).name != spec().name
-    assert [line.split(":")[0] for line in spec().differences(spec(**change))] == list(change)
+    assert [line.split(":")[0].split(".")[1] for line in spec().differences(spec(**change))] == [
+        {"method": "expression"}.get(name, name) for name in change
+    ]
 
 
 def test_a_name_does_not_change_with_the_version() -> None:
     """Stored results are found by it: if this fails, names of old results no longer fit."""
     assert spec().name == "695c676e5131f89a"
     assert spec(method="prefix(length=4) + layernorm", epochs=5, lr=0.01, seed=7).name == "133c7a8d98b312f6"
+    with_protocol = RunConfig.from_flat(
+        model="owner/model", task="sick", data_root="no/such/folder", method="mam", protocol="ln_nlu",
+        report_to="wandb", trunk_dropout=False, head="freeze",
+    )  # fmt: skip
+    assert with_protocol.name == "525bd14b125299a9"
+    series = spec(
+        task="generation", method="prefix(length=4) + layernorm", columns="source=a, targets=b", lr="1e-3",
+        template="{source} is", max_length=64, beams=3, metric="rouge2", metrics="rouge1, rouge2",
+        metric_options={"bertscore": {"model": "m"}}, seeds="3, 4", aggregate="median", precision="bf16",
+        search={"method": ["lora", "full"], "target_length": [32, 64]}, adam_betas="0.9,0.98", validate_every=50,
+        steps=200,
+    )  # fmt: skip
+    assert series.name == "baccc0a287193ebc"
 
 
 @pytest.mark.parametrize("values", [{}, {"epochs": 7, "patience": 2, "warmup": 0.06, "labels": ["no", "yes"]}])
 def test_yaml_gives_the_same_spec_back(values: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec(**values).yaml())
-    assert read_spec(path).name == spec(**values).name
-    assert set(yaml.safe_load(path.read_text())) == set(RunSpec.model_fields), "defaults are written out"
+    assert read_config(path).name == spec(**values).name
+    written = yaml.safe_load(path.read_text())
+    assert [f"{section}.{field}" for section in written for field in written[section]] == list(DOTTED), "all defaults"
+
+
+NESTED = {"model": {"name": "owner/model"}, "data": {"source": "owner/data"}, "method": {"expression": "layernorm"}}
+
+
+@pytest.mark.parametrize(
+    ("nested", "flat"),
+    [
+        (NESTED, {}),
+        ({**NESTED, "optim": {"lr": 0.5, "steps": 3}, "runtime": {"seed": 2}}, {"lr": 0.5, "steps": 3, "seed": 2}),
+        ({**LEAST, "optim.lr": 0.5, "beams": 2, "generation": {"words": None}}, {"lr": 0.5, "beams": 2}),
+        ({**NESTED, "optim": None}, {}),
+        ({**NESTED, "runtime": {"search": {"optim.lr": ["1e-3"]}}}, {"search": {"lr": [1e-3]}}),
+        ({**NESTED, "model": ModelSection(name="owner/model")}, {}),
+    ],
+)
+def test_nested_dotted_and_flat_values_are_one(nested: dict[str, Any], flat: dict[str, Any]) -> None:
+    assert RunConfig(**nested) == spec(**flat)
+
+
+def test_a_flat_file_of_an_old_run_is_read(tmp_path: Path) -> None:
+    config = spec(epochs=7, labels=["no", "yes"], lr=1e-3)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(config.flat(mode="json")))
+    assert read_config(tmp_path / "spec.yaml") == config
+
+
+def test_another_value_takes_the_place_of_those_that_exclude_it() -> None:
+    assert spec(steps=5).replace(epochs=2).optim.steps is None
+    assert spec().replace(method="full").optim.lr == 5e-5 and spec(lr=0.5).replace(method="full").optim.lr == 0.5
+    with pytest.raises(DeltuneError, match=r"optim\.epochs"):
+        spec().replace(epochs=0)
 
 
 def test_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "minilm").mkdir()
-    assert spec(data="here").data == str(tmp_path / "here")
-    assert spec(model="minilm").model == "minilm", "always the packaged model"
-    assert spec(data="owner/data").data == "owner/data"
+    assert spec(data="here").data.source == str(tmp_path / "here")
+    assert spec(model="minilm").model.name == "minilm", "always the packaged model"
+    assert spec(data="owner/data").data.source == "owner/data"
 
 
 def test_all_problems_come_at_once() -> None:
     values = {"model": "m", "method": "prefx + lora(rnk=3)", "epochs": 0, "bach_size": 3, "head": "thaw", "lr": -1}
     with pytest.raises(DeltuneError) as caught:
-        RunSpec.model_validate(values)
+        RunConfig.model_validate(values)
     told = str(caught.value)
     assert "6 problems" in told
     for part in ("data is missing", "'prefix'", "'rank'", "epochs", "'batch_size'", "'train' or 'freeze'", "lr"):
@@ -127,15 +174,15 @@ def test_every_field_is_checked(wrong: dict[str, Any]) -> None:
 
 def test_rows_at_a_time() -> None:
     """All processes' rows, so many times, are a step's."""
-    assert spec().rows() == 32 and spec().rows(4) == 8
-    assert spec(device_batch_size=4).rows() == spec(device_batch_size=4).rows(4) == 4
-    assert spec(batch_tokens=100).rows(3) == 10, "of an evaluation"
+    assert spec().optim.rows_per_device() == 32 and spec().optim.rows_per_device(4) == 8
+    assert spec(device_batch_size=4).optim.rows_per_device() == spec(device_batch_size=4).optim.rows_per_device(4) == 4
+    assert spec(batch_tokens=100).optim.rows_per_device(3) == 10, "of an evaluation"
     with pytest.raises(
         DeltuneError, match=r"batch_size=32 is no multiple of 3 processes: give a batch_size of 30 or 33$"
     ):
-        spec().rows(3)
+        spec().optim.rows_per_device(3)
     with pytest.raises(DeltuneError, match=r"2 processes of 5 rows at a time: .* 30 or 40; or .* of 1, 2, 4, 8, 16$"):
-        spec(device_batch_size=5).rows(2)
+        spec(device_batch_size=5).optim.rows_per_device(2)
 
 
 @pytest.mark.parametrize("rows", [{"batch_size": 8}, {"device_batch_size": 8}])
@@ -146,12 +193,12 @@ def test_rows_or_tokens(rows: dict[str, Any]) -> None:
 
 def test_a_spec_is_frozen() -> None:
     with pytest.raises(Exception, match="frozen"):
-        spec().seed = 1  # type: ignore[misc]
+        spec().optim = spec().optim  # type: ignore[misc]
     assert hash(spec(labels=("a", "b"))) == hash(spec(labels=("a", "b")))
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("a: [", "broken YAML"), ("- a", "no spec"), ("", "no spec"), ("1: a", "no")]
+    ("text", "match"), [("a: [", "broken YAML"), ("- a", "no config"), ("", "no config"), ("1: a", "no")]
 )
 def test_files_that_are_no_spec(text: str, match: str, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
@@ -171,8 +218,8 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
 
 def test_a_versioned_task_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study's work holds the canonical values: they make the spec again, and another version another name."""
-    spec = RunSpec(model="minilm", task="sick", method="layernorm")
+    spec = RunConfig.from_flat(model="minilm", task="sick", method="layernorm")
     monkeypatch.setitem(TASKS, "sick", replace(TASKS["sick"], version=2))
-    again = RunSpec(model="minilm", task="sick", method="layernorm")
+    again = RunConfig.from_flat(model="minilm", task="sick", method="layernorm")
     assert again.canonical()["task_version"] == 2
-    assert RunSpec(**again.canonical()) == again == spec
+    assert RunConfig.from_flat(**again.canonical()) == again == spec

@@ -28,7 +28,7 @@ from deltune.studies.scales import RATES, StudySetup, choices, crossed, joined, 
 from deltune.studies.study import Study, Want, told
 from deltune.studies.thresholds import Climb, above, bisected, bracketed, powers, reaches, searched, wants
 from deltune.tasks.registry import TASKS
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.progress import ProgressBar
 from test_engine import Here
 
@@ -130,7 +130,7 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     for row in rows.values():
         run = row.spec.get("run", row.spec)
         if row.kind != "time":
-            assert RunSpec(**run).canonical() == run, "a spec and what it says are one"
+            assert RunConfig.from_flat(**run).canonical() == run, "a spec and what it says are one"
             assert "?" not in run["method"]
     if name == "ap/thresholds":
         for outcome in outcomes:
@@ -307,9 +307,11 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     tiny.model(tmp_path / "a")
     tiny.data(tmp_path / "data", train=64, others=48)
 
-    def spec(method: str, seed: int) -> RunSpec:
-        return RunSpec(model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
-                       epochs=1, batch_size=8, max_length=16, lr=1e-2)  # fmt: skip
+    def spec(method: str, seed: int) -> RunConfig:
+        return RunConfig.from_flat(
+            model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
+            epochs=1, batch_size=8, max_length=16, lr=1e-2,
+        )  # fmt: skip
 
     def made(seed: int) -> Climb:
         return Climb({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers(64),

@@ -22,7 +22,7 @@ from deltune.errors import DeltuneError
 from deltune.training import checkpoints
 from deltune.training import run_dir as runs
 from deltune.training.inference import evaluate
-from deltune.training.run_dir import RunDir
+from deltune.training.run_dir import Best, RunDir
 from deltune.training.train import train
 from deltune.training.trainer import DeltaTrainer
 
@@ -58,7 +58,7 @@ def log(run: RunDir) -> list[dict[str, Any]]:
 
 def same(one: RunDir, two: RunDir) -> None:
     """Two runs that cannot be told apart but by the time they took."""
-    assert lasting(one.metrics) == lasting(two.metrics)
+    assert lasting(one.metrics.as_json()) == lasting(two.metrics.as_json())
     assert (one.delta / "delta.safetensors").read_bytes() == (two.delta / "delta.safetensors").read_bytes()
     for file in one.folder.rglob("log.jsonl"):
         assert log(RunDir(file.parent)) == log(RunDir(two.folder / file.parent.relative_to(one.folder)))
@@ -76,18 +76,18 @@ def names(folder: Path) -> set[str]:
 def test_a_run_holds_what_it_should(whole: RunDir, root: Path) -> None:
     assert names(whole.folder) == set(runs.OWN) - {"checkpoint", "runs"}
     metrics = whole.metrics
-    assert set(metrics) >= {"validation", "test", "seconds", "count", "best", "truncated", "signatures"}
-    assert set(metrics["test"]) == {"loss", "accuracy", "f1_macro", "matthews"}
-    assert metrics["count"]["method"] == 4 * 2 * 32 * 2 + 5 * 64, "prefix: 4 keys and values, 2 layers; 5 norms"
-    assert metrics["count"]["head"] == 3 * 32 + 3
-    assert whole.spec.canonical() == tiny.spec(root).canonical()
+    assert metrics.as_json() == json.loads(whole.metrics_file.read_text())
+    assert set(metrics.test) == {"loss", "accuracy", "f1_macro", "matthews"}
+    assert metrics.count["method"] == 4 * 2 * 32 * 2 + 5 * 64, "prefix: 4 keys and values, 2 layers; 5 norms"
+    assert metrics.count["head"] == 3 * 32 + 3
+    assert whole.config.canonical() == tiny.spec(root).canonical()
     facts = whole.environment
     assert facts["packages"]["torch"] and facts["device"] and facts["cpus"]
     assert facts["data"]["rows"] == {"train": 48, "validation": 24, "test": 24}
     rows = tiny.objects(whole.predictions / "test.jsonl")
     assert len(rows) == 24 and set(rows[0]) == {"id", "input", "prediction", "reference", "scores"}
     right = sum(row["prediction"] == row["reference"] for row in rows) / 24
-    assert right == pytest.approx(metrics["test"]["accuracy"])
+    assert right == pytest.approx(metrics.test["accuracy"])
     assert all(sum(row["scores"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
 
 
@@ -102,7 +102,7 @@ def test_the_log_has_losses_and_validations(whole: RunDir) -> None:
 def test_it_learns(root: Path, tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", train=240)
     metrics = train(tiny.spec(root, data=str(tmp_path / "data"), method="full", lr=3e-3, epochs=6), tmp_path / "run")
-    assert metrics["test"]["accuracy"] > 0.9
+    assert metrics.test["accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("metric", ["loss", "accuracy"])
@@ -120,10 +120,10 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
     found = [line for line in log(run) if "eval_loss" in line]
     ranks = [(-line["eval_accuracy"] if metric == "accuracy" else 0, line["eval_loss"]) for line in found]
     best = ranks.index(min(ranks))
-    assert 0 < best < 11 and metrics["validation"]["loss"] == found[best]["eval_loss"]
+    assert 0 < best < 11 and metrics.validation["loss"] == found[best]["eval_loss"]
     value = found[best][f"eval_{metric}"]
-    assert metrics["best"] == {"epoch": 1 + best, "step": 6 * (1 + best), "metric": metric, "value": value}
-    assert evaluate(run.folder, output=tmp_path / "again") == {s: metrics[s] for s in ("validation", "test")}
+    assert metrics.best == Best(epoch=1 + best, step=6 * (1 + best), metric=metric, value=value)
+    assert evaluate(run.folder, output=tmp_path / "again") == metrics.scores
     for split in ("validation", "test"):
         again = (tmp_path / "again" / f"{split}.jsonl").read_text()
         assert again == (run.predictions / f"{split}.jsonl").read_text()
@@ -134,7 +134,7 @@ def test_patience(root: Path, tmp_path: Path) -> None:
     spec = tiny.spec(root, method="full", epochs=30, lr=0.3, schedule="constant", metric="loss", patience=2)
     metrics = train(spec, run.folder)
     epochs = [line for line in log(run) if "eval_loss" in line]
-    assert len(epochs) == metrics["best"]["epoch"] + 2 < 30
+    assert len(epochs) == metrics.best.epoch + 2 < 30
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ def test_patience(root: Path, tmp_path: Path) -> None:
 )
 def test_options(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, epochs=1, **changes), tmp_path / "run")
-    assert metrics["validation"]["accuracy"] == metrics["best"]["value"], "what is on the disk is what was chosen"
-    assert evaluate(tmp_path / "run") == {split: metrics[split] for split in ("validation", "test")}
-    assert (metrics["count"]["head"] == 0) == (changes.get("head") == "freeze")
+    assert metrics.validation["accuracy"] == metrics.best.value, "what is on the disk is what was chosen"
+    assert evaluate(tmp_path / "run") == metrics.scores
+    assert (metrics.count["head"] == 0) == (changes.get("head") == "freeze")
 
 
 @pytest.mark.parametrize("family", ["roberta", "gpt2", "llama"])
 def test_other_families(family: str, root: Path, tmp_path: Path) -> None:
     folder = tiny.model(tmp_path / family, family)
-    assert train(tiny.spec(root, model=str(folder), epochs=1), tmp_path / "run")["count"]["method"] > 0
+    assert train(tiny.spec(root, model=str(folder), epochs=1), tmp_path / "run").count["method"] > 0
 
 
 def test_without_validation_the_last_epoch_is_kept(root: Path, tmp_path: Path) -> None:
     data = tiny.data(tmp_path / "data")
     (data / "validation.jsonl").unlink()
     metrics = train(tiny.spec(root, data=str(data), epochs=2), tmp_path / "run")
-    assert metrics["best"] == {"epoch": 2, "step": 12} and "test" in metrics and "validation" not in metrics
+    assert metrics.best == Best(epoch=2, step=12) and set(metrics.scores) == {"test"}
     with pytest.raises(DeltuneError, match="no validation split"):
         train(tiny.spec(root, data=str(data), patience=1), tmp_path / "other")
 
@@ -198,7 +198,7 @@ def test_afresh(root: Path, tmp_path: Path) -> None:
     train(tiny.spec(root, epochs=1, seed=5), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     train(tiny.spec(root, epochs=1), tmp_path / "run", resume=False)
-    assert RunDir(tmp_path / "run").spec.seed == 0
+    assert RunDir(tmp_path / "run").config.runtime.seed == 0
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
@@ -206,7 +206,7 @@ def test_the_seed_decides(root: Path, tmp_path: Path, whole: RunDir) -> None:
     train(tiny.spec(root), tmp_path / "same")
     same(whole, RunDir(tmp_path / "same"))
     train(tiny.spec(root, seed=1), tmp_path / "other")
-    assert lasting(RunDir(tmp_path / "other").metrics) != lasting(whole.metrics)
+    assert lasting(RunDir(tmp_path / "other").metrics.as_json()) != lasting(whole.metrics.as_json())
 
 
 # -- interrupted
@@ -249,7 +249,7 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
     run, _ = interrupted(root, tmp_path / "run", 21, monkeypatch)
     facts_file = next(run.checkpoint.glob("*/facts.json"))
     facts = json.loads(facts_file.read_text())
-    assert facts["best"]["answered"]["metrics"] == whole.metrics["validation"]
+    assert facts["best"]["answered"]["metrics"] == whole.metrics.validation
     facts["best"]["answered"]["metrics"] = {"accuracy": -1.0, "loss": -1.0}
     if lost == "the answers":
         del facts["best"]["answered"]
@@ -436,7 +436,7 @@ def test_a_prompt_takes_positions(root: Path, tmp_path: Path) -> None:
 def test_cut_rows_are_counted(root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, max_length=8, epochs=1), tmp_path / "run")
     lengths = [len(row["text"].split()) + 2 for row in tiny.sentences(48, 0)]
-    assert metrics["truncated"]["train"] == sum(length > 8 for length in lengths) > 0
+    assert metrics.truncated["train"] == sum(length > 8 for length in lengths) > 0
 
 
 def test_nothing_to_train(root: Path, tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
 def test_a_finished_run_needs_no_data(tmp_path: Path) -> None:
     first = train(tiny.spec(tmp_path, epochs=1), tmp_path / "run")
     (tmp_path / "data").rename(tmp_path / "moved")
-    assert train(RunDir(tmp_path / "run").spec, tmp_path / "run") == first
+    assert train(RunDir(tmp_path / "run").config, tmp_path / "run") == first
 
 
 @pytest.mark.parametrize("several", [{}, {"seeds": (0, 1)}])
@@ -480,4 +480,4 @@ def test_changed_data_of_a_finished_run(several: dict[str, Any], root: Path, tmp
     assert train(spec, run) == metrics
     (data / "test.jsonl").write_text(text.replace("old", "new"))
     train(spec, run, resume=False)
-    assert train(spec, run)["test"].keys() == metrics["test"].keys()
+    assert train(spec, run).test.keys() == metrics.test.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from deltune.tasks.classification import CLASSIFICATION
 from deltune.tasks.encoding import collate
 from deltune.training import checkpoints
 from deltune.training.activation_cache import CachedRows, with_cached_activations
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
@@ -52,15 +51,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "trunk"
 
 
-def spec(root: Path, **changes: Any) -> RunSpec:
+def spec(root: Path, **changes: Any) -> RunConfig:
     return tiny.spec(root, **{"method": UPPER, "trunk_dropout": "off", "epochs": 2, **changes})
 
 
 def alike(one: RunDir, two: RunDir) -> None:
     """Two runs of the same numbers, up to rounding, all along."""
     for split in ("validation", "test"):
-        assert one.metrics[split] == pytest.approx(two.metrics[split], abs=1e-5)
-    assert one.metrics["best"]["step"] == two.metrics["best"]["step"]
+        assert one.metrics.scores[split] == pytest.approx(two.metrics.scores[split], abs=1e-5)
+    assert one.metrics.best.step == two.metrics.best.step
     assert tiny.losses(one.folder) == pytest.approx(tiny.losses(two.folder), abs=1e-5)
     mine, theirs = (load_file(run.delta / "delta.safetensors") for run in (one, two))
     for name, tensor in mine.items():
@@ -93,8 +92,8 @@ def test_a_run_from_states_is_the_same_run(
     if not model.exists():
         tiny.model(model, family)
     asked = spec(root, model=str(model), **changes)
-    without = asked.model_copy(update={"trunk_cache": 0.0})
-    assert asked.name == without.name != asked.model_copy(update={"trunk_dropout": "on"}).name
+    without = asked.replace(trunk_cache=0.0)
+    assert asked.name == without.name != asked.replace(trunk_dropout="on").name
     train(asked, tmp_path / "kept")
     assert len(files(place)) == 3
     train(without, tmp_path / "run")
@@ -126,7 +125,7 @@ def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     assert not run.finished
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(asked, run.folder)
-    train(asked.model_copy(update={"trunk_cache": 0.0}), tmp_path / "whole")
+    train(asked.replace(trunk_cache=0.0), tmp_path / "whole")
     alike(RunDir(tmp_path / "whole"), run)
     assert {path.name: path.read_bytes() for path in place.glob("*.safetensors")} == made
 
@@ -282,8 +281,8 @@ def test_a_run_without_a_trunk_is_an_error_that_leaves_nothing(root: Path, tmp_p
 def test_the_option_in_a_file(root: Path, tmp_path: Path) -> None:
     """YAML says false for off."""
     values = {"model": "minilm", "data": str(root / "data"), "method": "head"}
-    assert RunSpec(**values, trunk_dropout=False).trunk_dropout == "off"
-    assert RunSpec(**values, trunk_dropout=True) == RunSpec(**values)
-    assert json.dumps(RunSpec(**values, trunk_cache=1).canonical()) == json.dumps(RunSpec(**values).canonical())
+    assert RunConfig.from_flat(**values, trunk_dropout=False).method.trunk_dropout == "off"
+    assert RunConfig.from_flat(**values, trunk_dropout=True) == RunConfig.from_flat(**values)
+    assert RunConfig.from_flat(**values, trunk_cache=1).canonical() == RunConfig.from_flat(**values).canonical()
     with pytest.raises(DeltuneError, match="trunk_dropout"):
-        RunSpec(**values, trunk_dropout="some")
+        RunConfig.from_flat(**values, trunk_dropout="some")

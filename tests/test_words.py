@@ -173,12 +173,12 @@ def test_real_entities_survive_their_words(shared: Path) -> None:
 def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     """Template and words of the task are the run's on any data."""
     model = str(shared / "models" / "stories260k-llama")
-    spec = tiny.RunSpec(
+    spec = tiny.RunConfig.from_flat(
         model=model, task="sst2", data_root=str(shared / "data"), answer="words", head="freeze", method="layernorm",
         epochs=1, max_train_rows=16, max_length=64, target_length=8,
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
-    assert metrics["count"]["head"] == 0 and metrics["count"]["method"] == 11 * 64
+    assert metrics.count["head"] == 0 and metrics.count["method"] == 11 * 64
     rows = read(shared, "sst2", 20)
     lines = RunDir(tmp_path / "run").predictions / "test.jsonl"
     said = tiny.objects(lines)[:20]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltune.filesystem import read_jsonl
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 
 WORDS = {
     "fruit": ("apple", "pear", "plum", "fig", "melon", "peach"),
@@ -97,7 +97,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def spec(root: Path, **changes: Any) -> RunSpec:
+def spec(root: Path, **changes: Any) -> RunConfig:
     """A spec on the tiny parts below `root`, which are made when they are not there."""
     places = {"model": root / "model", "data": root / "data"}
     if "model" not in changes and not places["model"].exists():
@@ -106,4 +106,4 @@ def spec(root: Path, **changes: Any) -> RunSpec:
         data(places["data"])
     values = {name: str(path) for name, path in places.items()}
     values |= {"method": "prefix(length=4) + layernorm", "epochs": 3, "batch_size": 8, "max_length": 16}
-    return RunSpec(**{**values, **changes})
+    return RunConfig.from_flat(**{**values, **changes})

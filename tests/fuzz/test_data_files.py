@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from deltune.data import loading, readers
 from deltune.errors import DeltuneError
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir, environment
 
@@ -243,7 +243,8 @@ def run(tmp_path: Path) -> Path:
     found = RunDir(tmp_path / "run")
     with found.locked():
         found.begin(
-            RunSpec(model="m", data="d", method="lora"), {"data": {"fingerprint": "abc", "columns": {"text": "text"}}}
+            RunConfig.from_flat(model="m", data="d", method="lora"),
+            {"data": {"fingerprint": "abc", "columns": {"text": "text"}}},
         )
     return found.folder
 

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError
 from deltune.training import checkpoints, prediction_inputs
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.exporting import export_run, merge_run
 from deltune.training.inference import evaluate, predict_rows, rescore
 from deltune.training.prediction_inputs import input_columns, inputs_from_file
@@ -90,7 +90,7 @@ def of_run(seed: int, folders: Folders, to: Path) -> list[str]:
     def facts() -> None:
         run = RunDir(folder)
         run.check(spec)
-        assert run.spec.name and isinstance(run.metrics["seconds"], float)
+        assert run.config.name and isinstance(run.metrics.seconds, int | float)
         input_columns(run.kept.data.kind, run.kept)
         run.kept.logged()
 
@@ -145,7 +145,7 @@ def test_any_checkpoint_whose_checksums_fit(seeds: range, folders: Folders, tmp_
 
 def rest(folder: Path) -> Any:
     """What is the same of a run, however often it was stopped."""
-    metrics = RunDir(folder).metrics
+    metrics = RunDir(folder).metrics.as_json()
     return {name: metrics[name] for name in ("validation", "test", "best")}
 
 
@@ -154,7 +154,7 @@ def rest(folder: Path) -> Any:
 
 def test_texts_with_line_separators_are_scored_again(folders: Folders) -> None:
     """U+2028, U+0085 and a form feed stand in a prediction's input; they end no line."""
-    assert rescore(folders.finished)["test"]["accuracy"] == RunDir(folders.finished).metrics["test"]["accuracy"]
+    assert rescore(folders.finished)["test"]["accuracy"] == RunDir(folders.finished).metrics.test["accuracy"]
     lines = (folders.finished / "predictions" / "test.jsonl").read_text(encoding="utf-8")
     assert "\u2028" in lines and len(lines.splitlines()) > lines.count("\n") == 12
 
@@ -290,7 +290,7 @@ def test_the_umask_holds(mask: int, folders: Folders, tmp_path: Path) -> None:
     try:
         folder = copied(folders.stopped, tmp_path / "run")
         shutil.rmtree(folder)
-        spec = RunSpec(**{**folders.spec.model_dump(), "epochs": 1})
+        spec = RunConfig.from_flat(**{**folders.spec.flat(), "epochs": 1})
         keep, checkpoints_seen = checkpoints.write_checksums, []
 
         def seal(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from deltune import models
 from deltune.data import loading
 from deltune.errors import DeltuneError
 from deltune.tasks.registry import find_task
-from deltune.training.config import RunSpec, read_spec
+from deltune.training.config import RunConfig, read_config
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir
 
@@ -36,21 +36,21 @@ SEEDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def used(spec: RunSpec) -> None:
+def used(spec: RunConfig) -> None:
     """Everything that a spec can be asked; it stays what it is when written and read."""
     assert len(spec.name) == 16 and hash(spec) is not None
-    again = RunSpec(**yaml.safe_load(spec.yaml()))
+    again = RunConfig.model_validate(yaml.safe_load(spec.yaml()))
     assert again.name == spec.name and spec.differences(again) == []
-    for single in spec.tries()[:5] if spec.several else ():
-        assert not single.several
-    outcome(lambda: spec.rows(3))
+    for single in spec.tries()[:5] if spec.is_series else ():
+        assert not single.is_series
+    outcome(lambda: spec.optim.rows_per_device(3))
 
 
 def of_values(seed: int) -> None:
     chance = random.Random(seed)
     values = mutated_json(chance.choice(SEEDS), chance)
     if isinstance(values, dict) and all(isinstance(key, str) for key in values):
-        outcome(lambda: used(RunSpec(**values)))
+        outcome(lambda: used(RunConfig.model_validate(values)))
 
 
 def of_text(seed: int, folder: Path) -> None:
@@ -58,7 +58,7 @@ def of_text(seed: int, folder: Path) -> None:
     path = folder / "spec.yaml"
     text = yaml.safe_dump(chance.choice(SEEDS), sort_keys=False).encode()
     path.write_bytes(mutated_bytes(text, chance))
-    outcome(lambda: used(read_spec(path)), folder)
+    outcome(lambda: used(read_config(path)), folder)
 
 
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 12_000), marks=pytest.mark.slow)])
@@ -81,14 +81,14 @@ MANY = list(range(1, 31))
 FOUND: dict[str, tuple[str | bytes, str]] = {
     "aliases of aliases": (LAUGHS + "model: *a9\n", "more than 20,000 values"),
     "an alias of itself": ("model: &a [*a]\n", "inside of what it stands for"),
-    "merged again and again": ("a: &a {b: 1}\nc: &c {<<: [*a, *a]}\nd: {<<: *c}\nmodel: [x]\n", "model: input should"),
+    "merged again and again": ("a: &a {b: 1}\nc: &c {<<: [*a, *a]}\nd: {<<: *c}\nmodel: [x]\n", "name: input should"),
     "deep": ("model: " + "[" * 500 + "]" * 500, "nested too deeply"),
     "very deep": ("model: " + "[" * 50_000, "nested too deeply"),
     "large": ("model: " + "x" * 300_000, "larger than 256 KiB"),
     "a month without a name": ("model: 2020-13-45\n", "broken YAML"),
     "a number without digits": ("model: !!int ''\n", "broken YAML"),
     "no true and no false": ("model: !!bool maybe\n", "broken YAML"),
-    "bytes": ("model: !!binary AAAA\ndata: d\nmethod: lora\n", "model: .* is no text"),
+    "bytes": ("model: !!binary AAAA\ndata: d\nmethod: lora\n", "model.name: .* is no text"),
     "a long number": ("model: m\ndata: d\nmethod: lora\nepochs: " + "9" * 5000, "broken YAML"),
     "a large number": ("model: m\ndata: d\nmethod: lora\nepochs: " + "9" * 50, "epochs: .* is too large a number"),
     "a large hexadecimal number": (
@@ -99,7 +99,7 @@ FOUND: dict[str, tuple[str | bytes, str]] = {
     "UTF-16": ("model: m\n".encode("utf-16"), "not UTF-8"),
     "a list for a task": ("model: m\nmethod: lora\ntask: [sick]\n", "task: input should be a valid string"),
     "a list for a protocol": ("model: m\nmethod: lora\ntask: sick\nprotocol: [x]\n", "protocol: input should be"),
-    "a list for a method": ("model: m\ndata: d\nmethod: [lora]\n", "method: "),
+    "a list for a method": ("model: m\ndata: d\nmethod: [lora]\n", "method.expression: "),
     "an unknown user": ("model: m\ndata: ~nosuch/x\nmethod: lora\n", "no such user"),
     "a long name": (f"model: m\ndata: {'x' * 300}\nmethod: lora\n", "File name too long"),
     "too many tries": (
@@ -122,16 +122,16 @@ def test_what_was_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     began = time.process_time()
     with pytest.raises(DeltuneError, match=expected) as caught:
-        read_spec(tmp_path / "spec.yaml")
+        read_config(tmp_path / "spec.yaml")
     assert len(str(caught.value)) < 3000, "a message shows the beginning and the end of a value"
     assert time.process_time() - began < 20, "a hundredth of what it took"
 
 
 def test_many_rows_that_do_not_add_up() -> None:
     """The list of what would fit ends."""
-    spec = RunSpec(model="m", data="d", method="lora", batch_size=2**31 - 1, device_batch_size=2)
+    spec = RunConfig.from_flat(model="m", data="d", method="lora", batch_size=2**31 - 1, device_batch_size=2)
     with pytest.raises(DeltuneError, match="no multiple"):
-        spec.rows(3)
+        spec.optim.rows_per_device(3)
 
 
 PATHS = ("~nosuch/x", "x" * 300, "/".join(["d" * 200] * 30), "a\0b", "\ud800")
@@ -141,14 +141,14 @@ PATHS = ("~nosuch/x", "x" * 300, "/".join(["d" * 200] * 30), "a\0b", "\ud800")
 def test_paths_that_the_file_system_refuses(path: str, tmp_path: Path) -> None:
     for call in (
         lambda: RunDir(path),
-        lambda: read_spec(path),
+        lambda: read_config(path),
         lambda: loading.load_data(path),
         lambda: models.locate(path),
         lambda: find_task("sick", path),
         lambda: inputs_from_file(Path(f"{path}.txt"), tmp_path),
-        lambda: RunSpec(model=path, data="d", method="lora"),
-        lambda: RunSpec(model="m", data=path, method="lora"),
-        lambda: RunSpec(model="m", task="sick", data_root=path, method="lora"),
+        lambda: RunConfig.from_flat(model=path, data="d", method="lora"),
+        lambda: RunConfig.from_flat(model="m", data=path, method="lora"),
+        lambda: RunConfig.from_flat(model="m", task="sick", data_root=path, method="lora"),
     ):
         with pytest.raises(DeltuneError) as caught:
             call()

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 import tiny
 from deltune import attach
 from deltune.errors import DeltuneError
-from deltune.training.config import read_spec
+from deltune.training.config import read_config
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 
@@ -38,7 +38,7 @@ def _refused(spec_file: str, folder: str) -> bool:
     """Whether a run stopped with an error that says that there is no space; then nothing of it is torn."""
     before = content(Path(folder)) if Path(folder).is_dir() else {}
     try:
-        train(read_spec(spec_file), folder, progress=False)
+        train(read_config(spec_file), folder, progress=False)
     except DeltuneError as error:
         assert "no space left" in str(error).lower() and "\n" not in str(error), error
         whole(Path(folder))
@@ -57,7 +57,7 @@ def on_disks(spec_file: str, disk: str, sizes: range, results: str) -> None:
         resized(disk, size)
         refused = _refused(spec_file, str(folder))
         resized(disk, ENOUGH)
-        train(read_spec(spec_file), folder, progress=False)
+        train(read_config(spec_file), folder, progress=False)
         shutil.copytree(folder, Path(results) / f"{size}{'-refused' if refused else ''}")
         shutil.rmtree(folder)
 
@@ -97,7 +97,7 @@ def test_a_run_whose_disk_is_full_at_any_file(first: int, step: int, root: Path,
         assert code in (0, 1) and "Traceback" not in started.printed, f"file {at}: {started.printed}"
         if code == 1:
             break
-        train(read_spec(root / "spec.yaml"), folder, progress=False)
+        train(read_config(root / "spec.yaml"), folder, progress=False)
         assert content(folder) == content(root / "whole"), f"file {at}"
         shutil.rmtree(folder)
         at += step

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from deltune.cli.launching import exit_with_launcher
-from deltune.training.config import RunSpec
+from deltune.training.config import RunConfig
 from deltune.training.train import train
 
 if __name__ == "__main__":
     exit_with_launcher()
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        train(RunSpec(**job["spec"]), job["output"], progress=False, devices="cpu", sharded=job["sharded"])
+        train(RunConfig.from_flat(**job["spec"]), job["output"], progress=False, devices="cpu", sharded=job["sharded"])

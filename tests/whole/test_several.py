@@ -49,13 +49,13 @@ def compare(whole: RunDir, other: RunDir) -> None:
         values = [[line[name] for line in lines if name in line] for lines in (ours, theirs)]
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
     for split in ("validation", "test"):
-        assert other.metrics[split] == pytest.approx(whole.metrics[split], rel=1e-4)
-    assert other.metrics["count"] == whole.metrics["count"]
+        assert other.metrics.scores[split] == pytest.approx(whole.metrics.scores[split], rel=1e-4)
+    assert other.metrics.count == whole.metrics.count
     one, two = (load_file(run.delta / "delta.safetensors") for run in (whole, other))
     assert set(one) == set(two)
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-4, rtol=1e-3), name
-    assert (other.delta / "delta.json").exists() and other.metrics["best"]["epoch"] == whole.metrics["best"]["epoch"]
+    assert (other.delta / "delta.json").exists() and other.metrics.best.epoch == whole.metrics.best.epoch
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def together(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None
         own["model"] = str(root / own.get("model", "model"))
         spec = tiny.spec(root, **own)
         train(spec, folder / name / "one", progress=False)
-        given = spec.model_dump(mode="json")
+        given = spec.flat(mode="json")
         jobs += [{"spec": given, "output": str(folder / name / how), "sharded": how} for how in SHARDED]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     assert launch(2, [sys.executable, str(DRIVER), str(folder / "jobs.json")]) == 0
@@ -180,7 +180,7 @@ def test_other_launchers(name: str, root: Path, tmp_path: Path) -> None:
     by = by if name == "torchrun" else [*by, *plain]
     found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout) == RunDir(tmp_path / "run").metrics, "said once"
+    assert json.loads(found.stdout) == RunDir(tmp_path / "run").metrics.as_json(), "said once"
     facts = RunDir(tmp_path / "run").environment
     assert (facts["processes"], facts["sharded"]) == (2, how)
     train(tiny.spec(root, epochs=1), tmp_path / "one", progress=False)

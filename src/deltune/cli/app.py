@@ -1,4 +1,4 @@
-"""The command line. Facts go to standard output (with --json nothing else does), everything else to standard error."""
+"""The command line: results go to standard output (with --json nothing else does), all else to standard error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import DeltuneError, unknown_name
 from . import launching
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .study import app as study
-from .train import train
+from .train import PASS_EVERYTHING_ON, train
 
 app = typer.Typer(
     help="Tune a pretrained transformer by small deltas.",
@@ -74,8 +74,8 @@ def count(
     from ..methods import counting
     from ..methods.registry import parse
 
-    found = counting.count(models.load_config(model), parse(method), denominator)
-    console.print_json(data=found.as_dict()) if as_json else console.print(str(found))
+    result = counting.count(models.load_config(model), parse(method), denominator)
+    console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
 
 
 @app.command()
@@ -95,18 +95,18 @@ def fit(
 
     if (budget is None) == (align is None):
         raise DeltuneError("give --budget or --align, one of them")
-    wanted = parse(align) if align is not None else str(budget)
+    target = parse(align) if align is not None else str(budget)
     try:
         shares = None if weights is None else [float(share) for share in weights.split(",")]
     except ValueError:
         raise DeltuneError(f"--weights {weights}: give numbers, such as 3,1") from None
-    found = budgets.solve(models.load_config(model), method, wanted, denominator, shares)
-    facts = {"method": repr(found.method), "count": found.count, "budget": found.budget, "left": found.left}
-    told = f"{found.method!r}\n{found.count:,} scalars of {found.budget:,}, {found.left:,} left"
-    console.print_json(data=facts) if as_json else console.print(told)
+    solution = budgets.solve(models.load_config(model), method, target, denominator, shares)
+    facts = {"method": repr(solution.method), "count": solution.count, "budget": solution.budget, "left": solution.left}
+    text = f"{solution.method!r}\n{solution.count:,} scalars of {solution.budget:,}, {solution.left:,} left"
+    console.print_json(data=facts) if as_json else console.print(text)
 
 
-app.command()(train)
+app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(train)
 app.add_typer(study, name="study")
 
 
@@ -127,16 +127,16 @@ def evaluate(
     if rescore and (data or split or output):
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if metrics and not rescore:
-        raise DeltuneError("--metrics is for --rescore; a run's own are in its spec")
+        raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..training import inference as scoring
+            from ..training import inference
 
         if rescore:
-            found = scoring.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
+            scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
         else:
-            found = scoring.evaluate(run, data, split, output, progress=not quiet)
-    console.print_json(data=found) if as_json else console.print(formatting.score_table(found))
+            scores = inference.evaluate(run, data, split, output, progress=not quiet)
+    console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
 
 @app.command()
@@ -169,14 +169,14 @@ def predict(
             if file is None
             else prediction_inputs.inputs_from_file(file, run)
         )
-        found = predict_rows(run, rows)
+        predictions = predict_rows(run, rows)
     if output is not None:
-        prediction_inputs.write_predictions(output, found)
-        print(f"{len(found)} predictions in {output}", file=sys.stderr)
+        prediction_inputs.write_predictions(output, predictions)
+        print(f"{len(predictions)} predictions in {output}", file=sys.stderr)
     elif as_json:
-        console.print_json(data=found)
+        console.print_json(data=predictions)
     else:
-        console.print(formatting.prediction_table(found))
+        console.print(formatting.prediction_table(predictions))
 
 
 @app.command()
@@ -211,7 +211,7 @@ def export(
 
 
 @app.command("import")
-def take_in(
+def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
     model: Annotated[str, typer.Option(help="Its base model: hub id, folder or minilm.")],
     output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
@@ -237,7 +237,7 @@ def quickstart(
     text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
 ) -> None:
-    """The main job in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
+    """Train two runs in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
     with log_to_stderr(False):
         with fast_imports():
             from .quickstart import SENTENCE, quickstart
@@ -246,7 +246,10 @@ def quickstart(
 
 
 def main() -> None:
-    """The script: exit code 2 and a message on standard error for a mistake of the user, 130 after Ctrl-C."""
+    """Run the command line.
+
+    The exit code is 2, with a message on standard error, for a mistake of the user, and 130 after Ctrl-C.
+    """
     launching.exit_with_launcher()
     try:
         app(prog_name="deltune")

@@ -1,4 +1,4 @@
-"""Facts as tables and pages for a terminal."""
+"""Tables and pages that commands print on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rich.table import Table
 from ..methods.parser import signature_text
 from ..methods.registry import TABLE
 from ..tasks.registry import TASKS
-from ..training.config import RunSpec
+from ..training.config import RunConfig
+from ..training.run_dir import RunMetrics
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
@@ -21,8 +22,12 @@ PAPERS = "LN: LN-tuning · UV: Towards a Unified View of Parameter-Efficient Tra
 
 
 def method_facts() -> dict[str, dict[str, Any]]:
-    """Every method of the table: name, formula, text, usage, rate, scalars a layer, paper, example and point of the
-    design space."""
+    """Return what there is to know of every named method, by name.
+
+    Returns:
+        name, formula, text, usage, rate (the default learning rate), scalars (a layer), paper, example and point (its
+        parts in the design space).
+    """
     return {
         name: {
             "name": name,
@@ -40,7 +45,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
 
 
 def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
-    """One line a method."""
+    """Return a table with one line a method."""
     table = _table("method", "formula", "scalars a layer", "paper")
     table.columns[0].min_width = max(map(len, facts))
     for fact in facts.values():
@@ -49,7 +54,7 @@ def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
 
 
 def task_facts() -> dict[str, dict[str, Any]]:
-    """Every task of the table: name, kind, folder, hub id, columns by role, metrics and version."""
+    """Return every known task: name, kind, folder, hub id, columns by role, metrics and version."""
     return {
         name: {
             "name": name,
@@ -65,7 +70,7 @@ def task_facts() -> dict[str, dict[str, Any]]:
 
 
 def task_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
-    """One line a task."""
+    """Return a table with one line a task."""
     table = _table("task", "kind", "folder", "metrics")
     table.columns[0].min_width = max(map(len, facts))
     for fact in facts.values():
@@ -74,7 +79,7 @@ def task_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
 
 
 def method_page(fact: Mapping[str, Any]) -> str:
-    """One method in full."""
+    """Return the page of one method."""
     page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
     page += f"\nscalars a layer: {fact['scalars']}   [{LETTERS}]"
     point = "\n  ".join(fact["point"]) or "no modification and no selection: the head alone"
@@ -84,33 +89,38 @@ def method_page(fact: Mapping[str, Any]) -> str:
 def score_table(
     scores: Mapping[str, Mapping[str, float]], std: Mapping[str, Mapping[str, float]] | None = None
 ) -> RenderableType:
-    """One line a split, one column a metric; with its standard deviation where there is one."""
+    """Return a table with one line a split and one column a metric.
+
+    Args:
+        scores: The metrics by split.
+        std: Their standard deviations by split, where there are some.
+    """
     names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
     table = _table("split", *names, right=len(names))
     for split, metrics in scores.items():
-        spread = {name: f" ± {value:.4f}" for name, value in (std or {}).get(split, {}).items()}
-        table.add_row(split, *(f"{metrics[name]:.4f}{spread.get(name, '')}" for name in names))
+        deviations = {name: f" ± {value:.4f}" for name, value in (std or {}).get(split, {}).items()}
+        table.add_row(split, *(f"{metrics[name]:.4f}{deviations.get(name, '')}" for name in names))
     return table
 
 
-def run_table(spec: RunSpec, metrics: Mapping[str, Any], folder: str) -> RenderableType:
-    """The outcome of a run."""
-    count, best = metrics["count"], metrics["best"]
-    told = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
-    kept = f"epoch {best['epoch']} of {spec.epochs} kept" if spec.steps is None else f"step {best['step']} kept"
-    scores = {split: metrics[split] for split in ("validation", "test") if split in metrics}
-    if spec.several:
-        found = "".join(f", {field} {best[field]}" for field in spec.search)
-        told_of = sum(run["chosen"] for run in metrics["runs"])
-        kept = f"{metrics['aggregate']} of {told_of} seeds" if "aggregate" in metrics else "one seed"
-        kept += f"{found}: the best of {len(metrics['runs']) - told_of + 1} tried" if spec.search else ""
-    at = "" if "lr" in spec.search else f" at {spec.rate:g}"
-    lines = f"{spec.method}{at}: {told}, {metrics['seconds']:.0f} s, {kept}\nin {folder}"
-    return Group(lines, score_table(scores, metrics.get("std", {}))) if scores else lines
+def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> RenderableType:
+    """Return the outcome of a run: what was trained, which epoch is kept, and the scores."""
+    count, best, search = metrics.count, metrics.best, config.runtime.search
+    trained = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
+    steps, epochs = config.optim.steps, config.optim.epochs
+    kept = f"epoch {best.epoch} of {epochs} kept" if steps is None else f"step {best.step} kept"
+    if config.is_series:
+        chosen = sum(run.chosen for run in metrics.runs)
+        values = "".join(f", {field} {best.as_json()[field]}" for field in search)
+        kept = f"{metrics.aggregate} of {chosen} seeds" if metrics.aggregate else "one seed"
+        kept += f"{values}: the best of {len(metrics.runs) - chosen + 1} tried" if search else ""
+    rate = "" if "lr" in search or config.optim.lr is None else f" at {config.optim.lr:g}"
+    lines = f"{config.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {kept}\nin {folder}"
+    return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """One line an input: what is predicted, its score where it has one, the input."""
+    """Return a table with one line an input: what is predicted, its score where it has one, the input."""
     table = _table("prediction", "score", "input")
     for row in rows:
         table.add_row(_plain(row["prediction"]), _score(row["prediction"], row["scores"]), _plain(row["input"]))
@@ -118,7 +128,7 @@ def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _plain(value: Any) -> str:
-    """Parts of an input or an answer in one line."""
+    """Return an input or an answer in one line."""
     if isinstance(value, Mapping):
         return " | ".join(map(_plain, value.values()))
     if isinstance(value, float):
@@ -127,14 +137,14 @@ def _plain(value: Any) -> str:
 
 
 def _score(prediction: Any, scores: Any) -> str:
-    """That of the prediction, by its name or its number; or the one there is."""
+    """Return the score of the prediction, by its name or its number, or the only score."""
     if isinstance(scores, Mapping) or (isinstance(scores, Sequence) and isinstance(prediction, int)):
         scores = scores[prediction]
     return f"{scores:.3f}" if isinstance(scores, float) else ""
 
 
 def _table(*columns: str, right: int = 0) -> Table:
-    """A plain table whose last `right` columns are numbers."""
+    """Return a plain table whose last `right` columns are numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i >= len(columns) - right else "left")

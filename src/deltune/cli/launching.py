@@ -1,4 +1,8 @@
-"""One command in several processes of this machine: started together, ended together."""
+"""Launching one command in several processes of this machine, which start together and end together.
+
+torch.distributed.run is not used: it gives its processes sessions and pipes of their own, so that they outlive a
+launcher that is killed. Here they hold the end of a pipe, and the first failure's exit code is the command's.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,21 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import DeltuneError
 
-GRACE = 5.0  # seconds in which the others may end by themselves
+GRACE = 5.0  # seconds in which the other processes may end by themselves
 LIFELINE = "DELTUNE_LIFELINE"
 
 
 def launch(count: int, command: Sequence[str]) -> int:
-    """Run a command `count` times, each told which it is, as torchrun does.
+    """Run a command in several processes, with the environment variables that torchrun sets.
 
-    Returns the exit code: 0, or of the first that failed, after which the others are ended. They end with this
-    process, however it ends.
+    The processes end with this one, however it ends.
+
+    Args:
+        count: How many processes.
+        command: The command and its arguments.
+
+    Returns:
+        The exit code: 0, or that of the first process that failed, after which the others are ended; 130 after Ctrl-C.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,12 +40,12 @@ def launch(count: int, command: Sequence[str]) -> int:
     threads = str(max(1, (os.cpu_count() or 1) // count))
     # threads that spin while they wait slow others down on shared cores; a process alone is a tenth faster with them
     shared = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-    told = {**shared, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    told |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    environment = {**shared, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     with _lifeline() as line:
-        told[LIFELINE] = str(line)
+        environment[LIFELINE] = str(line)
         started = [
-            subprocess.Popen(command, env={**told, "RANK": str(i), "LOCAL_RANK": str(i)}, pass_fds=(line,))
+            subprocess.Popen(command, env={**environment, "RANK": str(i), "LOCAL_RANK": str(i)}, pass_fds=(line,))
             for i in range(count)
         ]
         try:
@@ -48,35 +58,42 @@ def launch(count: int, command: Sequence[str]) -> int:
 
 
 def launch_if_requested(count: int | None) -> int | None:
-    """The exit code of this command in `count` processes, where it is to be launched and is not yet.
+    """Run this very command in several processes, if that is requested and has not happened yet.
 
-    Errors: no process at all; it is launched already, in another number.
+    Args:
+        count: How many processes are requested; None or 1 for none but this.
+
+    Returns:
+        The exit code of the processes, or None if this process does the work itself.
+
+    Raises:
+        DeltuneError: The number is no positive one, or differs from that of the processes which are running already.
     """
-    there = int(os.environ.get("WORLD_SIZE", "1"))
+    running = int(os.environ.get("WORLD_SIZE", "1"))
     if count is not None and count < 1:
         raise DeltuneError(f"--launch {count}: give 1 or more")
-    if there > 1 and count not in (None, there):
-        raise DeltuneError(f"--launch {count} inside {there} processes: leave it out, or start deltune alone")
+    if running > 1 and count not in (None, running):
+        raise DeltuneError(f"--launch {count} inside {running} processes: leave it out, or start deltune alone")
     return (
         None
-        if count is None or count == 1 or there > 1
+        if count is None or count == 1 or running > 1
         else launch(count, [sys.executable, "-m", "deltune", *sys.argv[1:]])
     )
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks to the user: the first, where there are several."""
+    """Whether this process prints to the user: rank 0, where there are several."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def sharding_mode(asked: str | None) -> str:
-    """none or fsdp: what is asked for, else what `accelerate launch --use_fsdp` says."""
-    told = os.environ.pop("ACCELERATE_USE_FSDP", "false")  # or accelerate would do it a second time
-    return asked or ("fsdp" if told.lower() in ("true", "1") else "none")
+def sharding_mode(requested: str | None) -> str:
+    """Return "none" or "fsdp": what is requested, else what `accelerate launch --use_fsdp` says."""
+    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", "false")  # or accelerate would do it a second time
+    return requested or ("fsdp" if fsdp.lower() in ("true", "1") else "none")
 
 
 def exit_with_launcher() -> None:
-    """In a process that was launched: end when the launcher has ended, even if it was killed."""
+    """End this process when the launcher that started it has ended, even if it was killed."""
     line = os.environ.pop(LIFELINE, None)
     if line is not None:
 
@@ -89,17 +106,17 @@ def exit_with_launcher() -> None:
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """The end of a pipe to hand on; the other end is closed with the context, or with this process."""
-    there, here = os.pipe()
+    """Give the read end of a pipe; its write end is closed with the context, or with this process."""
+    read_end, write_end = os.pipe()
     try:
-        yield there
+        yield read_end
     finally:
-        os.close(here)
-        os.close(there)
+        os.close(write_end)
+        os.close(read_end)
 
 
 def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all, or for the first that fails; its exit code."""
+    """Wait for all processes, or for the first that fails, and return its exit code."""
     while True:
         codes = [process.poll() for process in started]
         failed = next((i for i, code in enumerate(codes) if code), None)
@@ -117,9 +134,9 @@ def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.05)
 
 
-def _end(started: Sequence[subprocess.Popen[bytes]], how: signal.Signals) -> None:
-    """End what still runs: after some time in which it may end by itself, by a signal, and then for good."""
-    for act in (lambda p: None, lambda p: p.send_signal(how), lambda p: p.kill()):
+def _end(started: Sequence[subprocess.Popen[bytes]], signal_number: signal.Signals) -> None:
+    """End the processes that still run: wait for a while, then send a signal, then kill."""
+    for act in (lambda p: None, lambda p: p.send_signal(signal_number), lambda p: p.kill()):
         running = [process for process in started if process.poll() is None]
         for process in running:
             act(process)

@@ -1,4 +1,4 @@
-"""The main job, offline: MiniLM on the packaged support tickets, the head alone against prefix + layernorm."""
+"""The quickstart, offline: MiniLM on the packaged support tickets, the head alone against prefix + layernorm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..methods.counting import count
 from ..models import load_config
-from ..training.config import RunSpec
+from ..training.config import RunConfig
 from ..training.inference import predict
 from ..training.run_dir import RunDir
 from ..training.train import train
@@ -23,28 +23,37 @@ SENTENCE = "I was charged twice for March, and I would like the second payment b
 
 
 def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> dict[str, RunDir]:
-    """Train each method below `output`, compare them, and classify `text`; returns the runs by method.
+    """Train two methods, compare them, and classify a sentence; a run that is finished is used again.
 
-    What is trained there already is used again.
+    Args:
+        text: The sentence to classify at the end.
+        output: The folder of the two runs.
+
+    Returns:
+        The runs by method.
     """
     console = Console(highlight=False, soft_wrap=True)
     console.print("MiniLM-L6 (22.7 million parameters) learns to sort support tickets into 8 intents.")
     runs = {}
     for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
-        spec = RunSpec(model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64)
+        config = RunConfig.from_flat(
+            model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64
+        )
         run = runs[method] = RunDir(Path(output) / folder)
-        console.print(f"\n{method} at {spec.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False)
-        train(spec, run.folder, resume=run.exists and not run.spec.differences(spec))
+        console.print(
+            f"\n{method} at {config.optim.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False
+        )
+        train(config, run.folder, resume=run.exists and not run.config.differences(config))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for title in ("test accuracy", "trained scalars", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
     for method, run in runs.items():
         metrics = run.metrics
-        accuracy, trained = f"{metrics['test']['accuracy']:.3f}", f"{metrics['count']['trained']:,}"
-        table.add_row(method, accuracy, trained, f"{metrics['seconds']:.0f}")
+        accuracy, trained = f"{metrics.test['accuracy']:.3f}", f"{metrics.count['trained']:,}"
+        table.add_row(method, accuracy, trained, f"{metrics.seconds:.0f}")
     console.print(table)
-    best = max(runs.values(), key=lambda run: run.metrics["test"]["accuracy"])
+    best = max(runs.values(), key=lambda run: run.metrics.test["accuracy"])
     answer = predict(best.folder, [text])[0]
     console.print(f"{text!r}: {answer['label']} ({answer['scores'][answer['label']]:.0%})", markup=False)
     console.print(f'another one: deltune predict {best.folder} --text "…"', markup=False)

@@ -1,10 +1,13 @@
-"""`deltune train`: the fields of a spec as options, over those of a file; metric_options stands in files alone."""
+"""`deltune train`: its options are generated from the fields of the config, so that no field is named twice."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -13,135 +16,161 @@ from ..filesystem import user_path
 from . import launching
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
+if TYPE_CHECKING:
+    from ..training.config import RunConfig
+    from ..training.run_dir import RunMetrics
 
-def train(
-    file: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="A spec; options override it.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id, folder or minilm.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder with train, validation, test files, or a hub id.")] = None,
-    task: Annotated[str | None, typer.Option(help="A known task (with --data-root), or with --data its kind.")] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Folder with the folders of known tasks.")] = None,
-    method: Annotated[str | None, typer.Option(help='Such as "prefix(length=16) + layernorm".')] = None,
+PASS_EVERYTHING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+def train(context: typer.Context) -> None:
+    """Tune a method on a data set and keep the best delta; run again after a kill, it goes on where it was."""
+    # A command of its own, built only now: its options come from pydantic models, and `deltune --help` loads none.
+    train_app()(args=context.args, prog_name=context.command_path)
+
+
+@cache
+def train_app() -> typer.Typer:
+    """Build the command with all of its options: those of `run`, then one for each field of the config."""
+
+    def command(**values: Any) -> None:
+        own = {name: values.pop(name) for name in signature.parameters}
+        run(**own, options={name: value for name, value in values.items() if value is not None})
+
+    signature = inspect.signature(run, eval_str=True)
+    signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "options"])
+    parameters = [*signature.parameters.values(), *_config_parameters()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command(help=train.__doc__, epilog=EPILOG)(command)
+    return app
+
+
+EPILOG = (
+    "The config has more options. --print-config prints all of them with their values; set them in RUN.yaml or by "
+    "--set SECTION.FIELD=VALUE."
+)
+
+
+def _config_parameters() -> list[inspect.Parameter]:
+    """Return a parameter for each field of the config; what is not common is hidden from --help."""
+    from rich.markup import escape
+
+    with fast_imports():
+        from ..training.config import PLACES, SECTIONS
+
+    parameters = []
+    for name, (section, field) in PLACES.items():
+        info = SECTIONS[section].model_fields[field]
+        default = "" if info.is_required() or info.default in (None, (), {}) else f" [{info.default}]"
+        extra = info.json_schema_extra
+        option = typer.Option(
+            f"--{name.replace('_', '-')}",
+            help=escape(f"{info.description}{default}"),
+            metavar=_metavar(info.annotation),
+            rich_help_panel=section,
+            hidden=not (isinstance(extra, dict) and extra["common"]),
+            show_default=False,
+        )
+        kind = list[str] | None if name == "search" else str | None
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return parameters
+
+
+def _metavar(annotation: Any) -> str:
+    """Return how --help shows the values of a field."""
+    if get_origin(annotation) is Literal:
+        choices = "|".join(get_args(annotation))
+        return choices if len(choices) < 20 else "TEXT"  # a wide column leaves no room for what an option means
+    if get_origin(annotation) in (dict, tuple) or not get_args(annotation):
+        return {int: "INTEGER", float: "NUMBER"}.get(annotation, "TEXT")
+    return _metavar(get_args(annotation)[0])
+
+
+def run(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="The config of a run; options override it.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
-    head: Annotated[str | None, typer.Option(help="train (default) or freeze the task head.")] = None,
-    answer: Annotated[str | None, typer.Option(help="By a head (default), or in words of a language model.")] = None,
-    words: Annotated[str | None, typer.Option(help="Of labels: label=word,… [the task's, or the labels].")] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="Columns of text, (pair,) label: a,b,c or text=a,label=b [from meta.json].")
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),
     ] = None,
-    labels: Annotated[str | None, typer.Option(help="Label names in the order of their ids: a,b,c.")] = None,
-    max_train_rows: Annotated[int | None, typer.Option(help="Train on a sample of that many rows.")] = None,
-    protocol: Annotated[
-        str | None, typer.Option(help="A paper's values for what is not given: ln_nlu, uv_glue, ap, …")
-    ] = None,
-    validation_rows: Annotated[int | None, typer.Option(help="Validate on a sample of that many rows.")] = None,
-    test_rows: Annotated[int | None, typer.Option(help="Score on a sample of that many test rows.")] = None,
-    relabel: Annotated[str | None, typer.Option(help="New names for labels: a=x,b=x,c=y.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training rows, at most [3].")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of the optimiser, in place of epochs.")] = None,
-    validate_every: Annotated[int | None, typer.Option(help="Steps [each epoch].")] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Learning rate [full 5e-5; layernorm, prefix 1e-2; prompt 3e-2; others 1e-3; a sum: least]."),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a step, over all devices [32].")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens a step, instead of --batch-size.")] = None,
-    device_batch_size: Annotated[
-        int | None, typer.Option(help="Rows at a time on one device, accumulated up to --batch-size [all].")
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens a row; longer texts are cut [128].")] = None,
-    target_length: Annotated[int | None, typer.Option(help="Tokens of an answer, at most [64].")] = None,
-    beams: Annotated[int | None, typer.Option(help="Of generation [1].")] = None,
-    template: Annotated[
-        str | None, typer.Option(help='What is said to a model that answers in words: "{source}".')
-    ] = None,
-    source_language: Annotated[str | None, typer.Option(help="For a multilingual tokenizer: en [the task's].")] = None,
-    target_language: Annotated[str | None, typer.Option(help="The same of targets and answers: ro.")] = None,
-    max_generated: Annotated[int | None, typer.Option(help="Tokens of a generated answer [target length].")] = None,
-    min_target_length: Annotated[int | None, typer.Option(help="Tokens of a generated answer, at least [0].")] = None,
-    no_repeat_ngram: Annotated[int | None, typer.Option(help="No n tokens in a row twice in an answer [0].")] = None,
-    length_penalty: Annotated[float | None, typer.Option(help="Of beams: above 0 longer ones win [1].")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial values, order and dropout [0].")] = None,
-    seeds: Annotated[str | None, typer.Option(help="A run of each, and their aggregate: 0,1,2.")] = None,
-    aggregate: Annotated[str | None, typer.Option(help="Of several seeds: mean (default) or median.")] = None,
-    search: Annotated[
-        list[str] | None, typer.Option(help="Repeatable FIELD=VALUE, in order of priority: lr=1e-2 lr=1e-3.")
-    ] = None,
-    patience: Annotated[
-        int | None, typer.Option(help="Stop after that many validations without a better one [never].")
-    ] = None,
-    schedule: Annotated[str | None, typer.Option(help="linear (default), constant, cosine or polynomial.")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Share of all steps if below 1, else steps [0].")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW [0].")] = None,
-    clip: Annotated[float | None, typer.Option(help="Greatest norm of the gradient; 0: no limit [1].")] = None,
-    adam_betas: Annotated[str | None, typer.Option(help="Of AdamW [0.9,0.999].")] = None,
-    adam_epsilon: Annotated[float | None, typer.Option(help="Of AdamW [1e-8].")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="fp32 (default), bf16, or auto: bf16 where the device has it.")
-    ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Chooses the best epoch: loss or a metric [the task's first].")
-    ] = None,
-    metrics: Annotated[str | None, typer.Option(help="What is measured: a,b,c [the task's].")] = None,
-    label_smoothing: Annotated[float | None, typer.Option(help="Share of every label spread over all [0].")] = None,
-    report_to: Annotated[str | None, typer.Option(help="tensorboard, wandb, mlflow.")] = None,
-    trunk_dropout: Annotated[
-        str | None, typer.Option(help="on (default); off: layers below everything trained run without, once for a row.")
-    ] = None,
-    trunk_cache: Annotated[
-        float | None, typer.Option(help="GiB on the disk for what these layers give; 0: run them in every pass [8].")
-    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the whole resolved config as YAML, and train nothing.")
+    ] = False,
     devices: Annotated[
-        str, typer.Option(help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, or how many.")
+        str,
+        typer.Option(
+            show_default=False,
+            help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, or how many processes.",
+        ),
     ] = "auto",
-    launch: Annotated[int | None, typer.Option(help="In that many processes of this machine, a device each.")] = None,
+    launch: Annotated[int | None, typer.Option(help="Train in that many processes, a device each.")] = None,
     sharding: Annotated[
-        str | None, typer.Option(help="none: each process has the model [none]; fsdp: each has a share of it.")
+        str | None, typer.Option(metavar="none|fsdp", help="fsdp: each process has a share of the model.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    *,
+    options: Mapping[str, Any],
 ) -> None:
-    """Tune a method on labelled text and keep the best delta; run again after a kill, it goes on where it was."""
-    given = {
-        "model": model, "data": data, "task": task, "data_root": None if data_root is None else str(data_root),
-        "target_length": target_length, "beams": beams, "template": template, "metrics": metrics, "method": method,
-        "head": head, "answer": answer, "words": words, "columns": columns, "labels": labels, "epochs": epochs,
-        "lr": lr, "max_train_rows": max_train_rows, "batch_size": batch_size, "batch_tokens": batch_tokens,
-        "device_batch_size": device_batch_size, "max_length": max_length, "seed": seed, "patience": patience,
-        "schedule": schedule, "warmup": warmup, "weight_decay": weight_decay, "clip": clip, "precision": precision,
-        "metric": metric, "report_to": report_to, "protocol": protocol, "validation_rows": validation_rows,
-        "steps": steps, "validate_every": validate_every, "max_generated": max_generated, "seeds": seeds,
-        "min_target_length": min_target_length, "no_repeat_ngram": no_repeat_ngram, "length_penalty": length_penalty,
-        "aggregate": aggregate, "search": _searched(search), "label_smoothing": label_smoothing,
-        "test_rows": test_rows, "relabel": relabel, "adam_betas": adam_betas, "adam_epsilon": adam_epsilon,
-        "source_language": source_language, "target_language": target_language,
-        "trunk_dropout": trunk_dropout, "trunk_cache": trunk_cache,
-    }  # fmt: skip
+    """Train the run that a file and options describe.
+
+    Args:
+        file: A YAML file with values of the config, and perhaps `output`.
+        output: The folder of the run.
+        settings: Values of the config as "section.field=value".
+        print_config: Print the config instead.
+        devices: A device, or a number of processes.
+        launch: A number of processes.
+        sharding: "none" or "fsdp".
+        fresh: Discard the run in the folder.
+        quiet: Show neither progress nor notes.
+        as_json: Print the metrics as JSON.
+        options: Values of the config by flat name, as texts.
+    """
     with fast_imports():
-        from ..training import config, presets
+        from ..training import config as configs
+        from ..training.presets import merge_values
         from . import formatting
 
+    values = {} if file is None else configs.read_values(file)
+    folder = values.pop("output", None)
+    folder = output if folder is None or output is not None else user_path(folder, "output")
+    given = configs.flatten({**_parse_options(options), **_parse_settings(settings or [])})
+    config = configs.RunConfig.from_flat(**merge_values(configs.flatten(values), given))
+    if print_config:
+        print(config.yaml(), end="")
+        return
+    if folder is None:
+        raise DeltuneError("--output is missing: the folder of the run")
     if devices.isdigit():
         devices, launch = "auto", launch or int(devices)
     if (code := launching.launch_if_requested(launch)) is not None:
         raise typer.Exit(code)
-    values = {} if file is None else config.read_values(file)
-    there = values.pop("output", None)
-    folder = output if there is None or output is not None else user_path(there, "output")
-    spec = config.RunSpec(**presets.merge_values(values, {name: v for name, v in given.items() if v is not None}))
-    if folder is None:
-        raise DeltuneError("--output is missing: the folder of the run")
-    quiet = quiet or not launching.is_main_process()
+    metrics = _train(config, folder, fresh, quiet or not launching.is_main_process(), devices, sharding)
+    if not launching.is_main_process():
+        return
+    if as_json:
+        console.print_json(data=metrics.as_json())
+    else:
+        console.print(formatting.run_table(config, metrics, str(folder)))
+
+
+def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:
     with log_to_stderr(quiet):
         with fast_imports():
             from ..training import interrupts
             from ..training import train as training
 
         interrupts.watch_interrupts()
-
         try:
-            outcome = training.train(
-                spec,
+            return training.train(
+                config,
                 folder,
                 resume=not fresh,
                 progress=not quiet,
@@ -152,16 +181,54 @@ def train(
             if launching.is_main_process():
                 print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
             raise typer.Exit(130) from None
-    if launching.is_main_process():
-        console.print_json(data=outcome) if as_json else console.print(formatting.run_table(spec, outcome, str(folder)))
 
 
-def _searched(given: list[str] | None) -> dict[str, list[Any]] | None:
-    """The values to try, by field."""
-    found: dict[str, list[Any]] = {}
-    for item in given or ():
-        field, sign, value = item.partition("=")
-        if not sign or not field.strip():
+def _parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of options by flat name; --search FIELD=VALUE becomes lists of values by field."""
+    values = {name: _parse_value(name, value) for name, value in options.items() if name != "search"}
+    search: dict[str, list[Any]] = {}
+    for item in options.get("search", ()):
+        field, equals, value = item.partition("=")
+        if not equals or not field.strip():
             raise DeltuneError(f"--search {item}: give FIELD=VALUE, such as lr=1e-3")
-        found.setdefault(field.strip().replace("-", "_"), []).append(value)
-    return found or None
+        search.setdefault(field.strip().replace("-", "_"), []).append(value)
+    return values | ({"search": search} if search else {})
+
+
+def _parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Return the values of --set by their dotted names."""
+    from ..training.config import DOTTED
+
+    values = {}
+    for item in settings:
+        name, equals, value = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise DeltuneError(f"--set {item}: give SECTION.FIELD=VALUE, such as optim.clip=0.5")
+        values[name] = _parse_value(DOTTED.get(name, name), value)
+    return values
+
+
+def _parse_value(name: str, text: str) -> Any:
+    """Return the value of an option: null is none, lists and mappings are YAML, anything else is checked as text."""
+    import yaml
+
+    from ..training.config import PLACES, SECTIONS
+
+    if text.strip() == "null":
+        return None
+    if name not in PLACES or not text.lstrip().startswith(("[", "{")):
+        return text
+    section, field = PLACES[name]
+    if not _is_container(SECTIONS[section].model_fields[field].annotation):
+        return text  # such as a template: {source}
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DeltuneError(f"{section}.{field} is broken YAML: {' '.join(str(error).split())}") from error
+
+
+def _is_container(annotation: Any) -> bool:
+    """Whether a field takes a list or a mapping."""
+    kind = get_origin(annotation)
+    return kind in (dict, tuple) or (kind is not Literal and any(map(_is_container, get_args(annotation))))

@@ -114,14 +114,14 @@ def _place(planned: PlannedRun) -> tuple[Any, ...]:
 
 
 def _want(planned: PlannedRun, first: PlannedRun, works: Mapping[int, Job], rows: Rows) -> Want:
-    if not planned.spec.search or planned is first:
+    if not planned.spec.runtime.search or planned is first:
         return Want(planned.cell, works[id(planned)])
     row = rows.get(works[id(first)].name)
     if row is None:
         return Want(planned.cell, None)
     if row.result is None:
         return Want(planned.cell, None, why=f"the search under the first seed failed: {row.error}", lost=True)
-    chosen = {name: row.result["best"][name] for name in planned.spec.search}
+    chosen = {name: row.result["best"][name] for name in planned.spec.runtime.search}
     return Want(planned.cell, run_job(planned.spec.single(**chosen)))
 
 

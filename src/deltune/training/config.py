@@ -1,4 +1,4 @@
-"""The spec of one run: a frozen value, validated all at once, named by its content."""
+"""The configuration of one run: sections of checked values, read from flat or nested names, named by its content."""
 
 from __future__ import annotations
 
@@ -6,164 +6,78 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, field_validator
-from pydantic import model_validator as validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..data.columns import KINDS
+from ..errors import LONGEST, DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
-from ..tasks.base import Limits
 from ..tasks.registry import TASKS
-from . import config_checks, presets
-from .yaml_values import MOST, Beta, Seed, Size
+from .presets import apply_preset, default_rate, merge_values
+from .yaml_values import MAX_DEPTH
 from .yaml_values import read_values as read_values
 
 SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
-"""Fields that cannot change the result, and so are not in a spec's name: a protocol's values count by themselves, a
-step's rows and loss are the same however they are cut, a trunk's states wherever they come from; but for rounding."""
+"""Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
+values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
+states of the frozen trunk are the same wherever they come from. All of this holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
-"""Fields that are the same in all runs of a spec."""
+"""Flat names of the fields that are the same in all runs of a search."""
 
-TRIES = 1000
-"""Combinations of values to try, at most."""
+MAX_COMBINATIONS = 1000
+"""The most combinations of values that a search may try."""
 
+MAX_COUNT = 2**31 - 1
+"""The greatest value of any count: a greater one does not fit into the tensors that hold it."""
+
+
+def _split_commas(value: Any) -> Any:
+    """Turn the text "a, b" into a tuple, and "text=a, label=b" into a dictionary; leave other values alone."""
+    if not isinstance(value, str):
+        return value
+    items = [item.strip() for item in value.split(",") if item.strip()]
+    if items and all("=" in item for item in items):
+        return {key.strip(): name.strip() for key, name in (item.split("=", 1) for item in items)}
+    return tuple(items)
+
+
+CommaSeparated = BeforeValidator(_split_commas)
+Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
-class RunSpec(BaseModel):
-    """Everything that decides the result of one run; where the result goes is no part of it.
+def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
+    """A field with a default. `common` fields are listed by `deltune train --help`."""
+    return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
 
-    A folder given as model or data is kept as an absolute path, a method as its shortest expression. Errors:
-    DeltuneError with every problem of the values at once.
-    """
+
+class Section(BaseModel):
+    """One part of a run's configuration. A folder is kept as an absolute path."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(min_length=1, description="hub id, folder or minilm")
-    data: str | None = Field(
-        default=None, min_length=1, description="folder with train, validation and test files, or a hub id"
-    )
-    task: str | None = Field(default=None, description="a known task, or with data the kind of task it is for")
-    data_root: str | None = Field(default=None, description="folder with the folders of known tasks")
-    method: str = Field(description='expression, such as "prefix(length=16) + layernorm"')
-    protocol: str | None = Field(default=None, description="a paper's values for what is not given (protocols)")
-    head: Literal["train", "freeze"] = Field(
-        default="train", description="train the task head with the method, or freeze it"
-    )
-    answer: Literal["head", "words"] = Field(
-        default="head", description="by a head over the labels, or in words of a language model"
-    )
-    words: dict[str, str] | None = Field(
-        default=None, description="the word of each label; default the task's, else the label's own name"
-    )
-    columns: dict[str, str] | tuple[str, ...] | None = Field(
-        default=None, description="the columns of text, (pair,) label; or of another kind of task"
-    )
-    labels: tuple[str, ...] | None = Field(default=None, description="label names in the order of their ids")
-    relabel: dict[str, str] | None = Field(default=None, description="label: its new name; several may become one")
-    max_train_rows: Size | None = Field(default=None, description="train on a sample of that many rows")
-    validation_rows: Size | None = Field(default=None, description="validate on a sample of that many rows")
-    test_rows: Size | None = Field(default=None, description="score on a sample of that many test rows")
-    epochs: Size = Field(default=3, description="passes over the training rows, at most")
-    steps: Size | None = Field(default=None, description="of the optimiser, in place of epochs")
-    validate_every: Size | None = Field(default=None, description="steps; default: each epoch")
-    lr: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="learning rate; default: by the method"
-    )
-    batch_size: Size = Field(default=32, description="rows a step, over all devices")
-    batch_tokens: Size | None = Field(
-        default=None, description="tokens a step, padding included, instead of batch_size: rows of similar length"
-    )
-    device_batch_size: Size | None = Field(
-        default=None,
-        description="rows at a time on one device; the gradient is accumulated up to batch_size; default: all",
-    )
-    max_length: int = Field(default=128, ge=2, le=MOST, description="tokens a row, at most; what is longer is cut")
-    target_length: Size = Field(default=64, description="tokens of a target, at most; what is longer is cut")
-    max_generated: Size | None = Field(
-        default=None, description="tokens of a generated answer, at most; default: target_length"
-    )
-    template: str | None = Field(default=None, description="what a model that answers in words is given")
-    source_language: str | None = Field(
-        default=None,
-        min_length=1,
-        description="for a multilingual tokenizer: en, or its own en_XX; default: the task's",
-    )
-    target_language: str | None = Field(default=None, min_length=1, description="the same of targets and answers")
-    beams: Size = Field(default=1, description="of generation")
-    min_target_length: int = Field(default=0, ge=0, le=MOST, description="tokens of a generated answer, at least")
-    no_repeat_ngram: int = Field(
-        default=0, ge=0, le=MOST, description="no n tokens in a row occur twice in an answer; 0: they may"
-    )
-    length_penalty: float = Field(default=1.0, allow_inf_nan=False, description="of beams: above 0 longer ones win")
-    seed: Seed = Field(default=0, description="of initial values, order, dropout and the sample of rows")
-    seeds: tuple[Seed, ...] = Field(default=(), description="in place of seed: a run of each, and their aggregate")
-    aggregate: Literal["mean", "median"] = Field(default="mean", description="of the scores of several seeds")
-    search: dict[str, tuple[Any, ...]] = Field(
-        default_factory=dict, description="field: values in order of priority, the next only if validation is better"
-    )
-    patience: Size | None = Field(
-        default=None, description="stop after that many validations (epochs) without a better one"
-    )
-    schedule: Literal["linear", "constant", "cosine", "polynomial"] = Field(
-        default="linear", description="of the learning rate after the warm-up: linear, constant, cosine or polynomial"
-    )
-    warmup: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="share of all steps if below 1, else steps"
-    )
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="of AdamW")
-    clip: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="greatest norm of the gradient; 0: no limit"
-    )
-    precision: Literal["fp32", "bf16", "auto"] = Field(
-        default="fp32", description="fp32, bf16 by autocast, or auto: bf16 on an accelerator that has it, else fp32"
-    )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of every label spread over all")
-    adam_betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="of AdamW")
-    adam_epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="of AdamW")
-    metrics: tuple[str, ...] = Field(default=(), description="what is measured; default: the task's")
-    metric_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="metric: its options, such as bertscore: {model: FOLDER}"
-    )
-    metric: str | None = Field(
-        default=None,
-        description="chooses the best epoch, equal ones by the lower validation loss; default: the first metric",
-    )
-    report_to: tuple[Tracker, ...] = Field(default=(), description="tensorboard, wandb, mlflow")
-    trunk_dropout: Literal["on", "off"] = Field(
-        default="on", description="off: the layers below everything that is trained run without dropout"
-    )
-    trunk_cache: float = Field(
-        default=8.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="with trunk_dropout off, GiB on the disk for what these layers give; 0: they run in every pass",
-    )
-
-    @field_validator("method", mode="before")
+    @field_validator("name", "source", "data_root", check_fields=False)
     @classmethod
-    def _method(cls, value: Any) -> str:
-        try:
-            return repr(parse(value))
-        except DeltuneError as error:
-            raise ValueError(str(error)) from error
-
-    @field_validator("trunk_dropout", mode="before")
-    @classmethod
-    def _switched(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's on and off
-
-    @field_validator("model", "data", "data_root")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
+    def _make_absolute(cls, value: str | None) -> str | None:
         if value is None or value == "minilm":
             return value
         try:
@@ -172,176 +86,538 @@ class RunSpec(BaseModel):
             raise ValueError(str(error)) from error
         return str(path.resolve()) if path.exists() else value
 
-    @field_validator("metrics")
-    @classmethod
-    def _measured(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [unknown_name("metric", name, METRICS) for name in value if name not in METRICS]:
-            raise ValueError(" ".join(wrong))
-        return value
 
-    @field_validator("metric_options")
-    @classmethod
-    def _optional(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        wrong = config_checks.metric_options(value)
-        if wrong:
-            raise ValueError(" ".join(wrong))
-        return value
+class ModelSection(Section):
+    """The pretrained model."""
 
-    @field_validator("metric")
-    @classmethod
-    def _chooses(cls, value: str | None) -> str | None:
-        if value not in (None, "loss", *METRICS):
-            raise ValueError(unknown_name("metric", str(value), ["loss", *METRICS]))
-        return value
-
-    @field_validator("seeds")
-    @classmethod
-    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(value)) < len(value):
-            raise ValueError(f"seeds are different ones, not {value}")
-        return value
-
-    @field_validator("search")
-    @classmethod
-    def _searched(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-        able = set(cls.model_fields) - set(UNSEARCHED)
-        wrong = [unknown_name("option", name, able) for name in value if name not in cls.model_fields]
-        wrong += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
-        wrong += [f"no values for {name}" for name, values in value.items() if not values]
-        if (tries := math.prod(len(values) for values in value.values())) > TRIES:
-            wrong.append(f"{tries:,} combinations of values to try are more than {TRIES:,}; leave some out")
-        if wrong:
-            raise ValueError(" ".join(wrong))
-        return value
-
-    @field_validator(
-        "columns", "labels", "report_to", "metrics", "words", "relabel", "seeds", "adam_betas", mode="before"
+    name: str = Field(
+        min_length=1, description="hub id, folder, or minilm (the packaged one)", json_schema_extra={"common": True}
     )
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """A text "a, b" is the list of a and b, "text=a, label=b" a mapping."""
-        if not isinstance(value, str):
-            return value
-        items = [item.strip() for item in value.split(",") if item.strip()]
-        if items and all("=" in item for item in items):
-            return {key.strip(): name.strip() for key, name in (item.split("=", 1) for item in items)}
-        return tuple(items)
 
-    @validator(mode="wrap")
+
+class DataSection(Section):
+    """The rows that are read, and how long their texts may be."""
+
+    source: str | None = _option(
+        None, "folder with train, validation and test files, or a hub id", common=True, min_length=1
+    )
+    task: str | None = _option(None, "known task (`deltune tasks`); beside data its kind of task", common=True)
+    data_root: str | None = _option(None, "folder that holds the folders of known tasks", common=True)
+    columns: Annotated[dict[str, str] | tuple[str, ...] | None, CommaSeparated] = _option(
+        None, "columns: text=a,label=b, or their names in order [meta.json]", common=True
+    )
+    labels: Annotated[tuple[str, ...] | None, CommaSeparated] = _option(
+        None, "label names in the order of their ids: a,b,c", common=True
+    )
+    relabel: Annotated[dict[str, str] | None, CommaSeparated] = _option(
+        None, "new names of labels: a=x,b=x,c=y; several may become one"
+    )
+    max_train_rows: Size | None = _option(None, "train on a sample of that many rows", common=True)
+    validation_rows: Size | None = _option(None, "validate on a sample of that many rows")
+    test_rows: Size | None = _option(None, "score on a sample of that many test rows")
+    max_length: int = _option(128, "tokens of a row; longer texts are cut", common=True, ge=2, le=MAX_COUNT)
+    target_length: Size = _option(64, "tokens of a target; longer ones are cut", common=True)
+    source_language: str | None = _option(
+        None, "for a multilingual tokenizer: en, or its own en_XX [the task's]", min_length=1
+    )
+    target_language: str | None = _option(None, "language of targets and answers [the task's]", min_length=1)
+
+
+class MethodSection(Section):
+    """What is tuned."""
+
+    expression: str = Field(
+        description='expression, such as "prefix(length=16) + layernorm"', json_schema_extra={"common": True}
+    )
+    head: Literal["train", "freeze"] = _option(
+        "train", "train the task head with the method, or freeze it", common=True
+    )
+    trunk_dropout: Literal["on", "off"] = _option(
+        "on", "off: the layers below everything trained run without dropout, once for each row"
+    )
+
+    @field_validator("expression", mode="before")
     @classmethod
-    def _all_at_once(cls, values: Any, handler: ModelWrapValidatorHandler[RunSpec]) -> RunSpec:
-        fields = cls.model_fields
-        given = isinstance(values, dict)
-        values = {k: v for k, v in values.items() if k != "task_version"} if given else values  # canonical's own
-        if given and (problems := config_checks.plain(values)):
-            raise error_from_problems("the spec is wrong", problems)
-        problems = [*config_checks.source(values, fields), *config_checks.sizes(values, fields)] if given else []
-        names = [values.get(field) for field in ("task", "protocol")] if given else [0]
+    def _shorten_expression(cls, value: Any) -> str:
         try:
-            values = presets.apply_preset(values) if all(isinstance(name, str | None) for name in names) else values
+            return repr(parse(value))
         except DeltuneError as error:
-            problems.append(str(error))
-        try:
-            made = handler(values)
-        except ValidationError as error:
-            problems = [config_checks.problem(e, fields) for e in error.errors()] + problems
-        if problems:
-            raise error_from_problems("the spec is wrong", problems)
-        for field, several in made.search.items():  # as the field makes of them: "1e-3" is a number
-            made.search[field] = tuple(getattr(made.single(**{field: value}), field) for value in several)
-        return made
+            raise ValueError(str(error)) from error
 
-    @property
-    def several(self) -> bool:
-        """Whether this is more than one run: several seeds, or values to try."""
-        return bool(self.seeds or self.search)
+    @field_validator("trunk_dropout", mode="before")
+    @classmethod
+    def _read_switch(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's on and off
 
-    def tries(self) -> list[RunSpec]:
-        """The single runs of the first seed, one for each combination of values to try, in order of priority."""
-        first = self.seeds[0] if self.seeds else self.seed
-        return [
-            self.single(seed=first, **dict(zip(self.search, values, strict=True)))
-            for values in itertools.product(*self.search.values())
-        ]
 
-    def single(self, **changes: Any) -> RunSpec:
-        """One run of these. Errors: a value that its field does not take."""
-        values = self.model_dump(exclude={"seeds", "search", "aggregate", "protocol"})
-        return type(self)(**{**values, **changes}) if self.several else self
+class OptimSection(Section):
+    """AdamW, its schedule and the size of a step."""
+
+    epochs: Size = _option(3, "passes over the training rows, at most", common=True)
+    steps: Size | None = _option(None, "steps of the optimizer, in place of epochs", common=True)
+    lr: float | None = _option(
+        None, "learning rate [the method's, see `deltune methods`]", common=True, gt=0, allow_inf_nan=False
+    )
+    schedule: Literal["linear", "constant", "cosine", "polynomial"] = _option(
+        "linear", "after the warm-up: linear, constant, cosine or polynomial", common=True
+    )
+    warmup: float = _option(0.0, "share of all steps if below 1, else steps", common=True, ge=0, allow_inf_nan=False)
+    batch_size: Size = _option(32, "rows of a step, over all devices", common=True)
+    batch_tokens: Size | None = _option(None, "tokens of a step, padding included, in place of batch_size")
+    device_batch_size: Size | None = _option(
+        None, "rows at a time on a device; gradients accumulate up to batch_size [all]", common=True
+    )
+    weight_decay: float = _option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
+    clip: float = _option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)
+    label_smoothing: float = _option(0.0, "share of every label that is spread over all labels", ge=0, lt=1)
+    adam_betas: Annotated[tuple[Beta, Beta], CommaSeparated] = _option((0.9, 0.999), "of AdamW")
+    adam_epsilon: float = _option(1e-8, "of AdamW", gt=0, allow_inf_nan=False)
 
     @property
     def rate(self) -> float:
-        """The learning rate: lr, or what the method says (catalogue.rate)."""
-        return default_learning_rate(self.method) if self.lr is None else self.lr
+        """The learning rate of a single run. Only a search over methods has none."""
+        assert self.lr is not None
+        return self.lr
 
-    def limits(self, template: str, words: Mapping[str, str]) -> Limits:
-        """How long inputs and outputs may be, and how outputs are searched for.
+    def rows_per_device(self, processes: int = 1) -> int:
+        """Return how many rows are computed at a time on one device.
 
-        template: the task's. words: of all labels, in order.
+        Args:
+            processes: How many processes train together, with a device each.
+
+        Raises:
+            DeltuneError: The rows of all processes do not add up to batch_size.
         """
-        generate = {
-            "num_beams": self.beams, "min_new_tokens": self.min_target_length, "length_penalty": self.length_penalty,
-            "no_repeat_ngram_size": self.no_repeat_ngram, "max_new_tokens": self.max_generated or self.target_length,
-        }  # fmt: skip
-        own = template if self.template is None else self.template
-        return Limits(self.max_length, self.target_length, own, words, generate)
-
-    def rows(self, processes: int = 1) -> int:
-        """Rows at a time on one device. Error: those of all processes do not add up to batch_size."""
         unit = processes * (self.device_batch_size or 1)
         if self.batch_tokens is None and self.batch_size % unit:
-            below, (share, rest) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
+            below, (share, remainder) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
             sizes = " or ".join(str(size) for size in (below, below + unit) if size)
-            fitting = ", ".join(str(rows) for rows in range(1, min(share, 10_000) + 1) if share % rows == 0)
+            divisors = ", ".join(str(rows) for rows in range(1, min(share, 10_000) + 1) if share % rows == 0)
             raise DeltuneError(
                 f"batch_size={self.batch_size} is no multiple of {processes} process{'es' if processes > 1 else ''}"
                 + (f" of {self.device_batch_size} rows at a time" if self.device_batch_size else "")
                 + f": give a batch_size of {sizes}"
-                + ("" if rest else f"; or a device_batch_size of {fitting}")
+                + ("" if remainder else f"; or a device_batch_size of {divisors}")
             )
         return self.device_batch_size or max(1, self.batch_size // processes)
 
-    def canonical(self) -> dict[str, Any]:
-        """The fields that are not at their default and can change the result, as JSON values."""
-        values = self.model_dump(mode="json", exclude_defaults=True, exclude=set(SILENT))
-        idle = [
-            ("lr", self.lr == default_learning_rate(self.method) and "method" not in self.search),
-            ("seed", bool(self.seeds)),
+
+class GenerationSection(Section):
+    """Answers in words: how a model is asked, and how its text is searched for."""
+
+    answer: Literal["head", "words"] = _option(
+        "head", "answer by a head over the labels, or in words of a language model", common=True
+    )
+    words: Annotated[dict[str, str] | None, CommaSeparated] = _option(
+        None, "the word of each label: label=word,… [the task's, else the label]"
+    )
+    template: str | None = _option(None, 'the text that a model is given: "{source}" [the task\'s]')
+    max_generated: Size | None = _option(None, "tokens of a generated answer, at most [target_length]")
+    min_target_length: int = _option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
+    beams: Size = _option(1, "beams of beam search", common=True)
+    length_penalty: float = _option(1.0, "of beam search: above 0 longer answers win", allow_inf_nan=False)
+    no_repeat_ngram: int = _option(0, "no n tokens in a row occur twice in an answer; 0: they may", ge=0, le=MAX_COUNT)
+
+
+class EvaluationSection(Section):
+    """When the model is validated, and by which metrics."""
+
+    metrics: Annotated[tuple[str, ...], CommaSeparated] = _option(
+        (), "what is measured: a,b,c [the task's]", common=True
+    )
+    metric: str | None = _option(
+        None, "chooses the best epoch; a tie goes to the lower validation loss [the first metric]", common=True
+    )
+    metric_options: dict[str, dict[str, Any]] = _option({}, "options of metrics: {bertscore: {model: FOLDER}}")
+    validate_every: Size | None = _option(None, "steps between validations [an epoch]")
+    patience: Size | None = _option(None, "stop after that many validations without a better one [never]", common=True)
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _raise_all(value, (unknown_name("metric", name, METRICS) for name in value if name not in METRICS))
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, value: str | None) -> str | None:
+        names = ["loss", *METRICS]
+        return _raise_all(value, [] if value in (None, *names) else [unknown_name("metric", str(value), names)])
+
+    @field_validator("metric_options")
+    @classmethod
+    def _check_metric_options(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return _raise_all(value, _metric_option_problems(value))
+
+
+class RuntimeSection(Section):
+    """Seeds, searches and the machine."""
+
+    protocol: str | None = _option(None, "a paper's values for what is not given: ln_nlu, uv_glue, ap, …", common=True)
+    seed: Seed = _option(0, "of initial values, order, dropout and the sample of rows", common=True)
+    seeds: Annotated[tuple[Seed, ...], CommaSeparated] = _option(
+        (), "a run of each, and their aggregate: 0,1,2", common=True
+    )
+    aggregate: Literal["mean", "median"] = _option("mean", "of the scores of several seeds")
+    search: dict[str, tuple[Any, ...]] = _option(
+        {}, "values to try in order; the next only if validation is better (repeatable: lr=1e-3)", common=True
+    )
+    precision: Literal["fp32", "bf16", "auto"] = _option(
+        "fp32", "bf16 by autocast; auto: bf16 on an accelerator that has it", common=True
+    )
+    trunk_cache: float = _option(
+        8.0, "with trunk_dropout off, GiB on disk for the states of these layers; 0: run them in every pass",
+        ge=0, allow_inf_nan=False,
+    )  # fmt: skip
+    report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = _option((), "tensorboard, wandb, mlflow", common=True)
+
+    @field_validator("seeds")
+    @classmethod
+    def _check_seeds(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return _raise_all(value, [f"seeds must be different, not {value}"] if len(set(value)) < len(value) else [])
+
+    @field_validator("search", mode="before")
+    @classmethod
+    def _flatten_search(cls, value: Any) -> Any:
+        return {DOTTED.get(name, name): v for name, v in value.items()} if isinstance(value, Mapping) else value
+
+    @field_validator("search")
+    @classmethod
+    def _check_search(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        searchable = set(PLACES) - set(UNSEARCHED)
+        problems = [unknown_name("option", name, searchable) for name in value if name not in PLACES]
+        problems += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
+        problems += [f"no values for {name}" for name, values in value.items() if not values]
+        if (combinations := math.prod(len(values) for values in value.values())) > MAX_COMBINATIONS:
+            problems.append(
+                f"{combinations:,} combinations of values to try are more than {MAX_COMBINATIONS:,}; leave some out"
+            )
+        return _raise_all(value, problems)
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "method": MethodSection,
+    "optim": OptimSection,
+    "generation": GenerationSection,
+    "evaluation": EvaluationSection,
+    "runtime": RuntimeSection,
+}
+"""The sections of a run's configuration, by name."""
+
+FLAT_NAMES = {"model.name": "model", "data.source": "data", "method.expression": "method"}
+"""The fields whose flat name is not their own: the main field of a section is called like the section."""
+
+PLACES: Mapping[str, tuple[str, str]] = {
+    FLAT_NAMES.get(f"{section}.{field}", field): (section, field)
+    for section, kind in SECTIONS.items()
+    for field in kind.model_fields
+}
+"""Flat name -> section and field. Flat names are those of 0.1 spec.yaml files, of command-line options and of stored
+results."""
+
+DOTTED: Mapping[str, str] = {f"{section}.{field}": name for name, (section, field) in PLACES.items()}
+"""Dotted name (section.field) -> flat name."""
+
+
+class RunConfig(BaseModel):
+    """Everything that decides the result of one run; where the result goes is no part of it.
+
+    It takes nested values, `RunConfig(model={"name": …}, optim={"lr": …}, …)`, or flat ones: `RunConfig.from_flat`.
+    It is resolved when it is made: a protocol's values are filled in, the learning rate is the method's own where none
+    is given, a folder is an absolute path, and a method is its shortest expression.
+
+    Raises:
+        DeltuneError: Some values are wrong; the message lists every problem at once.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelSection
+    data: DataSection
+    method: MethodSection
+    optim: OptimSection
+    generation: GenerationSection
+    evaluation: EvaluationSection
+    runtime: RuntimeSection
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+        if not isinstance(values, Mapping):
+            return handler(values)
+        flat = flatten(values)
+        flat.pop("task_version", None)  # `canonical` adds it
+        if problems := _plain_value_problems(flat):
+            raise error_from_problems("the config of the run is wrong", problems)
+        problems = [*_name_problems(flat), *_source_problems(flat), *_batch_size_problems(flat)]
+        if all(isinstance(flat.get(name), str | None) for name in ("task", "protocol")):
+            try:
+                flat = apply_preset(flat)
+            except DeltuneError as error:
+                problems.append(str(error))
+        search = flat.get("search")
+        if flat.get("lr") is None and not (isinstance(search, Mapping) and {"method", "method.expression"} & {*search}):
+            flat["lr"] = default_rate(flat.get("method"))
+        try:
+            config = handler(_nest(flat))
+        except ValidationError as error:
+            problems = [_describe(one) for one in error.errors()] + problems
+        if problems:
+            raise error_from_problems("the config of the run is wrong", problems)
+        for name, tried in config.runtime.search.items():  # converted as the field converts: "1e-3" is a number
+            config.runtime.search[name] = tuple(config.single(**{name: value}).flat()[name] for value in tried)
+        return config
+
+    @classmethod
+    def from_flat(cls, **values: Any) -> RunConfig:
+        """Make a config from flat names, as in `RunConfig.from_flat(model="minilm", data="tickets", method="lora")`.
+
+        Args:
+            values: Values by flat name (`PLACES`); what is not given keeps its default.
+
+        Raises:
+            DeltuneError: Some values are wrong; the message lists every problem at once.
+        """
+        return cls.model_validate(values)
+
+    def flat(self, **options: Any) -> dict[str, Any]:
+        """Return the values by flat name. `options` are those of pydantic's `model_dump`."""
+        nested = self.model_dump(**options)
+        return {
+            DOTTED[f"{section}.{field}"]: value for section, values in nested.items() for field, value in values.items()
+        }
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """Return a config with other values, given by flat name and checked like all values.
+
+        A value takes the place of those that exclude it (epochs of steps, seed of seeds), as on the command line.
+        """
+        return type(self).from_flat(**merge_values(self.flat(), changes))
+
+    @property
+    def is_series(self) -> bool:
+        """Whether this describes more than one run: several seeds, or values to try."""
+        return bool(self.runtime.seeds or self.runtime.search)
+
+    def tries(self) -> list[RunConfig]:
+        """Return the single runs of the first seed, one for each combination of values, in order of priority."""
+        search, seeds = self.runtime.search, self.runtime.seeds
+        first = seeds[0] if seeds else self.runtime.seed
+        return [
+            self.single(seed=first, **dict(zip(search, values, strict=True)))
+            for values in itertools.product(*search.values())
         ]
-        idle += [("epochs", self.steps is not None), ("aggregate", not self.seeds)]
-        idle += [("max_generated", self.max_generated == self.target_length and "target_length" not in self.search)]
-        idle += [("data_root", self.data is not None)]
-        if self.data is None and TASKS[str(self.task)].version > 1:
-            values["task_version"] = TASKS[str(self.task)].version
-        return {field: value for field, value in values.items() if (field, True) not in idle}
+
+    def single(self, **changes: Any) -> RunConfig:
+        """Return one run of a series, with these values by flat name; a config of a single run is its own.
+
+        Raises:
+            DeltuneError: A field does not take its value.
+        """
+        if not self.is_series:
+            return self
+        values = {n: v for n, v in self.flat().items() if n not in ("seeds", "search", "aggregate", "protocol")}
+        return type(self).from_flat(**{**values, **changes})
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the values that are not at their default and can change the result, by flat name, as JSON values."""
+        values = self.flat(mode="json", exclude_defaults=True)
+        search, limit = self.runtime.search, self.data.target_length
+        redundant = {
+            **dict.fromkeys(SILENT, True),
+            "lr": self.optim.lr == default_learning_rate(self.method.expression) and "method" not in search,
+            "seed": bool(self.runtime.seeds),
+            "epochs": self.optim.steps is not None,
+            "aggregate": not self.runtime.seeds,
+            "max_generated": self.generation.max_generated == limit and "target_length" not in search,
+            "data_root": self.data.source is not None,
+        }
+        if self.data.source is None and TASKS[str(self.data.task)].version > 1:
+            values["task_version"] = TASKS[str(self.data.task)].version
+        return {name: value for name, value in values.items() if not redundant.get(name)}
 
     @property
     def name(self) -> str:
-        """The first 16 digits of the SHA-256 of the canonical JSON: equal for specs that mean the same run."""
+        """The first 16 digits of the SHA-256 of the canonical JSON; equal for configs that mean the same run."""
         text = json.dumps(self.canonical(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def differences(self, other: RunSpec) -> list[str]:
-        """Fields that differ, with both values; empty for specs of the same name."""
-        mine, theirs = self.canonical(), other.canonical()
-        fields = [f for f in type(self).model_fields if mine.get(f) != theirs.get(f)]
-        return [f"{f}: {_value(self, f)!r} there, {_value(other, f)!r} now" for f in fields]
+    def differences(self, other: RunConfig) -> list[str]:
+        """Describe the fields that differ, with both values; the list is empty for configs of the same name."""
+        names, others = self.canonical(), other.canonical()
+        before, now = self.flat(), other.flat()
+        differing = [name for name in PLACES if names.get(name) != others.get(name)]
+        return [f"{_dotted(name)}: {before[name]!r} there, {now[name]!r} now" for name in differing]
 
     def yaml(self) -> str:
-        """The whole spec, defaults written out, so that the file outlives a change of them."""
-        values = self.model_dump(mode="json") | {"method": explicit_expression(parse(self.method))}
-        if "method" not in self.search:  # then each method may have a rate of its own
-            values["lr"] = self.rate
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+        """Write out every value, defaults included, as nested YAML, so that the file outlives a change of defaults."""
+        values = self.flat(mode="json") | {"method": explicit_expression(parse(self.method.expression))}
+        return yaml.safe_dump(_nest(values), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _value(spec: RunSpec, field: str) -> Any:
-    return spec.rate if field == "lr" else getattr(spec, field)
+def read_config(path: str | Path) -> RunConfig:
+    """Read the config of a run from a YAML file, nested or flat.
+
+    Raises:
+        DeltuneError: The file cannot be read, is no mapping, or its values are wrong.
+    """
+    return RunConfig.model_validate(read_values(path))
 
 
-def read_spec(path: str | Path) -> RunSpec:
-    """The spec of a YAML file."""
-    return RunSpec(**read_values(path))
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by flat name, from nested, dotted and flat names in any mixture.
+
+    Nothing is refused here: unknown names, and names given a second time, stay as they are, and `RunConfig` lists them
+    with the other problems.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in SECTIONS and isinstance(value, Section):
+            value = dict(value)
+        if key in SECTIONS and isinstance(value, Mapping):
+            items = {f"{key}.{field}": item for field, item in value.items()}
+        else:
+            items = {} if key in SECTIONS and key not in PLACES and value is None else {key: value}
+        for name, item in items.items():
+            short = DOTTED.get(name, name)
+            flat[name if short in flat else short] = item
+    return flat
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by section and field; names that are no flat names are left out."""
+    nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, (section, field) in PLACES.items():
+        if name in flat:
+            nested[section][field] = flat[name]
+    return nested
+
+
+def _dotted(name: str) -> str:
+    """Return section.field of a flat name; another name as it is."""
+    return ".".join(PLACES[name]) if name in PLACES else name
+
+
+def _raise_all(value: Any, problems: Iterable[str]) -> Any:
+    """Return the value of a field, or raise a ValueError with all of its problems."""
+    if text := " ".join(problems):
+        raise ValueError(text)
+    return value
+
+
+def _plain_value_problems(values: Mapping[str, Any]) -> list[str]:
+    """List values that no file of a run could hold: huge numbers, half characters, objects (but for a Method)."""
+    return [
+        f"{_dotted(name) if isinstance(name, str) and name.replace('.', '').isidentifier() else excerpt(name)}: {text}"
+        for name, value in values.items()
+        for text in [
+            _plain_problem(name, 0)
+            or ("" if name == "method" and not isinstance(value, str) else _plain_problem(value, 0))
+        ]
+        if text
+    ]
+
+
+def _plain_problem(value: Any, depth: int) -> str:
+    """Say what is wrong with the first value, at or inside this one, that is wrong; empty if none is."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{excerpt(value)} holds half a character (a lone surrogate)"
+        return f"{excerpt(value)} holds a NUL" if "\0" in value else ""
+    if isinstance(value, int):
+        return "" if abs(value) < 2**63 else f"{excerpt(value)} is too large a number"
+    if value is None or isinstance(value, float):
+        return ""
+    if depth > MAX_DEPTH:
+        return "it is nested too deeply"
+    if isinstance(value, list | tuple):
+        return next(filter(None, (_plain_problem(one, depth + 1) for one in value)), "")
+    if isinstance(value, Mapping):
+        return next(filter(None, (_plain_problem(one, depth + 1) for pair in value.items() for one in pair)), "")
+    return f"{excerpt(value)} is no text, number, list or mapping but {type(value).__name__}"
+
+
+def _name_problems(values: Mapping[str, Any]) -> list[str]:
+    """List names of no field, sections that are no mappings, and fields that are given twice."""
+    problems = []
+    for name in values:
+        section, _, field = name.partition(".")
+        if name in PLACES:
+            continue
+        if name in DOTTED:
+            problems.append(f"{name} is given twice, also as {DOTTED[name]}")
+        elif name in SECTIONS:
+            problems.append(
+                f"{name} is a section: give a mapping of its options, {', '.join(SECTIONS[name].model_fields)}"
+            )
+        elif field and section in SECTIONS:
+            problems.append(unknown_name("option", field, SECTIONS[section].model_fields, section))
+        else:
+            problems.append(unknown_name("option", name, [*PLACES, "output"]))
+    return problems
+
+
+def _source_problems(values: Mapping[str, Any]) -> list[str]:
+    """List what is wrong with where the data comes from: a source, or a known task."""
+    source, task = values.get("data"), values.get("task")
+    if source is None and task is None:
+        return [f"data is missing: {DataSection.model_fields['source'].description}; or a known task"]
+    if not isinstance(task, str | None):
+        return []  # pydantic says so
+    if source is None and task not in TASKS:
+        return [f"data.task: {unknown_name('task', str(task), TASKS)}"]
+    if source is not None and task is not None and task not in KINDS:
+        return [f"data.task: {unknown_name('kind of task', str(task), KINDS)} Beside data, task is the kind of task"]
+    return []
+
+
+def _batch_size_problems(values: Mapping[str, Any]) -> list[str]:
+    """List what is wrong with two sizes of a batch: tokens exclude rows. A default that is written out is allowed."""
+    fields = OptimSection.model_fields
+    sizes = [f for f in ("batch_size", "device_batch_size") if values.get(f, fields[f].default) != fields[f].default]
+    if values.get("batch_tokens") is None or not sizes:
+        return []
+    return [f"optim.batch_tokens: give it or {' and '.join(sizes)}, not both"]
+
+
+def _metric_option_problems(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """List what is wrong with the options of metrics: no such metric, no such option, a value of another type."""
+    problems = [unknown_name("metric", name, METRICS) for name in values if name not in METRICS]
+    for name in values.keys() & METRICS.keys():
+        defaults = METRICS[name].options
+        problems += [
+            unknown_name("option", option, defaults, name) for option in values[name] if option not in defaults
+        ]
+        problems += [
+            f"{name}.{option}: {excerpt(value)} is not of the kind of its default, {defaults[option]!r}"
+            for option, value in values[name].items()
+            if option in defaults and not _same_kind(defaults[option], value)
+        ]
+    return problems
+
+
+def _same_kind(default: Any, value: Any) -> bool:
+    """Whether a value is of the same kind as a default; a default of None stands for a name or a number."""
+    if default is None:
+        return value is None or isinstance(value, str | int)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, int | float) if isinstance(default, int | float) else isinstance(value, type(default))
+
+
+def _describe(error: Any) -> str:
+    """Describe one problem that pydantic found."""
+    parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple["))]
+    place = ".".join(part if len(part) <= LONGEST else excerpt(part) for part in parts)
+    if error["type"] == "missing":
+        section, field, *_ = error["loc"]
+        return f"{place} is missing: {SECTIONS[section].model_fields[field].description}"
+    reason = error.get("ctx", {}).get("error")
+    message = str(reason) if reason is not None else error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {message}" + ("" if reason is not None else f", not {excerpt(error['input'])}")

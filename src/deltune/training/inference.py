@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data import loading as reading
+from ..data import loading
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import clear_write_errors, user_path, write_jsonl
 from ..metrics.base import Scores
@@ -22,19 +22,33 @@ from ..tasks.classification import CLASSIFICATION, logits
 from ..tasks.encoding import EncodedRows, check_length
 from ..tasks.languages import language_codes, tokenizer_languages
 from . import hardware
-from .config import RunSpec
+from .config import RunConfig
 from .prediction_inputs import Input, columns_of
 from .progress import ProgressBar
 from .run_dir import RunDir
 from .task_setup import check_fits, length_limits, load_task_tokenizer, set_up_task, task_kind_by_name, task_kind_for
 
-Given = Mapping[str, Mapping[str, Any]]
-"""Options of metrics, by the metrics' names."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SPLITS = ("validation", "test")
+
+MetricOptions = Mapping[str, Mapping[str, Any]]
+"""Options of metrics, by the names of the metrics."""
 
 
 @dataclass(frozen=True)
-class ScoredSplit:
-    """A split with the model's answers, row by row: metrics (loss included), and why others could not be had."""
+class EvalResult:
+    """The model's answers to a split, row by row, and what they measure.
+
+    Attributes:
+        metrics: The scores by metric, the loss included.
+        signatures: How every metric was computed.
+        omitted: Why a metric could not be computed.
+        predictions: One prediction a row.
+        references: One reference a row.
+        scores: What the model says of its prediction, by row: probabilities, a likelihood or nothing.
+    """
 
     metrics: dict[str, float]
     signatures: dict[str, str]
@@ -46,74 +60,97 @@ class ScoredSplit:
 
 def score_split(
     kind: TaskKind,
-    use: InferenceContext,
+    context: InferenceContext,
     encoded: EncodedRows,
     columns: Columns,
-    names: Sequence[str],
-    options: Given | None = None,
-) -> ScoredSplit:
-    """The answers to a split, measured by the named metrics; with use.loss_only its loss alone."""
-    answers = kind.answers(use, encoded)
-    if use.loss_only:
-        return ScoredSplit({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
-    references = answers.references or kind.references(columns, use.labels)
-    found = measured(kind, names, answers.predictions, references, len(use.labels), options)
-    metrics = ({} if answers.loss is None else {"loss": answers.loss}) | {n: score.value for n, score in found.items()}
-    signatures = {name: score.signature for name, score in found.items()}
-    return ScoredSplit(metrics, signatures, found.omitted, answers.predictions, references, answers.scores)
+    metrics: Sequence[str],
+    options: MetricOptions | None = None,
+) -> EvalResult:
+    """Answer a split and measure the answers.
+
+    Args:
+        kind: The kind of task.
+        context: The model and what a pass needs; with `loss_only` only the loss is computed.
+        encoded: The token ids of the split.
+        columns: The columns of the split, by role.
+        metrics: The names of the metrics.
+        options: Options of metrics.
+    """
+    answers = kind.answers(context, encoded)
+    if context.loss_only:
+        return EvalResult({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
+    references = answers.references or kind.references(columns, context.labels)
+    scores = measure(kind, metrics, answers.predictions, references, len(context.labels), options)
+    values = ({} if answers.loss is None else {"loss": answers.loss}) | {n: one.value for n, one in scores.items()}
+    signatures = {name: one.signature for name, one in scores.items()}
+    return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores)
 
 
-def measured(
+def measure(
     kind: TaskKind,
-    names: Sequence[str],
+    metrics: Sequence[str],
     predictions: Sequence[Any],
     references: Sequence[Any],
     labels: int,
-    options: Given | None = None,
+    options: MetricOptions | None = None,
 ) -> Scores:
-    """The named metrics of predictions; labels: how many there are; options: of metrics, by their names."""
-    found = Scores({}, {})
-    for compared in dict.fromkeys(METRICS[name].kind for name in names):
-        own = [name for name in names if METRICS[name].kind == compared]
-        given = {name: values for name, values in (options or {}).items() if name in own}
-        some = score(own, predictions, references, list(range(labels)) if kind.labelled else None, given)
-        found.update(some)
-        found.omitted |= some.omitted
-    return found
+    """Measure predictions against references.
+
+    Args:
+        kind: The kind of task.
+        metrics: The names of the metrics.
+        predictions: One prediction a row.
+        references: One reference a row.
+        labels: How many labels there are.
+        options: Options of metrics.
+    """
+    scores = Scores({}, {})
+    for compared in dict.fromkeys(METRICS[name].kind for name in metrics):
+        names = [name for name in metrics if METRICS[name].kind == compared]
+        chosen = {name: values for name, values in (options or {}).items() if name in names}
+        some = score(names, predictions, references, list(range(labels)) if kind.labelled else None, chosen)
+        scores.update(some)
+        scores.omitted |= some.omitted
+    return scores
 
 
 def prediction_lines(
-    kind: TaskKind, columns: Columns, result: ScoredSplit, labels: Sequence[str]
+    kind: TaskKind, columns: Columns, result: EvalResult, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The predictions of a split as lines of JSON: id, input, prediction, reference, scores."""
+    """Return the predictions of a split as lines of JSON: id, input, prediction, reference and scores.
 
-    def said(value: Any) -> Any:
+    Args:
+        kind: The kind of task.
+        columns: The columns of the split, by role.
+        result: The answers to the split.
+        labels: The label names in the order of their ids.
+    """
+
+    def label_name(value: Any) -> Any:
         return labels[value] if kind.labelled else value
 
     return [
         {
             "id": columns["id"][i],
             "input": kind.shown(columns, i),
-            "prediction": said(prediction),
-            "reference": said(result.references[i]),
+            "prediction": label_name(prediction),
+            "reference": label_name(result.references[i]),
             "scores": result.scores[i],
         }
         for i, prediction in enumerate(result.predictions)
     ]
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-SPLITS = ("validation", "test")
-SAID = ("prediction", "reference")
-
-
 @dataclass(frozen=True)
-class Ready:
+class LoadedRun:
     """A base model with the deltas of one or several runs attached, by name, and what is needed to use them.
 
-    run, spec and labels are those of the first, whose delta is in use.
+    Attributes:
+        model: The model; the delta of the first run is in use.
+        tokenizer: Its tokenizer.
+        kind: The kind of task.
+        runs: The folders of the runs, by name.
+        labels_of: The label names of every run, in the order of their ids.
     """
 
     model: PreTrainedModel
@@ -124,59 +161,74 @@ class Ready:
 
     @property
     def run(self) -> RunDir:
+        """The folder of the first run."""
         return next(iter(self.runs.values()))
 
     @property
-    def spec(self) -> RunSpec:
-        return self.run.spec
+    def config(self) -> RunConfig:
+        """The config of the first run."""
+        return self.run.config
 
     @property
     def precision(self) -> str:
-        return hardware.resolve_precision(self.spec.precision, self.model.device)
+        """The precision of the first run on this device."""
+        return hardware.resolve_precision(self.config.runtime.precision, self.model.device)
 
     @property
     def labels(self) -> tuple[str, ...]:
+        """The label names of the first run."""
         return next(iter(self.labels_of.values()))
 
 
-def load_run(run: str | Path | Mapping[str, str | Path]) -> Ready:
-    """Load the base model that a run's spec names, and its delta; or those of several runs on one base, by name.
+def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
+    """Load the base model of a run and its delta, or the deltas of several runs on one base.
 
-    Errors: no run, no delta yet, another base model.
+    Args:
+        run: The folder of a run, or folders by name.
+
+    Raises:
+        DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
-    runs = {name: RunDir(at).kept for name, at in (run.items() if isinstance(run, Mapping) else [("default", run)])}
+    folders = run.items() if isinstance(run, Mapping) else [("default", run)]
+    runs = {name: RunDir(folder).kept for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
-    first = next(iter(runs.values()))
-    spec = first.spec
-    labels = {name: _labels(place) for name, place in runs.items()}
-    name = first.data.kind
-    kind = task_kind_for(name, load_config(spec.model), spec.answer)
-    tokenizer = load_task_tokenizer(spec)
-    several = len(runs) > 1 and language_codes(tokenizer)
-    spoken = (
-        {name: tokenizer_languages(load_task_tokenizer(place.spec)) for name, place in runs.items()} if several else {}
-    )
-    if len(set(spoken.values())) > 1:
-        told = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in spoken.items())
-        raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({told}); use them apart")
-    own = labels[next(iter(runs))] if kind.name in LABELLED else None
-    model = load_model(spec.model, kind.loads, own, "float32", spec.seed)
+    name, first = next(iter(runs.items()))
+    config = first.config
+    labels = {name: _labels(folder) for name, folder in runs.items()}
+    kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer)
+    tokenizer = load_task_tokenizer(config.model.name, config.data)
+    if len(runs) > 1 and language_codes(tokenizer):
+        _check_same_languages(runs)
+    head_labels = labels[name] if kind.name in LABELLED else None
+    model = load_model(config.model.name, kind.loads, head_labels, "float32", config.runtime.seed)
     fit_padding(model, tokenizer)
-    for name, place in runs.items():
-        if not place.finished:
-            warnings.warn(f"{place.folder} is not finished: this is its best delta so far", stacklevel=2)
-        load(model, place.folder, name=name)
-    tuned(model).use(next(iter(runs)))
+    for delta, folder in runs.items():
+        if not folder.finished:
+            warnings.warn(f"{folder.folder} is not finished: this is its best delta so far", stacklevel=2)
+        load(model, folder.folder, name=delta)
+    tuned(model).use(name)
     model.to(hardware.resolve_device())  # type: ignore[arg-type]
-    return Ready(model, tokenizer, kind, runs, labels)
+    return LoadedRun(model, tokenizer, kind, runs, labels)
 
 
-def _labels(place: RunDir) -> tuple[str, ...]:
-    """The labels of a run's head, in the order of their ids. Error: it has no delta yet."""
-    if not place.delta.is_dir():
-        raise DeltuneError(f"{place.folder} has no delta yet; run the same `deltune train` again, it resumes")
-    labels = read_metadata(place.folder).labels
+def _check_same_languages(runs: Mapping[str, RunDir]) -> None:
+    configs = {name: folder.config for name, folder in runs.items()}
+    languages = {name: tokenizer_languages(load_task_tokenizer(c.model.name, c.data)) for name, c in configs.items()}
+    if len(set(languages.values())) > 1:
+        listed = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in languages.items())
+        raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({listed}); use them apart")
+
+
+def _labels(run: RunDir) -> tuple[str, ...]:
+    """Return the label names of a run's head, in the order of their ids.
+
+    Raises:
+        DeltuneError: The run has no delta yet.
+    """
+    if not run.delta.is_dir():
+        raise DeltuneError(f"{run.folder} has no delta yet; run the same `deltune train` again, it resumes")
+    labels = read_metadata(run.folder).labels
     return tuple(name for _, name in labels.pairs) if labels else ()
 
 
@@ -188,80 +240,116 @@ def evaluate(
     progress: bool = False,
     other: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Metrics of a run's delta on its own data, or on other data with the same labels, split by split.
+    """Score the delta of a run on its own data, or on other data with the same labels.
 
-    other: a known task in place of the run's, as fields of a spec: {"task": …, "data_root": …, "relabel": …}; as many
-    rows of it as of the run's own.
+    Args:
+        run: The folder of the run.
+        data: Another folder or hub id, laid out as the run's own data; all of its rows are scored.
+        splits: The splits to score; by default validation and test, as far as they exist.
+        output: A folder for the predictions, SPLIT.jsonl each.
+        progress: Show a progress bar on a terminal.
+        other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
+            "relabel": …}; as many of its rows are scored as of the run's own.
 
-    splits: default validation and test, those that exist. output: a folder for predictions, SPLIT.jsonl each.
-    progress: a bar, on a terminal. Errors: no run, a split that the data lacks, labels that the run does not know.
+    Returns:
+        The metrics of every split.
+
+    Raises:
+        DeltuneError: The folder is no run, the data lacks a split, or the run does not know the labels.
     """
-    place = RunDir(run).kept
-    known = place.spec
-    folder = None if output is None else user_path(output, "output")
-    facts = load_run(run)
+    folder = RunDir(run).kept
+    config = folder.config
+    target = None if output is None else user_path(output, "output")
+    loaded = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
-        columns = known.columns or place.data.columns or None
-        whole = {"validation_rows": None, "test_rows": None}
-        known = known.model_copy(update={"data": data, "task": facts.kind.name, "columns": columns, **whole})
+        columns = config.data.columns or folder.data.columns or None
+        config = config.replace(data=data, task=loaded.kind.name, columns=columns, validation_rows=None, test_rows=None)
     if other is not None:
-        known = RunSpec(**{**known.model_dump(exclude={"data", "columns", "labels", "metric"}), **other})
-    asked = set_up_task(known, training=False, labels=facts.labels if facts.kind.name in LABELLED else None)
-    found = asked.data
-    usual = {stem: split for split, stems in reading.SPLITS.items() for stem in stems}
-    wanted = [s for s in SPLITS if s in found.splits] if splits is None else [usual.get(s, s) for s in splits]
-    wrong = [unknown_name("split", s, found.splits) for s in wanted if s not in found.splits]
-    if wrong or not wanted:
-        raise DeltuneError(" ".join(wrong) or f"data {found.source} has neither a validation nor a test split")
-    if found.labels != facts.labels and facts.kind.name in LABELLED:
-        raise DeltuneError(f"the run's labels are {', '.join(facts.labels)}, here are {', '.join(found.labels)}")
-    limits = length_limits(place.spec if other is None else known, facts.kind, found.labels)
+        values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
+        config = RunConfig.from_flat(**{**values, **other})
+    setup = set_up_task(
+        config.model.name, config.data, config.generation.answer, config.evaluation, config.runtime.seed,
+        training=False, labels=loaded.labels if loaded.kind.name in LABELLED else None,
+    )  # fmt: skip
+    rows = setup.data
+    requested = _requested_splits(rows, splits)
+    if rows.labels != loaded.labels and loaded.kind.name in LABELLED:
+        raise DeltuneError(f"the run's labels are {', '.join(loaded.labels)}, here are {', '.join(rows.labels)}")
+    lengths_of = folder.config if other is None else config
+    limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)
     results = {}
-    with ProgressBar(progress) as bar, clear_write_errors(folder or place.folder):
-        for split in wanted:
-            rows = {name: list(found.splits[split][name]) for name in found.splits[split].column_names}
-            content = f"{found.fingerprint} {split}"
-            encoded = token_cache.encode_cached(facts.kind, facts.tokenizer, facts.model, rows, limits, False, content)
-            bar.start(split, len(encoded))
-            use = InferenceContext(
-                facts.model, facts.tokenizer, found.labels, limits, known.rows(), facts.precision, bar.advance
+    with ProgressBar(progress) as bar, clear_write_errors(target or folder.folder):
+        for split in requested:
+            columns_of_split = {name: list(rows.splits[split][name]) for name in rows.splits[split].column_names}
+            encoded = token_cache.encode_cached(
+                loaded.kind, loaded.tokenizer, loaded.model, columns_of_split, limits, False,
+                f"{rows.fingerprint} {split}",
             )  # fmt: skip
-            result = score_split(facts.kind, use, encoded, rows, asked.metrics, known.metric_options)
+            bar.start(split, len(encoded))
+            context = InferenceContext(
+                loaded.model, loaded.tokenizer, rows.labels, limits, config.optim.rows_per_device(),
+                loaded.precision, bar.advance,
+            )  # fmt: skip
+            result = score_split(
+                loaded.kind, context, encoded, columns_of_split, setup.metrics, config.evaluation.metric_options
+            )
             results[split] = result.metrics
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_jsonl(folder / f"{split}.jsonl", prediction_lines(facts.kind, rows, result, found.labels))
+            if target is not None:
+                target.mkdir(parents=True, exist_ok=True)
+                lines = prediction_lines(loaded.kind, columns_of_split, result, rows.labels)
+                write_jsonl(target / f"{split}.jsonl", lines)
     return results
 
 
-def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str, float]]:
-    """Metrics of a finished run from its prediction files, without any model; default: those of the run.
+def _requested_splits(data: loading.Data, splits: Sequence[str] | None) -> list[str]:
+    """Return the splits to score; other usual names of a split, such as dev, stand for it."""
+    usual = {stem: split for split, stems in loading.SPLITS.items() for stem in stems}
+    requested = [s for s in SPLITS if s in data.splits] if splits is None else [usual.get(s, s) for s in splits]
+    problems = [unknown_name("split", s, data.splits) for s in requested if s not in data.splits]
+    if problems or not requested:
+        raise DeltuneError(" ".join(problems) or f"data {data.source} has neither a validation nor a test split")
+    return requested
 
-    Errors: no run, not finished, no predictions, a metric that does not fit the kind of task.
+
+def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+    """Compute metrics of a finished run from its prediction files, without any model.
+
+    Args:
+        run: The folder of the run.
+        metrics: The names of the metrics; by default those of the run.
+
+    Returns:
+        The metrics of every split.
+
+    Raises:
+        DeltuneError: The folder is no run, is not finished, has no predictions, or a metric does not fit its task.
     """
-    scored = rescore_with_statistics(run, metrics)
-    return {split: {name: score.value for name, score in scores.items()} for split, scores in scored.items()}
+    results = rescore_with_statistics(run, metrics)
+    return {split: {name: one.value for name, one in scores.items()} for split, scores in results.items()}
 
 
 def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
-    """As rescore, with the statistics of every example."""
-    place = RunDir(run).kept
-    own = place.metrics
-    files = {split: place.predictions / f"{split}.jsonl" for split in SPLITS}
+    """Do as `rescore` does, and return the scores with the statistics of every example."""
+    folder = RunDir(run).kept
+    stored = folder.metrics.scores
+    files = {split: folder.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
-        raise DeltuneError(f"{place.folder} has no predictions; a finished run has them")
-    kind = task_kind_by_name(place.data.kind)
-    labels = {name: i for i, name in enumerate(_labels(place))} if kind.labelled else {}
+        raise DeltuneError(f"{folder.folder} has no predictions; a finished run has them")
+    kind = task_kind_by_name(folder.data.kind)
+    labels = {name: i for i, name in enumerate(_labels(folder))} if kind.labelled else {}
     results: dict[str, Scores] = {}
     for split, file in files.items():
         if file.is_file():
-            rows = place.answers(split)
-            answers, references = ([_answer(row[key], labels, f"{file} line {i}") for i, row in rows] for key in SAID)
-            wanted = tuple(metrics) or tuple(n for n in own.get(split, {}) if n != "loss")
-            check_fits(kind, wanted)
-            options = place.spec.metric_options
+            lines = folder.answers(split)
+            predictions, references = (
+                [_answer(line[key], labels, f"{file} line {i}") for i, line in lines]
+                for key in ("prediction", "reference")
+            )
+            names = tuple(metrics) or tuple(name for name in stored.get(split, {}) if name != "loss")
+            check_fits(kind, names)
+            options = folder.config.evaluation.metric_options
             try:
-                results[split] = measured(kind, wanted, answers, references, len(labels), options)
+                results[split] = measure(kind, names, predictions, references, len(labels), options)
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
                 raise DeltuneError(
                     f"{file} holds what {kind.name} is not measured by ({error_summary(error)})"
@@ -270,7 +358,7 @@ def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dic
 
 
 def _answer(value: Any, labels: Mapping[str, int], where: str) -> Any:
-    """A prediction or reference as metrics compare it: the id of a label, where there are labels."""
+    """Return a prediction or reference as metrics compare it: the id of a label, where there are labels."""
     if not labels:
         return value
     if not isinstance(value, str) or value not in labels:
@@ -279,80 +367,105 @@ def _answer(value: Any, labels: Mapping[str, int], where: str) -> Any:
 
 
 def predict(
-    run: str | Path | Mapping[str, str | Path] | Ready, texts: Sequence[Input], rows: Sequence[str] | None = None
+    run: str | Path | Mapping[str, str | Path] | LoadedRun, texts: Sequence[Input], rows: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """What a run answers to each input, with its scores, as in its prediction files: {"prediction", "scores"}, of a
-    classification {"label", "scores"}.
+    """Answer inputs with a run.
 
-    texts: a text; of pairs (text, pair); of tagging a text, split at blanks, or its tokens; of choice {"question",
-    "choices"}; or any by role. Of running text the prediction is its log-likelihood, the score its perplexity.
-    rows: of classification by heads, for each text the name of the run whose delta it uses, where `run` names several:
-    they are computed in the same batches. Longer texts than a run's max_length are cut, as in training. Errors: no
-    texts, inputs of another kind, a name that is no run's.
+    Args:
+        run: The folder of a run, folders by name, or runs that are loaded.
+        texts: The inputs: a text; of pairs (text, pair); of tagging a text, split at blanks, or its tokens; of
+            multiple choice {"question", "choices"}; or any of them by role. Texts longer than the run's max_length are
+            cut, as in training.
+        rows: Of classification by heads: for each text the name of the run whose delta it uses, where `run` names
+            several. They are computed in the same batches.
+
+    Returns:
+        For each input {"prediction", "scores"} as in prediction files, of a classification {"label", "scores"}. Of
+        running text the prediction is its log-likelihood and the score its perplexity.
+
+    Raises:
+        DeltuneError: There are no texts, an input is of another kind, or a name is no run's.
     """
-    facts = run if isinstance(run, Ready) else load_run(run)
+    loaded = run if isinstance(run, LoadedRun) else load_run(run)
     if not texts:
         raise DeltuneError("no texts to predict")
     if rows is not None:
-        return _mixed(facts, texts, list(rows))
-    encoded, limits = _encoded(facts, next(iter(facts.runs)), dict(enumerate(texts)))
-    found = facts.kind.answers(_use(facts, limits), encoded)
-    key = "label" if facts.kind.labelled else "prediction"
-    said = [facts.labels[p] for p in found.predictions] if facts.kind.labelled else found.predictions
-    return [{key: answer, "scores": scores} for answer, scores in zip(said, found.scores, strict=True)]
+        return _predict_mixed(loaded, texts, list(rows))
+    encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)))
+    answers = loaded.kind.answers(_inference_context(loaded, limits), encoded)
+    labelled = loaded.kind.labelled
+    predictions = [loaded.labels[p] for p in answers.predictions] if labelled else answers.predictions
+    return [
+        {"label" if labelled else "prediction": prediction, "scores": scores}
+        for prediction, scores in zip(predictions, answers.scores, strict=True)
+    ]
 
 
 def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Inputs, each an id and an input, with what a run answers: id, input, prediction, scores."""
-    facts = load_run(run)
-    columns = columns_of(facts.kind.name, facts.run, [row["input"] for row in inputs])
+    """Answer inputs that have ids.
+
+    Args:
+        run: The folder of a run.
+        inputs: {"id", "input"} each.
+
+    Returns:
+        {"id", "input", "prediction", "scores"} each.
+    """
+    loaded = load_run(run)
+    texts = [row["input"] for row in inputs]
+    columns = columns_of(loaded.kind.name, loaded.run, texts)
     return [
         {
-            "id": row["id"], "input": facts.kind.shown(columns, i),
-            "prediction": answer[next(iter(answer))], "scores": answer["scores"],
+            "id": row["id"],
+            "input": loaded.kind.shown(columns, i),
+            "prediction": answer[next(iter(answer))],
+            "scores": answer["scores"],
         }
-        for i, (row, answer) in enumerate(zip(inputs, predict(facts, [row["input"] for row in inputs]), strict=True))
-    ]  # fmt: skip
+        for i, (row, answer) in enumerate(zip(inputs, predict(loaded, texts), strict=True))
+    ]
 
 
-def _mixed(facts: Ready, texts: Sequence[Input], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Each text by the delta of its own run, with that run's labels."""
-    if facts.kind is not CLASSIFICATION:
+def _predict_mixed(loaded: LoadedRun, texts: Sequence[Input], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Classify each text by the delta of its own run, with that run's labels."""
+    if loaded.kind is not CLASSIFICATION:
         raise DeltuneError(
-            f"rows= is for classification by heads, and {facts.run.folder} is not for that; predict with one run a call"
+            f"rows= is for classification by heads, and {loaded.run.folder} is not for that; "
+            "predict with one run a call"
         )
     if len(names) != len(texts):
         raise DeltuneError(f"rows names the run of {len(names)} texts, and there are {len(texts)}")
-    wrong = [unknown_name("run", name, facts.runs) for name in dict.fromkeys(names) if name not in facts.runs]
-    if wrong:
-        raise error_from_problems("these rows cannot be predicted", wrong)
+    problems = [unknown_name("run", name, loaded.runs) for name in dict.fromkeys(names) if name not in loaded.runs]
+    if problems:
+        raise error_from_problems("these rows cannot be predicted", problems)
     encoded: list[Any] = [None] * len(texts)
     for name in dict.fromkeys(names):
-        own = [i for i, other in enumerate(names) if other == name]
-        for i, row in zip(own, _encoded(facts, name, {i: texts[i] for i in own})[0].rows, strict=True):
+        places = [i for i, other in enumerate(names) if other == name]
+        rows = _encode(loaded, name, {i: texts[i] for i in places})[0].rows
+        for i, row in zip(places, rows, strict=True):
             encoded[i] = row
-    found = []
-    for name, row in zip(names, logits(_use(facts, Limits(), names), EncodedRows(encoded, 0)).softmax(-1), strict=True):
-        labels = facts.labels_of[name]
-        scores = dict(zip(labels, row.tolist(), strict=False))  # beyond them stands what wider heads have
-        found.append({"label": labels[int(row.argmax())], "scores": scores})
-    return found
+    probabilities = logits(_inference_context(loaded, Limits(), names), EncodedRows(encoded, 0)).softmax(-1)
+    predictions = []
+    for name, row in zip(names, probabilities, strict=True):
+        labels = loaded.labels_of[name]
+        scores = dict(zip(labels, row.tolist(), strict=False))  # a wider head of another run has more columns
+        predictions.append({"label": labels[int(row.argmax())], "scores": scores})
+    return predictions
 
 
-def _use(facts: Ready, limits: Limits, deltas: Sequence[str] | None = None) -> InferenceContext:
-    rows = facts.spec.rows()
-    return InferenceContext(facts.model, facts.tokenizer, facts.labels, limits, rows, facts.precision, None, deltas)
+def _inference_context(loaded: LoadedRun, limits: Limits, deltas: Sequence[str] | None = None) -> InferenceContext:
+    rows = loaded.config.optim.rows_per_device()
+    return InferenceContext(loaded.model, loaded.tokenizer, loaded.labels, limits, rows, loaded.precision, None, deltas)
 
 
-def _encoded(facts: Ready, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, Limits]:
-    """One run's inputs, by their place in all, as rows that are cut as the run cuts them; and its limits."""
-    place = facts.runs[name]
-    columns = columns_of(facts.kind.name, place, list(texts.values()), [i + 1 for i in texts])
-    limits = length_limits(place.spec, facts.kind, facts.labels_of[name])
-    handle = tuned(facts.model)
+def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, Limits]:
+    """Encode one run's inputs, by their place in all, cut as the run cuts them; return them and the run's limits."""
+    run = loaded.runs[name]
+    columns = columns_of(loaded.kind.name, run, list(texts.values()), [i + 1 for i in texts])
+    limits = length_limits(run.config.data, run.config.generation, loaded.kind, loaded.labels_of[name])
+    handle = tuned(loaded.model)
     before = handle.active
     try:
-        check_length(handle.use(name).model, facts.kind.positions(limits))
+        check_length(handle.use(name).model, loaded.kind.positions(limits))
     finally:
         handle.use(before)
-    return facts.kind.encode(facts.tokenizer, facts.model, columns, limits, False), limits
+    return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits

@@ -1,4 +1,4 @@
-"""The papers' ways to train, by name: values for a run's spec where none are given."""
+"""The papers' training protocols, by name: values of a run's config where none are given."""
 
 from __future__ import annotations
 
@@ -12,47 +12,54 @@ from ..methods.spec import MaskedMethod, Method, NamedMethod
 
 Values = Mapping[str, Any]
 
-INSTEAD = {
+EXCLUDES = {
     "epochs": ("steps",), "steps": ("epochs",), "seed": ("seeds",), "seeds": ("seed",), "batch_size": ("batch_tokens",),
     "batch_tokens": ("batch_size", "device_batch_size"),
 }  # fmt: skip
-"""Fields of a spec -> those that they take the place of."""
+"""Flat name of a field -> the fields that it takes the place of."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Values for some tasks, some methods or both; empty means all. A method is meant alone, or its mask."""
+    """Values for some tasks, some methods or both; empty means all. A method is meant alone, or under a mask."""
 
     values: Values
     tasks: Collection[str] = ()
     methods: Collection[str] = ()
 
-    def holds(self, task: str | None, method: str | None) -> bool:
+    def applies(self, task: str | None, method: str | None) -> bool:
+        """Whether a run of this task with this named method gets the values."""
         return (not self.tasks or task in self.tasks) and (not self.methods or method in self.methods)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a paper says of its training. values: of every run. rules: of some, later ones over earlier ones."""
+    """What a paper says of its training.
+
+    Attributes:
+        source: Where the paper says it.
+        values: The values of every run, by flat name.
+        rules: The values of some runs; later rules win over earlier ones.
+    """
 
     source: str
     values: Values
     rules: Sequence[Rule] = ()
 
-    def of(self, task: str | None, method: str | None) -> dict[str, Any]:
-        """The values for one task and one named method."""
-        found = dict(self.values)
+    def values_for(self, task: str | None, method: str | None) -> dict[str, Any]:
+        """Return the values for a task and a named method."""
+        values = dict(self.values)
         for rule in self.rules:
-            found |= rule.values if rule.holds(task, method) else {}
-        return found
+            values |= rule.values if rule.applies(task, method) else {}
+        return values
 
 
-def _batches(sizes: Mapping[str, tuple[int, int, int]]) -> list[Rule]:
-    """Batch sizes by task: of most methods, of full tuning, of the MAM adapter."""
+def _batch_size_rules(sizes: Mapping[str, tuple[int, int, int]]) -> list[Rule]:
+    """Return the rules of batch sizes by task: of most methods, of full tuning, of the MAM adapter."""
     return [
         Rule({"batch_size": size}, (task,), methods)
-        for task, several in sizes.items()
-        for size, methods in zip(several, ((), ("full",), ("mam",)), strict=True)
+        for task, columns in sizes.items()
+        for size, methods in zip(columns, ((), ("full",), ("mam",)), strict=True)
     ]
 
 
@@ -72,7 +79,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
         LN_NLU,
         (
             LN_RATES,
-            *_batches(
+            *_batch_size_rules(
                 {
                     "conll04": (128, 128, 128), "broad_twitter": (128, 128, 128), "sick": (512, 512, 512),
                     "snli": (512, 512, 512), "sst2": (392, 256, 392), "cb": (64, 48, 64),
@@ -86,7 +93,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
         LN_NLU,
         (
             LN_RATES,
-            *_batches(
+            *_batch_size_rules(
                 {
                     "conll04": (48, 32, 48), "broad_twitter": (48, 32, 48), "sick": (256, 256, 256),
                     "snli": (256, 256, 256), "sst2": (256, 128, 256), "cb": (32, 24, 32),
@@ -103,7 +110,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             Rule({"max_generated": 45}, ("dart", "webnlg")),
             Rule({"metrics": ("rouge1_pltrdy", "rouge2_pltrdy", "rougeL_pltrdy", "rouge1", "rouge2", "rougeL")},
                  ("samsum",)),
-            *_batches(
+            *_batch_size_rules(
                 {
                     "samsum": (36, 32, 36), "e2e_nlg": (96, 48, 96), "dart": (84, 40, 84), "webnlg": (84, 40, 84),
                 }
@@ -151,40 +158,48 @@ PROTOCOLS: Mapping[str, Protocol] = {
 
 
 def merge_values(base: Values, given: Values) -> dict[str, Any]:
-    """The values of `base` under those of `given`: a value given takes the place of a list of values to try, too."""
+    """Lay the values that are given over others, both by flat name.
+
+    A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
+    learning rate that was the default of the base's method does not outlive a change of the method.
+    """
     if given.get("method") is not None and base.get("method") is not None and "lr" not in given:
-        base = {field: value for field, value in base.items() if field != "lr" or value != _rate(base["method"])}
-    replaced = {other for field in given for other in INSTEAD.get(field, ()) if other not in given}
-    found = {field: value for field, value in base.items() if field not in replaced} | dict(given)
-    if isinstance(found.get("search"), Mapping) and "search" not in given:
-        found["search"] = {field: values for field, values in found["search"].items() if field not in given}
-    return found
+        base = {field: value for field, value in base.items() if field != "lr" or value != default_rate(base["method"])}
+    replaced = {other for field in given for other in EXCLUDES.get(field, ()) if other not in given}
+    merged = {field: value for field, value in base.items() if field not in replaced} | dict(given)
+    if isinstance(merged.get("search"), Mapping) and "search" not in given:
+        merged["search"] = {field: values for field, values in merged["search"].items() if field not in given}
+    return merged
 
 
 def apply_preset(given: Values) -> dict[str, Any]:
-    """A spec's values, those not given from its protocol. Error: an unknown protocol."""
+    """Return the flat values of a config, those that are not given from its protocol.
+
+    Raises:
+        DeltuneError: There is no such protocol.
+    """
     name = given.get("protocol")
     if name is None:
         return dict(given)
     if name not in PROTOCOLS:
-        raise DeltuneError(f"protocol: {unknown_name('protocol', str(name), PROTOCOLS)}")
-    return merge_values(PROTOCOLS[name].of(given.get("task"), _alone(given.get("method"))), given)
+        raise DeltuneError(f"runtime.protocol: {unknown_name('protocol', str(name), PROTOCOLS)}")
+    return merge_values(PROTOCOLS[name].values_for(given.get("task"), _method_name(given.get("method"))), given)
 
 
-def _rate(method: Any) -> float | None:
-    """The rate of a method where none is given; a file that writes it out means no rate of its own."""
+def default_rate(method: Any) -> float | None:
+    """Return the default learning rate of a method, or None for what is no method."""
     try:
         return default_learning_rate(method)
     except (DeltuneError, TypeError):
         return None
 
 
-def _alone(method: Any) -> str | None:
-    """The name of a named method that stands alone, under a mask or not; None for a sum or what is no method."""
+def _method_name(expression: Any) -> str | None:
+    """Return the name of a named method that stands alone, under a mask or not; None for sums and invalid values."""
     try:
-        found: Method = parse(method)
+        method: Method = parse(expression)
     except (DeltuneError, TypeError):
-        return None  # told with the other problems of the spec
-    while isinstance(found, MaskedMethod):
-        found = found.method
-    return found.name if isinstance(found, NamedMethod) else None
+        return None  # RunConfig reports it with the other problems
+    while isinstance(method, MaskedMethod):
+        method = method.method
+    return method.name if isinstance(method, NamedMethod) else None

@@ -31,7 +31,7 @@ from ..filesystem import (
     write_jsonl,
     write_text,
 )
-from .config import RunSpec, read_spec
+from .config import RunConfig, read_config
 
 SHOWN = 10
 """Problems of one file that are listed."""
@@ -61,26 +61,89 @@ class Environment(Record):
     data: DataFacts = DataFacts()
 
 
+Number = int | float
+"""A number that is written as it was read: a whole one stays whole."""
+
+
 class Best(Record):
-    """The validation that a run's delta is of; of several runs also which of them it is."""
+    """The validation that a run's delta is of; of several runs also which run it is, and the values it tried.
 
-    metric: str | None = None
-    value: float | None = None
+    Without a validation split there is no metric and no value.
+    """
+
     run: str | None = Field(default=None, pattern=r"^[\w-]+$")
+    epoch: Number | None = None
+    step: int | None = None
+    metric: str | None = None
+    value: Number | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values as metrics.json has them, those that were tried behind the run."""
+        values = self.model_dump(exclude_unset=True)
+        tried = {name: values.pop(name) for name in self.model_extra or ()}
+        return {**{name: values.pop(name) for name in ("run",) if name in values}, **tried, **values}
 
 
-class Metrics(Record):
-    """metrics.json: what a finished run came to."""
+class SeriesRun(Record):
+    """One run of several: what was tried, whether it was chosen, and its scores, or the error by which it diverged."""
 
-    seconds: float
-    best: Best
+    run: str
+    seed: int
+    tried: dict[str, Any]
+    chosen: bool
+    error: str | None = None
+    validation: dict[str, Number] = {}
+    test: dict[str, Number] = {}
+    seconds: Number | None = None
+    best: Best | None = None
+
+
+class RunMetrics(Record):
+    """metrics.json: the results of a finished run.
+
+    Attributes:
+        validation: The scores of the validation split, by metric; empty where there is none.
+        test: The scores of the test split.
+        aggregate: How the scores of several runs are aggregated: "mean" or "median".
+        std: The standard deviations of the scores of several runs, by split and metric.
+        seconds: How long training took.
+        count: What is trained, as `Count.as_dict` has it.
+        best: The validation that the delta is of.
+        truncated: How many inputs of every split were cut.
+        truncated_targets: How many targets of every split were cut.
+        signatures: How every metric was computed.
+        omitted: Why a metric could not be computed.
+        runs: The single runs of several.
+    """
+
+    validation: dict[str, Number] = {}
+    test: dict[str, Number] = {}
+    aggregate: str | None = None
+    std: dict[str, dict[str, Number]] = {}
+    seconds: Number
     count: dict[str, Any]
-    signatures: dict[str, str]
-    omitted: dict[str, str]
+    best: Best
     truncated: dict[str, int]
     truncated_targets: dict[str, int]
-    validation: dict[str, float] = {}
-    test: dict[str, float] = {}
+    signatures: dict[str, str]
+    omitted: dict[str, str]
+    runs: list[SeriesRun] = []
+
+    @property
+    def scores(self) -> dict[str, dict[str, Number]]:
+        """The scores of the splits that the data has, by split."""
+        return {s: scores for s, scores in (("validation", self.validation), ("test", self.test)) if scores}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values as metrics.json has them, in its order."""
+        values = self.model_dump(exclude_unset=True) | {"best": self.best.as_json()}
+        if self.runs:
+            values["best"] = values.pop("best")
+            values["runs"] = [
+                values_of_run | ({"best": run.best.as_json()} if run.best is not None else {})
+                for values_of_run, run in zip(values.pop("runs"), self.runs, strict=True)
+            ]
+        return values
 
 
 class OptimizerFacts(Record):
@@ -192,8 +255,8 @@ class RunDir:
         return self.exists and self.metrics_file.is_file()
 
     @property
-    def spec(self) -> RunSpec:
-        """The spec it was begun with. Error: the folder is no run."""
+    def config(self) -> RunConfig:
+        """The config that the run was begun with. Error: the folder is no run."""
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
@@ -204,22 +267,22 @@ class RunDir:
                     f"{self.folder} is a delta without its run: deltune.load(model, {str(self.folder)!r})"
                 )
             raise DeltuneError(f"{self.folder} is no RUN folder: spec.yaml is missing (it holds {held or 'nothing'})")
-        return read_spec(self.spec_file)
+        return read_config(self.spec_file)
 
     @property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> RunMetrics:
         """What metrics.json holds. Error: the run is not finished."""
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
-        return read_record(Metrics, self.metrics_file)
+        return RunMetrics.model_validate(read_record(RunMetrics, self.metrics_file))
 
     @property
     def kept(self) -> RunDir:
         """The single run whose delta this folder has: itself, or the best of several."""
-        if not self.spec.several:
+        if not self.config.is_series:
             return self
-        name = self.metrics["best"].get("run")
-        if name is None or not RunDir(self.runs / name).exists or RunDir(self.runs / name).spec.several:
+        name = self.metrics.best.run
+        if name is None or not RunDir(self.runs / name).exists or RunDir(self.runs / name).config.is_series:
             raise DeltuneError(
                 f"{self.metrics_file} names {name!r} as the best of several runs, and {self.runs} holds no such run; "
                 "bring the folder back, or start afresh (--fresh)"
@@ -236,7 +299,7 @@ class RunDir:
         """The data that the run was begun with."""
         return DataFacts(**self.environment.get("data", {}))
 
-    def check(self, spec: RunSpec) -> None:
+    def check(self, config: RunConfig) -> None:
         """The folder is free, or holds this very spec. Errors: other files, a run of another spec (what differs), a
         folder in the place of a file or the other way round."""
         if self.exists:
@@ -248,7 +311,7 @@ class RunDir:
                 raise error_from_problems(
                     f"{self.folder} is not as a run leaves it; put right or start afresh (--fresh)", wrong
                 )
-            differing = self.spec.differences(spec)
+            differing = self.config.differences(config)
             if differing:
                 listed = "".join(f"\n  - {line}" for line in differing)
                 raise DeltuneError(
@@ -309,10 +372,10 @@ class RunDir:
                 _remove(left)
 
     @writing
-    def open(self, spec: RunSpec) -> None:
+    def open(self, config: RunConfig) -> None:
         """Write the spec, where it is not there."""
         if not self.exists:
-            write_text(self.spec_file, spec.yaml())
+            write_text(self.spec_file, config.yaml())
 
     @writing
     def point(self, name: str, to: Path) -> None:
@@ -324,14 +387,14 @@ class RunDir:
         fsync_directory(self.folder)
 
     @writing
-    def begin(self, spec: RunSpec, environment: dict[str, Any]) -> None:
+    def begin(self, config: RunConfig, environment: dict[str, Any]) -> None:
         """Write spec and environment; for a run that was begun before, remove what an interrupted write left.
 
         Error: its data is no longer what it was.
         """
         self.check_data(environment["data"])
         self.sweep()
-        self.open(spec)
+        self.open(config)
         write_json(self.environment_file, environment)
 
     @contextlib.contextmanager
@@ -396,9 +459,9 @@ class RunDir:
         write_jsonl(self.predictions / f"{split}.jsonl", rows)
 
     @writing
-    def finish(self, metrics: dict[str, Any]) -> None:
+    def finish(self, metrics: RunMetrics) -> None:
         """Write metrics.json and drop the checkpoint: the run is finished."""
-        write_json(self.metrics_file, metrics)
+        write_json(self.metrics_file, metrics.as_json())
         _remove(self.checkpoint)
 
 

@@ -1,118 +1,160 @@
-"""Several runs of one spec: values tried in order of priority, then seeds, and what they come to together."""
+"""Several runs of one config: values tried in order of priority, then further seeds, and the aggregate of all."""
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import DivergedError
 from ..metrics.registry import METRICS
-from .config import RunSpec
-from .run_dir import RunDir
+from .config import RunConfig
+from .run_dir import Best, RunDir, RunMetrics, SeriesRun
 
-One = Callable[[RunSpec, Path], dict[str, Any]]
-"""Does a single run in a folder; its metrics."""
+TrainOne = Callable[[RunConfig, Path], RunMetrics]
+"""Trains a single run in a folder."""
 
-SPLITS = ("validation", "test")
-
-told = logging.getLogger("deltune")
+logger = logging.getLogger("deltune")
 
 
-def run_series(spec: RunSpec, run: RunDir, one: One) -> dict[str, Any]:
-    """The runs of a spec below run.folder/runs, and their aggregate as its metrics; `one` does each.
+@dataclass
+class Trial:
+    """One run of a series: its folder's name, its seed and values, and its metrics, or why it diverged."""
 
-    Values are tried under the first seed: the first stay unless the next do better on validation, and so on until
-    the next do not; a try that diverges does worse than any other. With what is chosen the other seeds run. Delta and
-    predictions of the folder are those of the run that does best on validation.
+    run: str
+    config: RunConfig
+    tried: dict[str, Any]
+    metrics: RunMetrics | None = None
+    error: str | None = None
+    chosen: bool = False
+
+    @property
+    def quality(self) -> float:
+        """How good the run is on validation, more is better; runs without a validation split are all the same."""
+        if self.metrics is None:
+            return -float("inf")
+        best = self.metrics.best
+        if best.metric is None or best.value is None:
+            return 0.0
+        lower = best.metric == "loss" or METRICS[best.metric].better == "lower"
+        return -best.value if lower else best.value
+
+    def line(self) -> SeriesRun:
+        """Return what metrics.json of the series says of this run."""
+        values: dict[str, Any] = {
+            "run": self.run, "seed": self.config.runtime.seed, "tried": self.tried, "chosen": self.chosen,
+        }  # fmt: skip
+        if self.error is not None:
+            values["error"] = self.error
+        if self.metrics is not None:
+            values |= {**self.metrics.scores, "seconds": self.metrics.seconds, "best": self.metrics.best}
+        return SeriesRun(**values)
+
+
+def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetrics:
+    """Train the runs of a config below run.folder/runs, and write their aggregate as its metrics.
+
+    Values are tried under the first seed. The first values stay unless the next do better on validation, and so on
+    until the next do not; a run that diverges is worse than any other. The other seeds run with the values that were
+    chosen. The delta and the predictions of the folder are those of the run that does best on validation.
+
+    Args:
+        config: A config of several runs.
+        run: The folder of the series, locked.
+        train_one: Trains each single run.
+
+    Raises:
+        DivergedError: Every run that was tried diverged, or a further seed did.
     """
     run.sweep()
-    run.open(spec)
-    tries, seeds = len(spec.tries()), len(spec.seeds)
-    told.info(
-        "%s%d seed%s", f"up to {tries} values tried under the first of " if tries > 1 else "", seeds, "s"[: seeds > 1]
+    run.open(config)
+    combinations, seeds = len(config.tries()), config.runtime.seeds
+    logger.info(
+        "%s%d seed%s",
+        f"up to {combinations} values tried under the first of " if combinations > 1 else "",
+        len(seeds),
+        "s"[: len(seeds) > 1],
     )
-    chosen, lines = _search(spec, run, one)
-    for seed in spec.seeds[1:]:
-        lines.append(_line(run, one, chosen.model_copy(update={"seed": seed}), f"seed{seed}", spec))
-        if not lines[-1]["metrics"]:
-            raise DivergedError(lines[-1]["error"])
-        lines[-1]["chosen"] = True
-    kept = [line for line in lines if line["chosen"]]
-    best = max(kept, key=lambda line: _value(line["metrics"]))  # the first of equal ones
+    chosen, trials = _search(config, run, train_one)
+    for seed in seeds[1:]:
+        trial = _run_trial(run, train_one, chosen.replace(seed=seed), f"seed{seed}", config)
+        if trial.metrics is None:
+            raise DivergedError(trial.error)
+        trial.chosen = True
+        trials.append(trial)
+    finished = {trial.run: trial.metrics for trial in trials if trial.metrics is not None}
+    best = max((trial for trial in trials if trial.chosen), key=lambda trial: trial.quality)  # the first of equal ones
     for name in ("delta", "predictions", "environment.json"):
-        run.point(name, Path("runs") / best["run"] / name)
-    metrics = aggregate(kept, spec.aggregate) | {
-        "seconds": round(sum(line["metrics"]["seconds"] for line in lines if line["metrics"]), 3),
-        **{
-            name: best["metrics"][name] for name in ("count", "truncated", "truncated_targets", "signatures", "omitted")
-        },
-        "best": {"run": best["run"], **best["tried"], **best["metrics"]["best"]},
-        "runs": [_told(line) for line in lines],
-    }
+        run.point(name, Path("runs") / best.run / name)
+    kept = finished[best.run]
+    metrics = RunMetrics(
+        **aggregate([finished[trial.run] for trial in trials if trial.chosen], config.runtime.aggregate),
+        seconds=round(sum(metrics.seconds for metrics in finished.values()), 3),
+        count=kept.count,
+        truncated=kept.truncated,
+        truncated_targets=kept.truncated_targets,
+        signatures=kept.signatures,
+        omitted=kept.omitted,
+        best=Best(**{"run": best.run, **best.tried, **kept.best.as_json()}),
+        runs=[trial.line() for trial in trials],
+    )
     run.finish(metrics)
     return metrics
 
 
-def _search(spec: RunSpec, run: RunDir, one: One) -> tuple[RunSpec, list[dict[str, Any]]]:
-    """The single run whose values are chosen, and a line for every try."""
-    tries = spec.tries()
-    lines: list[dict[str, Any]] = []
+def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunConfig, list[Trial]]:
+    """Return the single run whose values are chosen, and every trial."""
+    configs = config.tries()
+    trials: list[Trial] = []
     chosen = 0
-    for i, single in enumerate(tries):
-        name = f"seed{single.seed}" + (f"-try{i + 1}" if len(tries) > 1 else "")
-        lines.append(_line(run, one, single, name, spec))
-        if lines[chosen]["metrics"] and i and _value(lines[i]["metrics"]) <= _value(lines[chosen]["metrics"]):
+    for i, single in enumerate(configs):
+        name = f"seed{single.runtime.seed}" + (f"-try{i + 1}" if len(configs) > 1 else "")
+        trials.append(_run_trial(run, train_one, single, name, config))
+        if trials[chosen].metrics and i and trials[i].quality <= trials[chosen].quality:
             break
         chosen = i
-    if not lines[chosen]["metrics"]:
-        raise DivergedError(lines[chosen]["error"])
-    lines[chosen]["chosen"] = True
-    return tries[chosen], lines
+    if trials[chosen].metrics is None:
+        raise DivergedError(trials[chosen].error)
+    trials[chosen].chosen = True
+    return configs[chosen], trials
 
 
-def _line(run: RunDir, one: One, single: RunSpec, name: str, spec: RunSpec) -> dict[str, Any]:
-    """One run, done or found done; one that diverged has no metrics but an error."""
-    tried = {field: single.rate if field == "lr" else getattr(single, field) for field in spec.search}
-    told.info("%s: seed %d%s", name, single.seed, "".join(f", {field} {value}" for field, value in tried.items()))
-    line = {"run": name, "seed": single.seed, "tried": tried, "chosen": False, "metrics": {}}
+def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, config: RunConfig) -> Trial:
+    """Train one run, or read its metrics where it is finished; a run that diverges has an error instead."""
+    values = single.flat()
+    trial = Trial(name, single, {field: values[field] for field in config.runtime.search})
+    described = "".join(f", {field} {value}" for field, value in trial.tried.items())
+    logger.info("%s: seed %d%s", name, single.runtime.seed, described)
     try:
-        line["metrics"] = one(single, run.runs / name)
+        trial.metrics = train_one(single, run.runs / name)
     except DivergedError as error:
-        line["error"] = str(error)
-        told.info("%s", error)
-    return line
+        trial.error = str(error)
+        logger.info("%s", error)
+    return trial
 
 
-def _value(metrics: Mapping[str, Any]) -> float:
-    """How good a run is on validation, more is better; without validation all are the same."""
-    if not metrics:
-        return -float("inf")
-    best = metrics["best"]
-    if "metric" not in best:
-        return 0.0
-    lower = best["metric"] == "loss" or METRICS[best["metric"]].better == "lower"
-    return -best["value"] if lower else best["value"]
+def aggregate(runs: Sequence[RunMetrics], how: str) -> dict[str, Any]:
+    """Aggregate every metric of every split over runs.
 
+    Args:
+        runs: The metrics of the runs.
+        how: "mean" or "median".
 
-def aggregate(lines: Sequence[Mapping[str, Any]], how: str) -> dict[str, Any]:
-    """Mean or median of every metric of every split over runs; with two runs or more also the standard deviation."""
-    found: dict[str, Any] = {}
-    spread: dict[str, Any] = {}
-    for split in SPLITS:
-        several = [line["metrics"][split] for line in lines if split in line["metrics"]]
-        names = [name for name in (several[0] if several else ()) if all(name in one for one in several)]
-        values = {name: [one[name] for one in several] for name in names}
-        if several:
-            middle = statistics.median if how == "median" else statistics.fmean
-            found[split] = {name: middle(v) for name, v in values.items()}
-            spread[split] = {name: statistics.stdev(v) for name, v in values.items() if len(v) > 1}
-    return {**found, "aggregate": how, "std": spread} if len(lines) > 1 else found
-
-
-def _told(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What metrics.json says of a run."""
-    scores = {name: line["metrics"][name] for name in (*SPLITS, "seconds", "best") if name in line["metrics"]}
-    return {name: line[name] for name in ("run", "seed", "tried", "chosen", "error") if name in line} | scores
+    Returns:
+        The aggregated metrics by split; of two runs or more also "aggregate" (how) and "std", the sample standard
+        deviations by split.
+    """
+    middle = statistics.median if how == "median" else statistics.fmean
+    aggregated: dict[str, Any] = {}
+    deviations: dict[str, Any] = {}
+    for split in ("validation", "test"):
+        scores = [metrics.scores[split] for metrics in runs if split in metrics.scores]
+        if scores:
+            names = [name for name in scores[0] if all(name in one for one in scores)]
+            values = {name: [one[name] for one in scores] for name in names}
+            aggregated[split] = {name: middle(v) for name, v in values.items()}
+            deviations[split] = {name: statistics.stdev(v) for name, v in values.items() if len(v) > 1}
+    return {**aggregated, "aggregate": how, "std": deviations} if len(runs) > 1 else aggregated

@@ -1,4 +1,4 @@
-"""What a spec asks for: the kind of task and the way of answering, its data, its metrics and what a model is told."""
+"""What a run works on: its data as read, the kind of task on its kind of model, its metrics and its lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..data import loading as reading
+from ..data import loading
 from ..data.hub_layouts import Layout
 from ..data.loading import Data
 from ..errors import DeltuneError, error_from_problems, unknown_name
@@ -21,33 +21,36 @@ from ..tasks.languages import language_codes, set_languages
 from ..tasks.multiple_choice import CHOICE
 from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import TAGGING
-from .config import RunSpec
+from .config import DataSection, EvaluationSection, GenerationSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-class Ways(NamedTuple):
-    """Ways of answering: by a head, in words of an encoder-decoder, in words of a decoder, after the prompt."""
+class TaskKinds(NamedTuple):
+    """One kind of data as task kinds: answered by a head, by an encoder-decoder, by a decoder after the prompt."""
 
     head: TaskKind | None
-    both: TaskKind | None
-    after: TaskKind | None
+    encoder_decoder: TaskKind | None
+    decoder: TaskKind | None
 
 
-TABLE: Mapping[str, Ways] = {
-    "classification": Ways(CLASSIFICATION, CLASSES, CLASSES_AFTER),
-    "tagging": Ways(TAGGING, LISTS, None),
-    "choice": Ways(CHOICE, CHOICES, CHOICES_AFTER),
-    "generation": Ways(None, SEQ2SEQ, CAUSAL),
-    "language": Ways(None, LANGUAGE, LANGUAGE),
+TASK_KINDS: Mapping[str, TaskKinds] = {
+    "classification": TaskKinds(CLASSIFICATION, CLASSES, CLASSES_AFTER),
+    "tagging": TaskKinds(TAGGING, LISTS, None),
+    "choice": TaskKinds(CHOICE, CHOICES, CHOICES_AFTER),
+    "generation": TaskKinds(None, SEQ2SEQ, CAUSAL),
+    "language": TaskKinds(None, LANGUAGE, LANGUAGE),
 }
-"""Every kind of task."""
+"""Every kind of data -> the task kinds that it is trained as."""
+
+Reader = Callable[..., Data]
+"""`data.loading.load_data`, or a function of the same arguments that remembers."""
 
 
 @dataclass(frozen=True)
 class TaskSetup:
-    """A spec's data as read, with the kind of task on this kind of model, and its metrics."""
+    """The data of a run as read, the kind of task on this kind of model, and the names of its metrics."""
 
     data: Data
     kind: TaskKind
@@ -55,132 +58,180 @@ class TaskSetup:
 
 
 def set_up_task(
-    spec: RunSpec,
+    model: str,
+    data: DataSection,
+    answer: str,
+    evaluation: EvaluationSection,
+    seed: int,
     training: bool = True,
     labels: tuple[str, ...] | None = None,
-    read: Callable[..., Data] = reading.load_data,
+    read: Reader = loading.load_data,
 ) -> TaskSetup:
-    """Read what a spec asks for; labels: the run's own, where it has them; read: data.load, or one that remembers.
+    """Read the data of a run, and choose its kind of task and its metrics.
 
-    Errors: whatever is wrong with the data; a model that cannot do this kind of task.
+    Args:
+        model: Name or folder of the model; only its configuration is read.
+        data: What is read.
+        answer: "head" or "words".
+        evaluation: The metrics that are requested.
+        seed: Draws the sample of training rows.
+        training: Whether the training split is needed.
+        labels: The label names of an existing run, in the order of their ids.
+        read: Reads the data.
+
+    Returns:
+        The data, the kind of task and the metrics.
+
+    Raises:
+        DeltuneError: The data is wrong, the model cannot do this kind of task, or a metric does not fit.
     """
-    config = load_config(spec.model)  # an unknown family is told as that, not as a missing tokenizer
-    task, found = load_task_data(spec, training, labels, read)
-    chosen = task_kind_for(found.kind, config, spec.answer)
-    metrics = spec.metrics or (task.metrics if task else chosen.metrics)
-    if len(found.labels) != 2:
-        if "f1" in spec.metrics or spec.metric == "f1":
-            raise DeltuneError(f"metric f1 is for two labels, here are {len(found.labels)}; use f1_macro")
+    config = load_config(model)  # first, so that an unknown family is reported as such, not as a missing tokenizer
+    task, rows = load_task_data(data, seed, training, labels, read)
+    kind = task_kind_for(rows.kind, config, answer)
+    metrics = evaluation.metrics or (task.metrics if task else kind.metrics)
+    if len(rows.labels) != 2:
+        if "f1" in evaluation.metrics or evaluation.metric == "f1":
+            raise DeltuneError(f"metric f1 is for two labels, and the data has {len(rows.labels)}; use f1_macro")
         metrics = tuple(name for name in metrics if name != "f1")
-    if spec.metric not in (None, "loss", *metrics):
-        metrics = (*metrics, str(spec.metric))
-    check_fits(chosen, metrics)
-    return TaskSetup(found, chosen, metrics)
+    if evaluation.metric not in (None, "loss", *metrics):
+        metrics = (*metrics, str(evaluation.metric))
+    check_fits(kind, metrics)
+    return TaskSetup(rows, kind, metrics)
 
 
 def load_task_data(
-    spec: RunSpec,
+    data: DataSection,
+    seed: int,
     training: bool = True,
     labels: tuple[str, ...] | None = None,
-    read: Callable[..., Data] = reading.load_data,
+    read: Reader = loading.load_data,
 ) -> tuple[Task | None, Data]:
-    """The known task of a spec, where it has one, and its data as read; the arguments are those of `assignment`."""
-    task, columns, kind, source, layout = None, spec.columns, spec.task, spec.data, None
-    if spec.data is None:
-        assert spec.task is not None
-        task, where = find_task(spec.task, spec.data_root)
+    """Return the known task of a run, where it has one, and its data; for the arguments see `set_up_task`."""
+    task, columns, kind, source, layout = None, data.columns, data.task, data.source, None
+    if source is None:
+        assert data.task is not None
+        task, place = find_task(data.task, data.data_root)
         kind = task.kind
-        if isinstance(where, Layout):
-            source, layout = where.source, where
+        if isinstance(place, Layout):
+            source, layout = place.source, place
         else:
-            source, columns = where, spec.columns or dict(task.columns)
-    assert source is not None
-    asked = {"train": spec.max_train_rows, "validation": spec.validation_rows, "test": spec.test_rows}
-    asked["train"] = asked["train"] if training else None
-    samples = {split: rows for split, rows in asked.items() if rows is not None}
-    known = spec.labels if spec.relabel else labels or spec.labels
+            source, columns = place, data.columns or dict(task.columns)
+    sizes = {"train": data.max_train_rows, "validation": data.validation_rows, "test": data.test_rows}
+    samples = {split: n for split, n in sizes.items() if n is not None and (training or split != "train")}
+    names = data.labels if data.relabel else labels or data.labels
     try:
-        found = read(source, columns, known, samples, spec.seed, training, kind, layout)
+        rows = read(source, columns, names, samples, seed, training, kind, layout)
     except DeltuneError as error:
         if layout is None or task is None:
             raise
         raise DeltuneError(
-            f"task {spec.task} is read from the hub, as no data_root (the folder that holds {task.folder}/) is given: "
+            f"task {data.task} is read from the hub, as no data_root (the folder that holds {task.folder}/) is given: "
             f"{error}"
         ) from error
-    if spec.relabel:
-        found = reading.with_label_names(found, spec.relabel)
-    return task, found
+    if data.relabel:
+        rows = loading.with_label_names(rows, data.relabel)
+    return task, rows
 
 
-def load_task_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer of a spec's model, told the languages of the spec, or else of its task where it has languages.
+def load_task_tokenizer(model: str, data: DataSection) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model and set its languages: those of the config, else those of its known task.
 
-    Errors: a language that it lacks; any, where it has none.
+    Raises:
+        DeltuneError: The tokenizer lacks a language, or has no languages and one is requested.
     """
-    tokenizer = load_tokenizer(spec.model)
+    tokenizer = load_tokenizer(model)
     source, target = (
-        TASKS[str(spec.task)].languages if spec.data is None and language_codes(tokenizer) else (None, None)
+        TASKS[str(data.task)].languages if data.source is None and language_codes(tokenizer) else (None, None)
     )
-    set_languages(tokenizer, spec.source_language or source, spec.target_language or target)
+    set_languages(tokenizer, data.source_language or source, data.target_language or target)
     return tokenizer
 
 
 def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head") -> TaskKind:
-    """The kind of task on a model of this configuration, answered by a head or in words.
+    """Return the task kind for a kind of data on a model of this configuration.
 
-    Error: tagging in words by anything but an encoder-decoder.
+    Args:
+        name: The kind of data (`TASK_KINDS`).
+        config: The model's configuration.
+        answer: "head" or "words".
+
+    Raises:
+        DeltuneError: A model of this type cannot answer it in words.
     """
-    kinds = TABLE[name]
-    both = bool(config.is_encoder_decoder)
-    found = kinds.head if answer == "head" and kinds.head else kinds.both if both else kinds.after
-    if found is None:
-        able = "an encoder-decoder" if kinds.both else "a decoder"
+    kinds = TASK_KINDS[name]
+    in_words = kinds.encoder_decoder if config.is_encoder_decoder else kinds.decoder
+    kind = kinds.head if answer == "head" and kinds.head else in_words
+    if kind is None:
+        able = "an encoder-decoder" if kinds.encoder_decoder else "a decoder"
         raise DeltuneError(
             f"{name} in words is for {able}, which a model of type {config.model_type!r} is not; give another model"
             + (" or answer=head" if kinds.head else "")
         )
-    return found
+    return kind
 
 
 def task_kind_by_name(name: str) -> TaskKind:
-    """The kind of task where its model does not matter."""
-    return next(kind for kind in TABLE[name] if kind is not None)
+    """Return a task kind for a kind of data where the model does not matter."""
+    return next(kind for kind in TASK_KINDS[name] if kind is not None)
 
 
-def length_limits(spec: RunSpec, kind: TaskKind, labels: Sequence[str]) -> Limits:
-    """Lengths, template and words of a run: the spec's own, else those of its task.
+def length_limits(data: DataSection, generation: GenerationSection, kind: TaskKind, labels: Sequence[str]) -> Limits:
+    """Return the lengths, the template, the label words and the search of a run: its own, else those of its task.
 
-    Errors: words or a template where nothing is said in words; words that are missing, of no label, or shared.
+    Args:
+        data: Gives the lengths and the known task.
+        generation: Gives the template, the words and the search.
+        kind: The kind of task.
+        labels: The label names in the order of their ids.
+
+    Raises:
+        DeltuneError: There are words or a template but no answers in words; words are missing, shared by two labels,
+            or of no label.
     """
-    task = TASKS[str(spec.task)] if spec.data is None else None
-    wrong = []
-    if spec.template is not None and kind.loads not in SPEAKING:
-        wrong.append("template is for a model that answers in words (answer: words)")
+    task = TASKS[str(data.task)] if data.source is None else None
+    problems = []
+    if generation.template is not None and kind.loads not in SPEAKING:
+        problems.append("template is for a model that answers in words (answer: words)")
     names = [name for name in dict.fromkeys(map(kind.spoken, labels)) if name] if kind.spoken else []
-    if spec.words is None:
-        told = {name: task.words.get(name, name) if task else name for name in names}
+    if generation.words is None:
+        words = {name: task.words.get(name, name) if task else name for name in names}
     elif not names:
-        told = {}
-        wrong.append("words are for labels that are answered in words (answer: words)")
+        words = {}
+        problems.append("words are for labels that are answered in words (answer: words)")
     else:
-        told = {name: word.strip() for name, word in spec.words.items()}
-        wrong += [unknown_name("label", name, names, where="words") for name in told if name not in names]
-        wrong += [f"label {name!r} has no word" for name in names if not told.get(name)]
-    sharing: dict[str, list[str]] = {}
-    for name, word in told.items():
-        sharing.setdefault(word, []).append(name)
-    wrong += [f"labels {', '.join(own)} have the same word {w!r}" for w, own in sharing.items() if w and len(own) > 1]
-    if wrong:
-        raise error_from_problems("what is said in words is wrong", wrong)
-    words = {label: told.get(kind.spoken(label), "") for label in labels} if kind.spoken else {}
-    return spec.limits(task.template if task else "", words)
+        words = {name: word.strip() for name, word in generation.words.items()}
+        problems += [unknown_name("label", name, names, where="words") for name in words if name not in names]
+        problems += [f"label {name!r} has no word" for name in names if not words.get(name)]
+    labels_of: dict[str, list[str]] = {}
+    for name, word in words.items():
+        labels_of.setdefault(word, []).append(name)
+    problems += [
+        f"labels {', '.join(sharing)} have the same word {word!r}"
+        for word, sharing in labels_of.items()
+        if word and len(sharing) > 1
+    ]
+    if problems:
+        raise error_from_problems("the words or the template are wrong", problems)
+    template = generation.template if generation.template is not None else task.template if task else ""
+    generate = {
+        "num_beams": generation.beams,
+        "min_new_tokens": generation.min_target_length,
+        "length_penalty": generation.length_penalty,
+        "no_repeat_ngram_size": generation.no_repeat_ngram,
+        "max_new_tokens": generation.max_generated or data.target_length,
+    }
+    by_label = {label: words.get(kind.spoken(label), "") for label in labels} if kind.spoken else {}
+    return Limits(data.max_length, data.target_length, template, by_label, generate)
 
 
 def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
-    """Error for metrics that are unknown or compare something else than this kind of task gives."""
-    if wrong := [unknown_name("metric", name, METRICS) for name in metrics if name not in METRICS]:
-        raise DeltuneError(" ".join(wrong))
-    if foreign := [name for name in metrics if METRICS[name].kind not in kind.compares]:
+    """Check that metrics measure what a kind of task gives.
+
+    Raises:
+        DeltuneError: A metric is unknown, or compares something else.
+    """
+    if problems := [unknown_name("metric", name, METRICS) for name in metrics if name not in METRICS]:
+        raise DeltuneError(" ".join(problems))
+    if unfit := [name for name in metrics if METRICS[name].kind not in kind.compares]:
         fitting = [name for name, metric in METRICS.items() if metric.kind in kind.compares]
-        raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(foreign)}; it can by {', '.join(fitting)}")
+        raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(unfit)}; it can by {', '.join(fitting)}")

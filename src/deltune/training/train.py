@@ -1,4 +1,4 @@
-"""One run: a method tuned on labelled text, on transformers' Trainer; only the delta is checkpointed."""
+"""Training one run: a method tuned on a data set by transformers' Trainer; only the delta is checkpointed."""
 
 from __future__ import annotations
 
@@ -13,292 +13,338 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from ..data.loading import Data
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import clear_write_errors
 from ..models import fit_padding
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
-from ..runtime.serialization import open_delta as read_delta
+from ..runtime.serialization import open_delta
 from ..tasks import token_cache
-from ..tasks.base import TaskKind
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, check_length
 from . import activation_cache, checkpoints, distributed, hardware
-from .config import RunSpec
+from .config import OptimSection, RunConfig
 from .inference import SPLITS
 from .model_cache import ModelCache
 from .progress import ProgressBar
-from .run_dir import RunDir, environment
+from .run_dir import Best, RunDir, RunMetrics, environment
 from .run_state import RunState
 from .search import run_series
-from .task_setup import length_limits, load_task_data, set_up_task
+from .task_setup import TaskSetup, length_limits, load_task_data, set_up_task
 from .trainer import DeltaTrainer, ReportCallback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHARDED = ("none", "fsdp")
-SCHEDULES = {"constant": "constant_with_warmup"}
-"""Names of the Trainer that differ from ours."""
-LINES = 20  # of the log, an epoch
+SHARDING_MODES = ("none", "fsdp")
+TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
+"""Schedules that transformers calls by another name."""
+LOG_LINES_PER_EPOCH = 20
 
-told = logging.getLogger("deltune")
+logger = logging.getLogger("deltune")
 
 
 def train(
-    spec: RunSpec,
+    config: RunConfig,
     output: str | Path,
     resume: bool = True,
     progress: bool = True,
     devices: str = "auto",
     sharded: str = "none",
-    parts: ModelCache | None = None,
-) -> dict[str, Any]:
-    """Tune spec.method on spec.data, keep the best delta, score it; returns what metrics.json holds.
+    cache: ModelCache | None = None,
+) -> RunMetrics:
+    """Tune the method of a config on its data, keep the best delta, and score it.
 
-    The folder `output` becomes the RUN. A finished run of the same spec is not repeated, an unfinished one goes on
-    where it was, with the same numbers in the end; resume=False starts afresh. progress: a bar, on a terminal.
-    devices: auto (the accelerator where there is one), cpu, cuda, cuda:1 or mps. In several processes (torchrun,
-    accelerate launch, `deltune train --launch N`) each comes here; the first of them writes. sharded: none, each has
-    the model (DDP); fsdp, each has a share of it. parts: what several runs of one process share.
-    The best epoch is that of the best validation spec.metric, of equal ones that of the lower validation loss, then
-    the first; without a validation split it is the last.
-    Errors (DeltuneError): whatever is wrong with spec, data, model, method or folder, before anything is written; a
-    loss that is no number; no space left.
-    A spec of several runs (seeds, search) makes a folder of these, and their aggregate (series.together).
+    The folder `output` becomes the RUN. A finished run of the same config is not repeated; an unfinished one goes on
+    where it stopped and ends with the same numbers. The best epoch has the best validation score by
+    `evaluation.metric`; of equal ones it is that of the lower validation loss, then the first. Without a validation
+    split it is the last epoch. A config of several runs (seeds, search) makes a folder of these runs and their
+    aggregate (`search.run_series`).
+
+    In several processes (torchrun, accelerate launch, `deltune train --launch N`) each process calls this function;
+    rank 0 writes.
+
+    Args:
+        config: What is trained, on what, and how.
+        output: The folder of the run.
+        resume: False discards the run in the folder and starts anew.
+        progress: Show a progress bar on a terminal.
+        devices: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" or "mps".
+        sharded: "none" (each process has the whole model, DDP) or "fsdp" (each has a share of it).
+        cache: What several runs in one process share.
+
+    Returns:
+        What metrics.json holds.
+
+    Raises:
+        DeltuneError: The config, the data, the model, the method or the folder is wrong (nothing is written then); the
+            loss is not finite; no space is left on the disk.
     """
     device = hardware.resolve_device(devices)
     distributed.init_processes(device)
     run = RunDir(output, writer=distributed.is_main())
-    shared = parts or ModelCache()
-    found = distributed.broadcast_from_main(lambda: _finished(spec, run, resume, shared))
-    if found is not None:
-        told.info("%s is finished; nothing to do", run.folder)
-        return found
-    with contextlib.ExitStack() as held:
-        held.enter_context(clear_write_errors(run.folder))
-        distributed.broadcast_from_main(lambda: held.enter_context(run.locked()))
-        if spec.several:
+    shared = cache or ModelCache()
+    finished = distributed.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
+    if finished is not None:
+        logger.info("%s is finished; nothing to do", run.folder)
+        return finished
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(clear_write_errors(run.folder))
+        distributed.broadcast_from_main(lambda: stack.enter_context(run.locked()))
+        if config.is_series:
             if not resume:
                 run.clear()
-            return run_series(spec, run, lambda one, at: train(one, at, True, progress, devices, sharded, shared))
+            return run_series(
+                config, run, lambda one, folder: train(one, folder, True, progress, devices, sharded, shared)
+            )
         try:
-            return _train(spec, run, resume, progress, device, sharded, shared)
+            return _train(config, run, resume, progress, device, sharded, shared)
         except BaseException:
             shared.drop()
             raise
 
 
-def _finished(spec: RunSpec, run: RunDir, resume: bool, parts: ModelCache) -> dict[str, Any] | None:
-    """The metrics of a run that needs no training. Errors: the folder holds something else; its data changed."""
+def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: ModelCache) -> RunMetrics | None:
+    """Return the metrics of a run that needs no training.
+
+    Raises:
+        DeltuneError: The folder holds something else, or the data changed since.
+    """
     if resume or not run.exists:
-        run.check(spec)
+        run.check(config)
     if not resume or not run.finished:
         return None
+    kept = run.kept
     try:
-        now = load_task_data(run.kept.spec, read=parts.data)[1].facts
+        facts = load_task_data(kept.config.data, kept.config.runtime.seed, read=cache.data)[1].facts
     except DeltuneError as error:
-        told.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
+        logger.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
     else:
-        run.kept.check_data(now)
+        kept.check_data(facts)
     return run.metrics
 
 
 def _train(
-    spec: RunSpec, run: RunDir, resume: bool, progress: bool, device: torch.device, sharded: str, parts: ModelCache
-) -> dict[str, Any]:
-    job, source = distributed.run_on_all(lambda: _job(spec, run, device, sharded, parts))
-    arguments = _arguments(job, device)
-    facts = {"device": str(arguments.device), "precision": job.precision, "processes": distributed.world_size()}
-    checkpoint = distributed.broadcast_from_main(lambda: _resumable(run)) if resume else None
-    with ProgressBar(progress and distributed.is_main()) as bar, _trunk(job, arguments.device, bar):
-        if not resume:  # only now is nothing left that may be refused
+    config: RunConfig, run: RunDir, resume: bool, progress: bool, device: torch.device, sharded: str, cache: ModelCache
+) -> RunMetrics:
+    """Train a single run in its locked folder."""
+    state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+    arguments = _training_arguments(state, device)
+    checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
+    with ProgressBar(progress and distributed.is_main()) as bar, _frozen_layers_cached(state, arguments.device, bar):
+        if not resume:  # only now can nothing be refused any more
             run.clear()
-        distributed.broadcast_from_main(
-            lambda: run.begin(spec, environment({**facts, "sharded": sharded, "data": source}))
-        )
-        _fit(job, arguments, bar, checkpoint)
-        return _finish(job, bar)
+        facts = {
+            "device": str(arguments.device),
+            "precision": state.precision,
+            "processes": distributed.world_size(),
+            "sharded": sharded,
+            "data": state.data.facts,
+        }
+        distributed.broadcast_from_main(lambda: run.begin(config, environment(facts)))
+        _fit(state, arguments, bar, checkpoint)
+        return _finish(state, bar)
 
 
-def _job(
-    spec: RunSpec, run: RunDir, device: torch.device, sharded: str, parts: ModelCache
-) -> tuple[RunState, dict[str, Any]]:
-    """All that the run works with, and what is to be known of its data."""
-    precision = hardware.resolve_precision(spec.precision, device)
-    rows = spec.rows(distributed.world_size())
-    if sharded not in SHARDED:
-        raise DeltuneError(unknown_name("sharding", sharded, SHARDED))
-    asked = set_up_task(spec, read=parts.data)
-    found, kind = asked.data, asked.kind
-    if "validation" not in found.splits and (spec.patience is not None or spec.metric is not None):
-        raise DeltuneError(f"data {found.source} has no validation split, so neither patience nor metric can be used")
-    limits = length_limits(spec, kind, found.labels)
-    tokenizer = parts.tokenizer(spec)
-    model = _base(spec, kind, found, tokenizer, parts)
+def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str, cache: ModelCache) -> RunState:
+    """Read, check and encode everything, and attach the method."""
+    precision = hardware.resolve_precision(config.runtime.precision, device)
+    rows = config.optim.rows_per_device(distributed.world_size())
+    seed = config.runtime.seed
+    if sharded not in SHARDING_MODES:
+        raise DeltuneError(unknown_name("sharding", sharded, SHARDING_MODES))
+    setup = set_up_task(
+        config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data
+    )
+    data, kind = setup.data, setup.kind
+    needs_validation = config.evaluation.patience is not None or config.evaluation.metric is not None
+    if "validation" not in data.splits and needs_validation:
+        raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
+    limits = length_limits(config.data, config.generation, kind, data.labels)
+    tokenizer = cache.tokenizer(config.model.name, config.data)
+    model = _base_model(config.model.name, setup, tokenizer, seed, cache)
     if kind.loads == "causal-lm":
         check_causal(model)
-    set_seed(spec.seed)
-    tuned = attach(model, spec.method, head=spec.head)
+    set_seed(seed)
+    tuned = attach(model, config.method.expression, head=config.method.head)
     if not any(True for _ in tuned.trained()):
-        raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
-    trunk = None if spec.trunk_dropout == "on" else FrozenLayers(tuned)
+        raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
+    frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     check_length(model, kind.positions(limits))
-    columns = {s: {name: list(d[name]) for name in d.column_names} for s, d in found.splits.items()}
+    columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = {
         split: token_cache.encode_cached(
-            kind, tokenizer, model, rows, limits, split == "train", f"{found.fingerprint} {split}"
+            kind, tokenizer, model, roles, limits, split == "train", f"{data.fingerprint} {split}"
         )
-        for split, rows in columns.items()
+        for split, roles in columns.items()
     }
     if sharded == "fsdp":
         distributed.shard_model(tuned, device)
-        parts.drop()  # its weights are shared out now
-    batches = _batches(spec, encoded["train"], rows)
-    held = (found, kind, asked.metrics, limits, columns, encoded, batches, precision, trunk)
-    return RunState(spec, run, tuned, tokenizer, *held), found.facts
+        cache.drop()  # its weights are sharded now
+    batches = _batches(config.optim, encoded["train"], rows, seed)
+    return RunState(
+        config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
+        frozen_layers,
+    )  # fmt: skip
 
 
-def _base(
-    spec: RunSpec, kind: TaskKind, data: Data, tokenizer: PreTrainedTokenizerBase, parts: ModelCache
+def _base_model(
+    name: str, setup: TaskSetup, tokenizer: PreTrainedTokenizerBase, seed: int, cache: ModelCache
 ) -> PreTrainedModel:
-    """The model that a spec names, as it is before any tuning."""
-    model = parts.model(spec.model, kind.loads, data.labels or None, spec.seed)
+    """Load a model as it is before any tuning."""
+    model = cache.model(name, setup.kind.loads, setup.data.labels or None, seed)
     fit_padding(model, tokenizer)
     return model
 
 
-def _batches(spec: RunSpec, train: EncodedRows, rows: int) -> LengthGroupedBatches:
-    """The training rows, step by step, each step cut for the devices into batches of so many rows."""
-    if spec.batch_tokens is not None:
-        return LengthGroupedBatches(train.sizes, 0, spec.seed, distributed.world_size(), spec.batch_tokens)
-    return LengthGroupedBatches(train.lengths, spec.batch_size, spec.seed, spec.batch_size // rows)
+def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int) -> LengthGroupedBatches:
+    """Deal the training rows out to steps, each cut for the devices into batches of so many rows."""
+    if optim.batch_tokens is not None:
+        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens)
+    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows)
 
 
-def _arguments(job: RunState, device: torch.device) -> TrainingArguments:
-    spec, batches = job.spec, job.batches
-    moments = "epoch" if spec.validate_every is None else "steps"
+def _training_arguments(state: RunState, device: torch.device) -> TrainingArguments:
+    """Translate the config for the Trainer."""
+    optim, batches, steps = state.config.optim, state.batches, state.config.evaluation.validate_every
+    strategy = "epoch" if steps is None else "steps"
     arguments = TrainingArguments(
-        output_dir=str(job.run.folder),
-        num_train_epochs=spec.epochs,
-        max_steps=spec.steps or -1,
-        per_device_train_batch_size=spec.rows(distributed.world_size()),
+        output_dir=str(state.run.folder),
+        num_train_epochs=optim.epochs,
+        max_steps=optim.steps or -1,
+        per_device_train_batch_size=optim.rows_per_device(distributed.world_size()),
         gradient_accumulation_steps=batches.chunks // distributed.world_size(),
-        learning_rate=spec.rate,
-        lr_scheduler_type=SCHEDULES.get(spec.schedule, spec.schedule),
-        warmup_steps=spec.warmup,
-        weight_decay=spec.weight_decay,
-        max_grad_norm=spec.clip,
-        adam_beta1=spec.adam_betas[0],
-        adam_beta2=spec.adam_betas[1],
-        adam_epsilon=spec.adam_epsilon,
-        label_smoothing_factor=spec.label_smoothing,
-        bf16=job.precision == "bf16",
+        learning_rate=optim.rate,
+        lr_scheduler_type=TRAINER_SCHEDULES.get(optim.schedule, optim.schedule),
+        warmup_steps=optim.warmup,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.clip,
+        adam_beta1=optim.adam_betas[0],
+        adam_beta2=optim.adam_betas[1],
+        adam_epsilon=optim.adam_epsilon,
+        label_smoothing_factor=optim.label_smoothing,
+        bf16=state.precision == "bf16",
         use_cpu=device.type == "cpu",
-        seed=spec.seed,
-        eval_strategy=moments if "validation" in job.encoded else "no",
-        eval_steps=spec.validate_every,
-        save_strategy=moments,
-        save_steps=spec.validate_every or 500,
-        logging_steps=max(1, batches.per_epoch // LINES),
-        logging_nan_inf_filter=False,  # a loss that is no number is an error here
+        seed=state.config.runtime.seed,
+        eval_strategy=strategy if "validation" in state.encoded else "no",
+        eval_steps=steps,
+        save_strategy=strategy,
+        save_steps=steps or 500,
+        logging_steps=max(1, batches.per_epoch // LOG_LINES_PER_EPOCH),
+        logging_nan_inf_filter=False,  # a loss that is not finite is an error here
         disable_tqdm=True,
-        report_to=list(spec.report_to) or "none",
+        report_to=list(state.config.runtime.report_to) or "none",
         remove_unused_columns=False,
-        accelerator_config={"even_batches": False},  # steps are cut evenly already, no row is repeated
+        accelerator_config={"even_batches": False},  # steps are cut evenly already, and no row is repeated
         dataloader_pin_memory=device.type != "cpu",
     )
     if device.index is not None:  # the Trainer takes the first one
         torch.accelerator.set_device_index(device.index)
         arguments.__dict__["_setup_devices"] = PartialState().device = device
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # DataParallel would copy the model, and hooks stay with the first
+        arguments._n_gpu = 1  # DataParallel would copy the model, and hooks stay with the first copy
     return arguments
 
 
 @contextlib.contextmanager
-def _trunk(job: RunState, device: torch.device, bar: ProgressBar) -> Iterator[None]:
-    """Inside, a frozen trunk that runs without dropout is run once for each row; in the end the model is free of it."""
-    if job.trunk is None:
+def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressBar) -> Iterator[None]:
+    """Compute the frozen layers once for each row, where they run without dropout; restore the model at the end."""
+    if state.frozen_layers is None:
         yield
         return
-    if distributed.is_sharded(job.model):
-        told.info("the frozen trunk is run in every pass: sharding=fsdp shares its layers out")
+    if distributed.is_sharded(state.model):
+        logger.info("the frozen layers run in every pass, because sharding=fsdp distributes them")
     else:
-        job.model.to(device)  # type: ignore[arg-type]
-        bar.start("trunk", sum(map(len, job.encoded.values())))
-        job.encoded = activation_cache.with_cached_activations(
-            job.trunk, job.use(bar), job.encoded, job.spec.trunk_cache
+        state.model.to(device)  # type: ignore[arg-type]
+        bar.start("frozen layers", sum(map(len, state.encoded.values())))
+        state.encoded = activation_cache.with_cached_activations(
+            state.frozen_layers, state.inference_context(bar), state.encoded, state.config.runtime.trunk_cache
         )
     try:
         yield
     finally:
-        job.trunk.remove()
+        state.frozen_layers.remove()
 
 
-def _resumable(run: RunDir) -> Path | None:
-    """The checkpoint that a run goes on from, None for a run from its start.
+def _resumable_checkpoint(run: RunDir) -> Path | None:
+    """Return the checkpoint that a run goes on from, or None for a run from its start.
 
-    Error: the checkpoint, or the best delta so far, is damaged; nothing is written before.
+    Raises:
+        DeltuneError: The checkpoint or the best delta so far is damaged; nothing was written.
     """
     checkpoint = checkpoints.find_resumable(run.checkpoint)
     if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
         run.recover()
         try:
-            read_delta(run.delta).numbers()
+            open_delta(run.delta).numbers()
         except DeltuneError as error:
             raise DeltuneError(f"the best delta so far is damaged ({error}); {checkpoints.TODO}") from error
     return checkpoint
 
 
-def _fit(job: RunState, arguments: TrainingArguments, bar: ProgressBar, checkpoint: Path | None) -> None:
-    """Train from a checkpoint, or from the start, to the last epoch or the end of patience."""
+def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressBar, checkpoint: Path | None) -> None:
+    """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
     if checkpoint is None:
-        job.run.rewind(-1)
-        if job.spec.columns is None and job.spec.data is not None:
-            told.info("columns: %s", ", ".join(f"{role}={name}" for role, name in job.data.columns.items()))
-        for split, rows in job.encoded.items():
-            for cut, what, length in (
-                (rows.truncated, "inputs", job.limits.max_length),
-                (rows.truncated_targets, "targets", job.limits.target_length),
-            ):
-                if cut:
-                    told.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, what, length)
-        job.run.log({"step": 0, "event": "start", **job.truncated})
+        state.run.rewind(-1)
+        _log_start(state)
     else:
-        kept = checkpoints.read_progress(checkpoint)
-        job.best, job.stale, job.before = kept["best"], kept["stale"], kept["seconds"]
-        job.run.rewind(int(checkpoint.name))
-        told.info("resuming %s after step %s", job.run.folder, checkpoint.name)
-    if job.stopped:
+        progress = checkpoints.read_progress(checkpoint)
+        state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
+        state.run.rewind(int(checkpoint.name))
+        logger.info("resuming %s after step %s", state.run.folder, checkpoint.name)
+    if state.out_of_patience:
         return
-    trainer = DeltaTrainer(job, arguments)
+    trainer = DeltaTrainer(state, arguments)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ReportCallback(job, bar))
-    distributed.seed_by_rank(job.spec.seed)
+    trainer.add_callback(ReportCallback(state, bar))
+    distributed.seed_by_rank(state.config.runtime.seed)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)
+    trainer.accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)
 
 
-def _finish(job: RunState, bar: ProgressBar) -> dict[str, Any]:
-    """Score the kept delta as it is on the disk, where its answers are not there yet, and write the metrics."""
-    seconds = job.seconds
-    count = job.tuned.count().as_dict()
-    sharded, device = distributed.is_sharded(job.model), job.model.device
-    model = _base(job.spec, job.kind, job.data, job.tokenizer, ModelCache()) if sharded else job.tuned.detach()
-    job.tuned = load(model, job.run.delta)
+def _log_start(state: RunState) -> None:
+    """Log which columns are used and how many texts are cut."""
+    if state.config.data.columns is None and state.config.data.source is not None:
+        logger.info("columns: %s", ", ".join(f"{role}={name}" for role, name in state.data.columns.items()))
+    for split, rows in state.encoded.items():
+        for cut, texts, length in (
+            (rows.truncated, "inputs", state.limits.max_length),
+            (rows.truncated_targets, "targets", state.limits.target_length),
+        ):
+            if cut:
+                logger.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, texts, length)
+    state.run.log({"step": 0, "event": "start", **state.truncated})
+
+
+def _finish(state: RunState, bar: ProgressBar) -> RunMetrics:
+    """Score the best delta as it is on the disk, on the splits it has not answered yet, and write the metrics."""
+    seconds = state.seconds
+    count = state.tuned.count().as_dict()
+    sharded, device = distributed.is_sharded(state.model), state.model.device
     if sharded:
-        distributed.shard_model(job.tuned, device)
-    splits = [split for split in SPLITS if split in job.encoded]
-    found = job.kept_answers()
-    rest = [split for split in splits if split not in found]
-    bar.start("evaluate", sum(len(job.encoded[split]) for split in rest))
-    found |= {split: job.answered(split, job.scored(split, bar)) for split in rest}
-    results = {split: found[split]["metrics"] for split in splits}
-    last = found[splits[-1]] if splits else {"signatures": {}, "omitted": {}}
-    best = {key: value for key, value in job.best.items() if key not in ("rank", "answered")}
-    metrics = {**results, "seconds": round(seconds, 3), "count": count, "best": best, **job.truncated}
-    metrics |= {"signatures": last["signatures"], "omitted": last["omitted"]}
-    job.tuned.detach()
-    job.run.finish(metrics)
+        name, seed = state.config.model.name, state.config.runtime.seed
+        setup = TaskSetup(state.data, state.kind, state.metrics)
+        model = _base_model(name, setup, state.tokenizer, seed, ModelCache())
+    else:
+        model = state.tuned.detach()
+    state.tuned = load(model, state.run.delta)
+    if sharded:
+        distributed.shard_model(state.tuned, device)
+    splits = [split for split in SPLITS if split in state.encoded]
+    answered = state.reusable_predictions()
+    remaining = [split for split in splits if split not in answered]
+    bar.start("evaluate", sum(len(state.encoded[split]) for split in remaining))
+    answered |= {split: state.write_predictions(split, state.score(split, bar)) for split in remaining}
+    last: dict[str, Any] = answered[splits[-1]] if splits else {"signatures": {}, "omitted": {}}
+    metrics = RunMetrics(
+        **{split: answered[split]["metrics"] for split in splits},
+        seconds=round(seconds, 3),
+        count=count,
+        best=Best(**{key: value for key, value in state.best.items() if key not in ("rank", "answered")}),
+        truncated=state.truncated["truncated"],
+        truncated_targets=state.truncated["truncated_targets"],
+        signatures=last["signatures"],
+        omitted=last["omitted"],
+    )
+    state.tuned.detach()
+    state.run.finish(metrics)
     return metrics

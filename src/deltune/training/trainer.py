@@ -1,4 +1,4 @@
-"""transformers' Trainer, taught that the delta alone is checkpointed, what a step's loss is and how a run reports."""
+"""transformers' Trainer with checkpoints of the delta alone, exact step losses, and the run's log and progress bar."""
 
 from __future__ import annotations
 
@@ -18,67 +18,74 @@ from .run_state import RunState, diverged_error, epochs_done
 
 
 class DeltaTrainer(Trainer):
-    """A Trainer whose checkpoints hold the delta alone, and whose batches are of similar length."""
+    """A Trainer whose checkpoints hold the delta alone, and whose batches have rows of similar length."""
 
-    def __init__(self, job: RunState, arguments: TrainingArguments) -> None:
-        self.job = job
+    def __init__(self, state: RunState, arguments: TrainingArguments) -> None:
+        """Prepare training.
+
+        Args:
+            state: What the run works with.
+            arguments: The Trainer's own options.
+        """
+        self.run_state = state
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
-        self.shifted = job.kind.loads == "causal-lm"
+        self.shifted = state.kind.loads == "causal-lm"
         super().__init__(
-            model=job.model,
+            model=state.model,
             args=arguments,
-            train_dataset=job.encoded["train"],
-            eval_dataset=job.encoded.get("validation"),
+            train_dataset=state.encoded["train"],
+            eval_dataset=state.encoded.get("validation"),
             data_collator=self._batch,
         )
         # whether a model divides by the number of items that it is given can only be told by trying (BERT's
         # classifiers take it and do not), so none is given one: compute_loss weighs the means
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, True
-        if distributed.is_sharded(job.model):  # placed and averaged already: no DDP around it
+        if distributed.is_sharded(state.model):  # placed and averaged already: no DDP around it
             self.is_distributed_loading_by_transformers = True
         elif distributed.is_distributed():
             self.accelerator.ddp_handler.find_unused_parameters = self._some_unused()
 
     def _some_unused(self) -> bool:
-        """Whether something that is trained has no part in the loss, which DDP would wait for; found out by trying."""
+        """Whether a trained parameter has no part in the loss, which DDP would wait for; one pass shows it."""
         with torch.random.fork_rng():
-            model = self.job.model.train()
-            model(**self._prepare_inputs(self._batch([self.job.encoded["train"][0]]))).loss.backward()
-        unused = any(parameter.grad is None for _, parameter in self.job.tuned.trained())
+            model = self.run_state.model.train()
+            model(**self._prepare_inputs(self._batch([self.run_state.encoded["train"][0]]))).loss.backward()
+        unused = any(parameter.grad is None for _, parameter in self.run_state.tuned.trained())
         model.zero_grad()
         return unused
 
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
-        """One batch; of no rows, where a step has fewer than there are devices: any row, that counts as nothing."""
+        """Collate rows; a device without rows in this step gets one whose labels are ignored."""
         if rows:
-            return collate(self.job.tokenizer, rows)
-        batch = collate(self.job.tokenizer, [self.job.encoded["train"][0]])
+            return collate(self.run_state.tokenizer, rows)
+        batch = collate(self.run_state.tokenizer, [self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
 
     def get_train_dataloader(self) -> DataLoader[Row]:
-        """The steps' batches, dealt to the processes by accelerate."""
-        rows, pinned = self.job.encoded["train"], self.args.dataloader_pin_memory
-        loader = DataLoader(rows, batch_sampler=self.job.batches, collate_fn=self._batch, pin_memory=pinned)
+        """Return the batches of all steps, dealt to the processes by accelerate."""
+        rows, pinned = self.run_state.encoded["train"], self.args.dataloader_pin_memory
+        loader = DataLoader(rows, batch_sampler=self.run_state.batches, collate_fn=self._batch, pin_memory=pinned)
         prepared: DataLoader[Row] = self.accelerator.prepare(loader)
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """The batches of a step on this device, and how many items all devices' batches have."""
+        """Return the batches of a step on this device, and how many items the batches of all devices have."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
-        own = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
-        return batches, distributed.all_reduce_sum(own)
+        items = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
+        return batches, distributed.all_reduce_sum(items)
 
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What the loss of a batch is the mean of: rows, or the tokens that are predicted."""
+        """Count what the loss of a batch is the mean of: rows, or the tokens that are predicted."""
         labels = batch["labels"][..., 1:] if self.shifted else batch["labels"]
         return (labels != IGNORED).sum()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """A batch's part in the step's loss, which is the mean over the items of all its batches on all devices.
+        """Return a batch's part in the loss of the step.
 
-        Devices' gradients are averaged, so each part counts as often as there are devices.
+        The loss of a step is the mean over the items of all its batches on all devices. The gradients of the devices
+        are averaged, so each part is multiplied by the number of devices.
         """
         outputs, items = model(**inputs), self._items(inputs)
         if not items:  # its own mean is 0 / 0; the pass is for the other devices, which wait for its gradient
@@ -89,54 +96,60 @@ class DeltaTrainer(Trainer):
         return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step. Error: its loss is no number."""
+        """Do one step.
+
+        Raises:
+            DivergedError: Its loss is not finite.
+        """
         loss = super().training_step(*args, **kwargs)
-        all_parts = distributed.all_reduce_sum(loss)
-        if not torch.isfinite(all_parts):
+        total = distributed.all_reduce_sum(loss)
+        if not torch.isfinite(total):
             raise diverged_error(
-                self.job, f"the training loss is {all_parts.item()} at step {self.state.global_step + 1}"
+                self.run_state, f"the training loss is {total.item()} at step {self.state.global_step + 1}"
             )
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Score the validation split, and keep the delta if it is the best so far."""
-        job = self.job
-        result = job.scored("validation", loss_only=job.metric == "loss")
-        better = job.judge(result, self.state.epoch or 0, self.state.global_step)
+        run = self.run_state
+        result = run.score("validation", loss_only=run.metric == "loss")
+        better = run.save_if_best(result, self.state.epoch or 0, self.state.global_step)
         metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
         self.log(metrics | {"eval_best": better})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.control.should_training_stop |= job.stopped
+        self.control.should_training_stop |= run.out_of_patience
         return metrics
 
     @contextlib.contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        """Batches before a step's last; the Trainer's own would ask how it loaded the model. A layer's gradient is
-        reduced after every batch: kept whole up to the step it would take the room that sharding saves."""
+        """Reduce gradients after every batch of a step; the Trainer's own would ask how it loaded the model.
+
+        Unreduced gradients, kept up to the end of the step, would take the memory that sharding saves.
+        """
         yield
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: the Trainer would walk over all modules at every step."""
+        """Return 0: counting would walk over all modules at every step."""
         return 0
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if "validation" not in self.job.encoded:
-            self.job.keep()
-            self.job.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
-        self.job.run.sync()
+        if "validation" not in self.run_state.encoded:
+            self.run_state.save_delta()
+            self.run_state.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
+        self.run_state.run.sync()
         checkpoints.save_checkpoint(
-            self.job.run.checkpoint,
+            self.run_state.run.checkpoint,
             self.state.global_step,
-            dict(self.job.tuned.trained()),
+            dict(self.run_state.tuned.trained()),
             self.optimizer,
             self.lr_scheduler,
-            self.job.facts(),
+            self.run_state.progress(),
             self.state.save_to_json,
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with distributed.unsharded(self.job.tuned, write=True):
-            checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.trained()))
+        with distributed.unsharded(self.run_state.tuned, write=True):
+            checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.run_state.tuned.trained()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -148,23 +161,30 @@ class DeltaTrainer(Trainer):
 
 
 class ReportCallback(TrainerCallback):
-    """The bar and log.jsonl."""
+    """Writes the progress bar and log.jsonl."""
 
-    def __init__(self, job: RunState, bar: ProgressBar) -> None:
-        self.job, self.bar = job, bar
+    def __init__(self, state: RunState, bar: ProgressBar) -> None:
+        """Report on a run.
+
+        Args:
+            state: What the run works with.
+            bar: The progress bar.
+        """
+        self.run_state, self.bar = state, bar
         self.loss = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.start("train", state.max_steps, state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.job.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not reach it where a loader skips batches
+        self.run_state.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not when it skips
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         interrupts.raise_if_interrupted()
-        gated = any(True for _ in self.job.tuned.delta().all_gates())  # they may be fixed now, which takes all of them
-        with distributed.unsharded(self.job.tuned, write=True) if gated else contextlib.nullcontext():
-            self.job.tuned.advance(state.global_step / state.max_steps)
+        # gates may be fixed in this step, which needs all of their values
+        gated = any(True for _ in self.run_state.tuned.delta().all_gates())
+        with distributed.unsharded(self.run_state.tuned, write=True) if gated else contextlib.nullcontext():
+            self.run_state.tuned.advance(state.global_step / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.advance()
@@ -175,13 +195,13 @@ class ReportCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "train_runtime" in logs:
             return
-        self.job.run.log({"step": state.global_step, **logs, "seconds": round(self.job.seconds, 2)})
+        self.run_state.run.log({"step": state.global_step, **logs, "seconds": round(self.run_state.seconds, 2)})
         if "loss" in logs:
             self.loss = f"loss {logs['loss']:.3f}"
             self.bar.note(self.loss)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        name = self.job.metric
+        name = self.run_state.metric
         self.bar.note(
             f"{self.loss} · epoch {epochs_done(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}"
         )

@@ -1,29 +1,21 @@
-"""Values within bounds: of numbers in a spec, and of a YAML file's size, its depth and what its aliases repeat."""
+"""Reading a YAML file within bounds: of its size, its depth and what its aliases repeat."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import Field
 
 from ..errors import DeltuneError, excerpt
 from ..filesystem import user_path
 
-MOST = 2**31 - 1
-"""Of whatever is counted: more does not fit into the tensors that hold it."""
-
-Size = Annotated[int, Field(ge=1, le=MOST)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-BYTES = 2**18
-"""Of a file: a spec has two thousand, a study a few times as many."""
-DEPTH = 20
-"""Lists and mappings inside one another; no field of a spec or a study has a third of them."""
-NODES = 20_000
-"""Values in all, those behind an alias counted each time that it is used."""
+MAX_BYTES = 2**18
+"""The largest file: the config of a run has two thousand bytes, a study a few times as many."""
+MAX_DEPTH = 20
+"""The most lists and mappings inside one another; no run and no study has a third of them."""
+MAX_VALUES = 20_000
+"""The most values in all, those behind an alias counted each time that it is used."""
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
@@ -34,34 +26,36 @@ def read_values(path: str | Path) -> dict[str, Any]:
     """
     try:
         with user_path(path, "file").open("rb") as file:
-            text = file.read(BYTES + 1)
+            text = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise DeltuneError(f"{path} cannot be read: {error}") from error
-    if len(text) > BYTES:
-        raise DeltuneError(f"{path} is larger than {BYTES // 1024} KiB, which no spec is; give the YAML file of a spec")
+    if len(text) > MAX_BYTES:
+        raise DeltuneError(
+            f"{path} is larger than {MAX_BYTES // 1024} KiB, which no config is; give the YAML file of a run or a study"
+        )
     try:
-        values = _values(text.decode("utf-8-sig"))
+        values = _construct(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DeltuneError(f"{path} cannot be read: it is not UTF-8 ({error}); save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
-    except _Beyond as error:
+    except _TooLarge as error:
         raise DeltuneError(f"{path} {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise DeltuneError(f"{path} is no spec: it must be a mapping such as `model: minilm`, not {excerpt(values)}")
+        raise DeltuneError(f"{path} is no config: it must be a mapping such as `model: minilm`, not {excerpt(values)}")
     return values
 
 
-class _Beyond(Exception):
+class _TooLarge(Exception):
     """A file that is larger inside than it may be."""
 
 
-def _values(text: str) -> Any:
+def _construct(text: str) -> Any:
     """What a YAML document says: composed, measured, and only then made into values.
 
     Raises:
         yaml.YAMLError: It is broken.
-        _Beyond: It is too deep, holds itself, or has too many values.
+        _TooLarge: It is too deep, holds itself, or has too many values.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -76,7 +70,7 @@ def _values(text: str) -> Any:
         except Exception as error:  # what a constructor says of a value that its tag does not fit: almost anything
             raise yaml.YAMLError(f"a value does not fit its type ({type(error).__name__}: {error})") from error
     except RecursionError:
-        raise _Beyond("is nested too deeply") from None
+        raise _TooLarge("is nested too deeply") from None
     finally:
         loader.dispose()
 
@@ -90,14 +84,14 @@ def _measure(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> 
         above: The nodes that hold this one.
     """
     if id(node) in above:
-        raise _Beyond("has an alias inside of what it stands for; write it out")
-    if len(above) > DEPTH:
-        raise _Beyond(f"is nested too deeply: more than {DEPTH} lists and mappings inside one another")
+        raise _TooLarge("has an alias inside of what it stands for; write it out")
+    if len(above) > MAX_DEPTH:
+        raise _TooLarge(f"is nested too deeply: more than {MAX_DEPTH} lists and mappings inside one another")
     if id(node) not in known:
         inside = (*above, id(node))
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
         children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
         known[id(node)] = 1 + sum(_measure(child, known, inside) for child in children)
-        if known[id(node)] > NODES:
-            raise _Beyond(f"holds more than {NODES:,} values, aliases counted each time; no spec does")
+        if known[id(node)] > MAX_VALUES:
+            raise _TooLarge(f"holds more than {MAX_VALUES:,} values, aliases counted each time; no config does")
     return known[id(node)]

@@ -16,7 +16,7 @@ from ...anatomy.inspection import inspect
 from ...errors import DeltuneError
 from ...models import load_config, load_model
 from ...runtime.attaching import load
-from ...training.config import RunSpec
+from ...training.config import RunConfig
 from ...training.inference import evaluate, rescore_with_statistics
 from ...training.model_cache import ModelCache
 from ...training.run_dir import RunDir
@@ -97,23 +97,23 @@ def topological_order(works: Iterable[Job]) -> list[Job]:
     return list(dict.fromkeys(one for work in works for one in work.all()))
 
 
-def run_job(spec: RunSpec) -> Job:
+def run_job(spec: RunConfig) -> Job:
     """The work of training and scoring what a spec says."""
     return Job("run", spec.canonical())
 
 
-def run_folder(runs: Path, spec: RunSpec) -> Path:
+def run_folder(runs: Path, spec: RunConfig) -> Path:
     """Where the run of a spec is, below a study's folder of runs."""
     return runs / spec.name
 
 
 def _run(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
-    spec = RunSpec(**values)
+    spec = RunConfig.from_flat(**values)
     folder = run_folder(runs, spec)
-    metrics = train(spec, folder, progress=False, parts=parts)
+    metrics = train(spec, folder, progress=False, cache=parts)
     kept = RunDir(folder).kept
     scored = rescore_with_statistics(kept.folder)
-    split = next((s for s in ("test", "validation") if s in metrics), None)
+    split = next((s for s in ("test", "validation") if s in metrics.scores), None)
     if split is None:
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
@@ -121,39 +121,39 @@ def _run(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, 
     lines = kept.logged()
     return {
         "split": split,
-        "scores": metrics[split],
-        "validation": metrics.get("validation", {}),
+        "scores": metrics.scores[split],
+        "validation": metrics.validation,
         "examples": {
             name: [round(value, 6) for value in score.per_example]
             for name, score in scored[split].items()
             if score.per_example is not None
         },
-        "count": metrics["count"],
-        "seconds": metrics["seconds"],
-        "best": metrics["best"],
+        "count": metrics.count,
+        "seconds": metrics.seconds,
+        "best": metrics.best.as_json(),
         "curve": [
             {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE)}
             for line in lines
             if any(key.startswith(CURVE) for key in line)
         ],
-        "signatures": metrics["signatures"],
-        "omitted": metrics["omitted"],
+        "signatures": metrics.signatures,
+        "omitted": metrics.omitted,
     }
 
 
 def _transfer(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     """A run's delta on another task, as it is."""
-    folder = run_folder(runs, RunSpec(**values["run"]))
+    folder = run_folder(runs, RunConfig.from_flat(**values["run"]))
     results = evaluate(folder, splits=("test",), other=values["other"])
-    return {"scores": results["test"], "count": RunDir(folder).metrics["count"], "seconds": 0.0}
+    return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
 
 
 def _terms(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     """How far a run moved each gain and bias."""
-    spec = RunSpec(**values["run"])
+    spec = RunConfig.from_flat(**values["run"])
     run = RunDir(run_folder(runs, spec)).kept
-    kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model), spec.answer)
-    return {"changes": changes(spec.model, kind.loads, run.delta), "seconds": 0.0}
+    kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
+    return {"changes": changes(spec.model.name, kind.loads, run.delta), "seconds": 0.0}
 
 
 def _time(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
@@ -161,12 +161,12 @@ def _time(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str,
     return {"turns": time_methods(**values), "seconds": 0.0}
 
 
-def transfer_job(spec: RunSpec, other: Mapping[str, Any]) -> Job:
+def transfer_job(spec: RunConfig, other: Mapping[str, Any]) -> Job:
     """A run's delta on another task; `other`: fields of a spec (evaluate)."""
     return Job("transfer", {"run": spec.canonical(), "other": dict(other)}, (run_job(spec),))
 
 
-def term_change_job(spec: RunSpec) -> Job:
+def term_change_job(spec: RunConfig) -> Job:
     """How far a run moved each gain and bias."""
     return Job("terms", {"run": spec.canonical()}, (run_job(spec),))
 

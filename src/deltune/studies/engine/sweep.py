@@ -17,7 +17,7 @@ from ...errors import DeltuneError, error_from_problems, unknown_name
 from ...methods import budget as budgets
 from ...methods.counting import count
 from ...models import load_config
-from ...training.config import RunSpec, read_values
+from ...training.config import PLACES, RunConfig, flatten, read_values
 from ...training.presets import merge_values
 from .jobs import Job, run_job
 from .outcomes import Cell
@@ -79,10 +79,10 @@ class Sweep(BaseModel):
         except ValidationError as error:
             raise error_from_problems("the study is wrong", [_problem(e) for e in error.errors()]) from error
         problems = [
-            f"options of {place}: {unknown_name('option', field, RunSpec.model_fields)}"
+            f"options of {place}: {unknown_name('option', field, PLACES)}"
             for place, fields in made._fields()
-            for field in fields
-            if field not in RunSpec.model_fields
+            for field in flatten(fields)
+            if field not in PLACES
         ]
         problems += [f"options: {field} is an axis of its own" for field in made.options if field in FIXED]
         problems += [
@@ -128,9 +128,9 @@ class Sweep(BaseModel):
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in place.items()]
             for layer in (*layers, {"seed": seed}):
-                values = merge_values(values, layer)
+                values = merge_values(values, flatten(layer))
             try:
-                found.append(PlannedRun(cell, RunSpec(**self._solved(values))))
+                found.append(PlannedRun(cell, RunConfig.from_flat(**self._solved(values))))
             except DeltuneError as error:
                 said = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [said] if said not in problems else []
@@ -157,7 +157,7 @@ class PlannedRun:
     """A cell of a sweep and the run that fills it."""
 
     cell: Cell
-    spec: RunSpec
+    spec: RunConfig
 
     @property
     def work(self) -> Job:

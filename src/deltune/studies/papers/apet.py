@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...training.config import RunSpec
+from ...training.config import RunConfig
 from ..claims.claims import Alike, Beats, Both, Claim, Falls, Rises, Shrinks, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST, Where
 from ..claims.measurements import RELATIVE, STEPS, threshold
@@ -397,9 +397,9 @@ def _climbs(place: StudySetup, label: str, model: str, task: str) -> list[Climb]
     cell: Cell = {"family": label, "model": model, "task": task}
     chance = 1 / len(LABELS[task]) if not family.words else 0.0
 
-    def spec(method: str, seed: int) -> RunSpec:
+    def spec(method: str, seed: int) -> RunConfig:
         own = small_scale_rate(method) if place.small else 5e-5 if method == "full" else None
-        return RunSpec(**{**base, "method": method, "seed": seed, **({} if own is None else {"lr": own})})
+        return RunConfig.from_flat(**{**base, "method": method, "seed": seed, **({} if own is None else {"lr": own})})
 
     def climb(name: str, seed: int) -> Climb:
         def run(n: int) -> Any:
@@ -455,7 +455,7 @@ def _transferred(place: StudySetup, label: str, model: str, sources: Sequence[st
 
     def wanted(rows: Rows) -> list[Want]:
         return [
-            Want({**want.cell, "target": target}, transfer_job(RunSpec(**want.work.spec), other))
+            Want({**want.cell, "target": target}, transfer_job(RunConfig.from_flat(**want.work.spec), other))
             for want in runs(rows)
             if want.work is not None
             for target, other in asked.items()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from ...training.config import RunSpec
+from ...training.config import RunConfig
 from ..claims.claims import Beats, Best, Both, Claim, Fewer, Within
 from ..claims.comparisons import EVERY, LARGEST, SMALLEST
 from ..claims.measurements import RANK, score
@@ -371,7 +371,7 @@ def terms(place: StudySetup) -> Study:
 
 
 def _moved(work: Job) -> Job:
-    return term_change_job(RunSpec(**work.spec))
+    return term_change_job(RunConfig.from_flat(**work.spec))
 
 
 PARTS = {
