@@ -33,7 +33,7 @@ def test_bf16_where_the_device_has_it() -> None:
     assert hardware.resolve_precision("fp32", here) == "fp32"
     assert hardware.resolve_precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
     assert hardware.resolve_precision("auto", torch.device("cpu")) == "fp32"
-    with pytest.raises(DeltuneError, match="bf16 cannot be had on meta: give fp32, or auto"):
+    with pytest.raises(DeltuneError, match="meta does not support precision bf16: give fp32, or auto"):
         hardware.resolve_precision("bf16", torch.device("meta"))
 
 
@@ -58,7 +58,7 @@ def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.init_processes(torch.device("cuda:1"))  # alone, whatever it is
     monkeypatch.setenv("WORLD_SIZE", "99")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
-    with pytest.raises(DeltuneError, match="cuda:1 is one device, and here are 99 processes: give cuda"):
+    with pytest.raises(DeltuneError, match="cuda:1 is a single device, but there are 99 processes: give devices=cuda"):
         distributed.init_processes(torch.device("cuda:1"))
     with pytest.raises(DeltuneError, match="99 processes need as many devices"):
         distributed.init_processes(torch.device("cuda"))
