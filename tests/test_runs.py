@@ -47,9 +47,9 @@ def test_states(run: RunDir, tmp_path: Path) -> None:
 def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(DeltuneError, match=r"thesis\.tex"):
-        RunDir(tmp_path).check(SPEC)
+        RunDir(tmp_path).check_config(SPEC)
     with pytest.raises(DeltuneError, match="is a file"):
-        RunDir(tmp_path / "thesis.tex").check(SPEC)
+        RunDir(tmp_path / "thesis.tex").check_config(SPEC)
     with pytest.raises(DeltuneError, match=r"spec\.yaml is missing.*thesis\.tex"):
         _ = RunDir(tmp_path).config
     RunDir(tmp_path).clear()
@@ -57,10 +57,10 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_spec_is_told_by_its_fields(run: RunDir) -> None:
-    run.check(SPEC)
-    run.check(SPEC.replace(report_to=("wandb",)))
+    run.check_config(SPEC)
+    run.check_config(SPEC.replace(report_to=("wandb",)))
     with pytest.raises(DeltuneError) as caught:
-        run.check(RunConfig.from_flat(model="owner/model", data="owner/data", method="bitfit", seed=3))
+        run.check_config(RunConfig.from_flat(model="owner/model", data="owner/data", method="bitfit", seed=3))
     assert "method.expression: 'layernorm' there, 'bitfit' now" in str(caught.value)
     assert "seed: 0 there, 3 now" in str(caught.value)
     assert "optim.lr" not in str(caught.value), "it follows from the method"
@@ -96,7 +96,7 @@ def test_what_an_interrupted_write_left_goes(run: RunDir) -> None:
     for left in (".metrics.json-abc", ".delta-xyz", "predictions/.test.jsonl-1", ".delta-old-q"):
         (run.folder / left).write_text("x")
     (run.folder / ".gitignore").write_text("*")
-    run.sweep()
+    run.remove_leftovers()
     assert names(run.folder) == {"spec.yaml", "environment.json", "predictions", ".gitignore"}
     assert names(run.predictions) == set()
 
@@ -106,8 +106,8 @@ def test_the_log_goes_back_to_a_step(run: RunDir) -> None:
         run.log({"step": step})
     with open(run.log_file, "a") as file:
         file.write('{"step": 2, "lo')  # a process was killed here
-    run.rewind(2)
-    assert [line["step"] for line in run.logged()] == [0, 1, 2]
+    run.truncate_log(2)
+    assert [line["step"] for line in run.read_log()] == [0, 1, 2]
 
 
 def test_one_process_at_a_time(run: RunDir) -> None:

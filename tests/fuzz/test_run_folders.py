@@ -50,7 +50,7 @@ class Folders:
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(checkpoints, "save", stopping)
+            patch.setattr(checkpoints, "save_checkpoint", stopping)
             train(self.spec, self.stopped)
 
 
@@ -89,10 +89,10 @@ def of_run(seed: int, folders: Folders, to: Path) -> list[str]:
 
     def facts() -> None:
         run = RunDir(folder)
-        run.check(spec)
+        run.check_config(spec)
         assert run.config.name and isinstance(run.metrics.seconds, int | float)
-        input_columns(run.kept.data.kind, run.kept)
-        run.kept.logged()
+        input_columns(run.best_run.data.kind, run.best_run)
+        run.best_run.read_log()
 
     outcomes = [outcome(facts, folder), outcome(lambda: rescore(folder), folder)]
     if lost.exists():  # else it is trained again, as it should be
@@ -106,7 +106,7 @@ def of_checkpoint(seed: int, folders: Folders, to: Path, sealed: bool = False) -
     folder = copied(folders.stopped, to)
     checkpoint = checkpoints.latest_checkpoint(folder / "checkpoint")
     assert checkpoint is not None
-    names = [name for name in sorted(checkpoint.iterdir()) if not sealed or name.name != checkpoints.SUMS]
+    names = [name for name in sorted(checkpoint.iterdir()) if not sealed or name.name != checkpoints.CHECKSUMS_FILE]
     damaged(folder, names, chance)
     if sealed:
         try:
@@ -300,7 +300,7 @@ def test_the_umask_holds(mask: int, folders: Folders, tmp_path: Path) -> None:
 
         modes: dict[Path, int] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "seal", seal)
+            patch.setattr(checkpoints, "write_checksums", seal)
             train(spec, folder)
         modes |= {p: stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.parent.name != "delta"}
         modes.pop(folder / "delta")

@@ -111,14 +111,14 @@ def _run(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, 
     spec = RunConfig.from_flat(**values)
     folder = run_folder(runs, spec)
     metrics = train(spec, folder, progress=False, cache=parts)
-    kept = RunDir(folder).kept
+    kept = RunDir(folder).best_run
     scored = rescore_with_statistics(kept.folder)
     split = next((s for s in ("test", "validation") if s in metrics.scores), None)
     if split is None:
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
         )
-    lines = kept.logged()
+    lines = kept.read_log()
     return {
         "split": split,
         "scores": metrics.scores[split],
@@ -151,7 +151,7 @@ def _transfer(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[
 def _terms(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     """How far a run moved each gain and bias."""
     spec = RunConfig.from_flat(**values["run"])
-    run = RunDir(run_folder(runs, spec)).kept
+    run = RunDir(run_folder(runs, spec)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": changes(spec.model.name, kind.loads, run.delta), "seconds": 0.0}
 
