@@ -98,7 +98,7 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
         pool = Watched(place / "runs", workers)
         with ResultStore(place / "study.sqlite") as results:
             drive = Scheduler(lambda done: jobs, results, pool)
-            drive.run(ProgressBar(wanted=False))
+            drive.run(ProgressBar(enabled=False))
         if drive.failed:
             raise RuntimeError(f"{len(drive.failed)} runs of {len(jobs)} failed")
     reads = max(parts.read["models"] for parts in pool.parts)

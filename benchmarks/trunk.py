@@ -35,7 +35,7 @@ def epochs(model: str, method: str, data: Path, size: float, output: Path, max_l
         trunk_cache=size,
     )  # fmt: skip
     train(spec, output, progress=False)
-    lines = RunDir(output).logged()
+    lines = RunDir(output).read_log()
     ends = [line["seconds"] for line in lines if "eval_loss" in line]
     return [after - before for before, after in itertools.pairwise(ends)]
 

@@ -20,7 +20,7 @@ import tiny
 from deltune.cli import app as cli
 from deltune.cli.train import train_app
 from deltune.training.config import PLACES, SECTIONS
-from deltune.training.run_dir import OWN, RunDir
+from deltune.training.run_dir import CONTENTS, RunDir
 
 
 class Told(NamedTuple):
@@ -308,7 +308,7 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
         told = deltune(*command, root / "model")
         assert told.code == 2 and "spec.yaml is missing" in told.err
     told = deltune("train", *options(root, output=root / "data"))
-    assert told.code == 2 and "is no RUN folder" in told.err
+    assert told.code == 2 and "is not a RUN folder" in told.err
 
 
 def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_a_full_disk(size: str, root: Path) -> None:
     told = subprocess.run([*prefix, *shell, *train], capture_output=True, text=True, check=False, env=environment)
     assert told.returncode == 2 and "no space left" in told.stderr and "Traceback" not in told.stderr, told.stderr
     left = {name for name in told.stdout.split() if not name.endswith(":")} - {"run"}
-    assert left <= set(OWN) - {"metrics.json"}, "nothing torn"
+    assert left <= set(CONTENTS) - {"metrics.json"}, "nothing torn"
 
 
 PATHS = {"no user": "~nosuch/x", "a long name": "x" * 300}

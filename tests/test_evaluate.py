@@ -106,7 +106,7 @@ def test_a_model_is_loaded_once_for_many_calls(run: RunDir) -> None:
 
 def test_pairs(pairs: RunDir) -> None:
     assert set(predict(pairs.folder, [("the saw", "is old")])[0]) == {"label", "scores"}
-    with pytest.raises(DeltuneError, match="a text and its pair in every row; row 2 is not so"):
+    with pytest.raises(DeltuneError, match="a text and its pair in every row; row 2 has something else"):
         predict(pairs.folder, [("a", "b"), "a"])
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_predicted(run: RunDir, tmp_path: Path) -> None:
         predict(run.folder, [])
     with pytest.raises(DeltuneError, match="one text, no pair"):
         predict(run.folder, [("a", "b")])
-    with pytest.raises(DeltuneError, match="no RUN folder"):
+    with pytest.raises(DeltuneError, match="is not a RUN folder"):
         predict(tmp_path, ["a"])
     shutil.copytree(run.folder, tmp_path / "run", ignore=shutil.ignore_patterns("delta"))
     with pytest.raises(DeltuneError, match="no delta yet"):

@@ -1,4 +1,4 @@
-"""Devices and precisions: what this machine has, and clear refusals of what it has not."""
+"""Devices and precisions: what this machine has is chosen, and what it lacks is refused with a clear message."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ from deltune.training.train import train
 ACCELERATED = torch.accelerator.is_available()
 
 
-def test_auto_is_the_accelerator_where_there_is_one() -> None:
+def test_auto_is_the_accelerator_if_there_is_one() -> None:
     assert (hardware.resolve_device().type != "cpu") == ACCELERATED
     assert hardware.resolve_device("cpu") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("asked", ["cuba", "cuda:77", "gpu", "", "2 cpus"])
-def test_devices_that_there_are_not(asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["cuba", "cuda:77", "gpu", "", "2 cpus"])
+def test_unknown_devices_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match=r"unknown device .* Known: auto, cpu"):
-        train(tiny.spec(tmp_path), tmp_path / "run", devices=asked)
+        train(tiny.spec(tmp_path), tmp_path / "run", devices=name)
     assert not (tmp_path / "run").exists()
 
 
-def test_bf16_where_the_device_has_it() -> None:
-    here = hardware.resolve_device()
-    assert hardware.resolve_precision("fp32", here) == "fp32"
+def test_precision_follows_what_the_device_supports() -> None:
+    assert hardware.resolve_precision("fp32", hardware.resolve_device()) == "fp32"
     assert hardware.resolve_precision("bf16", torch.device("cpu")) == "bf16", "slow, but it works"
     assert hardware.resolve_precision("auto", torch.device("cpu")) == "fp32"
-    with pytest.raises(DeltuneError, match="bf16 cannot be had on meta: give fp32, or auto"):
+    with pytest.raises(DeltuneError, match="meta does not support precision bf16: give fp32, or auto"):
         hardware.resolve_precision("bf16", torch.device("meta"))
 
 
 @pytest.mark.skipif(not ACCELERATED, reason="needs an accelerator")
 @pytest.mark.parametrize("devices", ["auto", "cpu", "cuda", "cuda:0"])
-def test_a_run_says_where_it_was(devices: str, tmp_path: Path) -> None:
+def test_a_run_on_an_accelerator_writes_device_and_precision(devices: str, tmp_path: Path) -> None:
     train(tiny.spec(tmp_path, epochs=1, precision="auto"), tmp_path / "run", devices=devices)
     facts = RunDir(tmp_path / "run").environment
     assert facts["device"].startswith("cpu") == (devices == "cpu")
     assert (facts["precision"] == "bf16") == (devices != "cpu")
 
 
-def test_what_was_taken_is_written(tmp_path: Path) -> None:
+def test_the_resolved_device_and_precision_are_written(tmp_path: Path) -> None:
     spec = tiny.spec(tmp_path, epochs=1, precision="auto")
     train(spec, tmp_path / "run", devices="cpu")
     facts = RunDir(tmp_path / "run").environment
@@ -54,11 +53,11 @@ def test_what_was_taken_is_written(tmp_path: Path) -> None:
     assert spec.name != tiny.spec(tmp_path, epochs=1).name, "what it comes to is not known before"
 
 
-def test_a_device_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_needs_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.init_processes(torch.device("cuda:1"))  # alone, whatever it is
     monkeypatch.setenv("WORLD_SIZE", "99")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
-    with pytest.raises(DeltuneError, match="cuda:1 is one device, and here are 99 processes: give cuda"):
+    with pytest.raises(DeltuneError, match="cuda:1 is a single device, but there are 99 processes: give devices=cuda"):
         distributed.init_processes(torch.device("cuda:1"))
     with pytest.raises(DeltuneError, match="99 processes need as many devices"):
         distributed.init_processes(torch.device("cuda"))

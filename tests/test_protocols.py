@@ -177,10 +177,10 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
     assert metrics.best.lr == 1e-2 and metrics.seconds >= sum(line.seconds for line in lines.values()) - 1
     run = RunDir(tmp_path / "run")
     best = min((lines["seed0-try2"], lines["seed1"]), key=lambda line: line.validation["loss"])
-    assert run.kept.folder.name == metrics.best.run == best.run
+    assert run.best_run.folder.name == metrics.best.run == best.run
     assert evaluate(run.folder)["test"] == pytest.approx(best.test, abs=1e-6)
     assert predict(run.folder, ["the old apple"])[0]["label"] in tiny.WORDS
-    assert delta_folder(run.folder).resolve() == run.kept.delta.resolve()
+    assert delta_folder(run.folder).resolve() == run.best_run.delta.resolve()
     assert len((run.predictions / "test.jsonl").read_text().splitlines()) == 24
 
 

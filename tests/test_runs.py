@@ -1,4 +1,4 @@
-"""The RUN folder: whole writes, no foreign files, one process at a time."""
+"""The folder of a run: writes that are whole or not there, foreign files that stay, one process at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.filesystem import write_text
+from deltune.filesystem import explain_write_errors, write_text
 from deltune.training import run_dir as runs
 from deltune.training.config import RunConfig
 from deltune.training.run_dir import Best, RunDir, RunMetrics
@@ -21,17 +21,17 @@ FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "run")
-    with found.locked():
-        found.begin(SPEC, FACTS)
-    return found
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.locked():
+        run_dir.begin(SPEC, FACTS)
+    return run_dir
 
 
 def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-def test_states(run: RunDir, tmp_path: Path) -> None:
+def test_a_run_exists_then_is_finished_then_is_cleared(run: RunDir, tmp_path: Path) -> None:
     assert not RunDir(tmp_path / "none").exists
     assert run.exists and not run.finished
     assert run.config == SPEC and SPEC.optim.lr == 1e-2
@@ -44,36 +44,36 @@ def test_states(run: RunDir, tmp_path: Path) -> None:
     assert names(run.folder) == set()
 
 
-def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_refused_and_stays(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(DeltuneError, match=r"thesis\.tex"):
-        RunDir(tmp_path).check(SPEC)
+        RunDir(tmp_path).check_config(SPEC)
     with pytest.raises(DeltuneError, match="is a file"):
-        RunDir(tmp_path / "thesis.tex").check(SPEC)
+        RunDir(tmp_path / "thesis.tex").check_config(SPEC)
     with pytest.raises(DeltuneError, match=r"spec\.yaml is missing.*thesis\.tex"):
         _ = RunDir(tmp_path).config
     RunDir(tmp_path).clear()
     assert names(tmp_path) == {"thesis.tex"}
 
 
-def test_another_spec_is_told_by_its_fields(run: RunDir) -> None:
-    run.check(SPEC)
-    run.check(SPEC.replace(report_to=("wandb",)))
+def test_a_run_of_another_config_is_refused_with_the_differences(run: RunDir) -> None:
+    run.check_config(SPEC)
+    run.check_config(SPEC.replace(report_to=("wandb",)))
     with pytest.raises(DeltuneError) as caught:
-        run.check(RunConfig.from_flat(model="owner/model", data="owner/data", method="bitfit", seed=3))
+        run.check_config(RunConfig.from_flat(model="owner/model", data="owner/data", method="bitfit", seed=3))
     assert "method.expression: 'layernorm' there, 'bitfit' now" in str(caught.value)
     assert "seed: 0 there, 3 now" in str(caught.value)
     assert "optim.lr" not in str(caught.value), "it follows from the method"
 
 
-def test_changed_data_is_an_error(run: RunDir) -> None:
+def test_changed_data_is_refused(run: RunDir) -> None:
     run.begin(SPEC, FACTS)
     with pytest.raises(DeltuneError, match="changed"):
         run.begin(SPEC, {"data": {"fingerprint": "xyz"}})
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_text(path, "before")
 
@@ -81,43 +81,43 @@ def test_a_write_is_whole_or_nothing(fails: str, tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, fail)
-    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(path):
+    with pytest.raises(DeltuneError, match="no space left"), explain_write_errors(path):
         write_text(path, "after")
     assert path.read_text() == "before" and names(tmp_path) == {"file"}
 
 
-def test_other_refusals_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(DeltuneError, match="forbidden"), runs.clear_write_errors(tmp_path):
+def test_a_refused_write_gives_the_reason_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="forbidden"), explain_write_errors(tmp_path):
         raise PermissionError(13, "forbidden")
 
 
-def test_what_an_interrupted_write_left_goes(run: RunDir) -> None:
+def test_leftovers_of_interrupted_writes_are_removed(run: RunDir) -> None:
     run.predictions.mkdir()
-    for left in (".metrics.json-abc", ".delta-xyz", "predictions/.test.jsonl-1", ".delta-old-q"):
-        (run.folder / left).write_text("x")
+    for leftover in (".metrics.json-abc", ".delta-xyz", "predictions/.test.jsonl-1", ".delta-old-q"):
+        (run.folder / leftover).write_text("x")
     (run.folder / ".gitignore").write_text("*")
-    run.sweep()
+    run.remove_leftovers()
     assert names(run.folder) == {"spec.yaml", "environment.json", "predictions", ".gitignore"}
     assert names(run.predictions) == set()
 
 
-def test_the_log_goes_back_to_a_step(run: RunDir) -> None:
+def test_the_log_is_truncated_to_a_step(run: RunDir) -> None:
     for step in (0, 1, 2, 3):
         run.log({"step": step})
     with open(run.log_file, "a") as file:
         file.write('{"step": 2, "lo')  # a process was killed here
-    run.rewind(2)
-    assert [line["step"] for line in run.logged()] == [0, 1, 2]
+    run.truncate_log(2)
+    assert [line["step"] for line in run.read_log()] == [0, 1, 2]
 
 
-def test_one_process_at_a_time(run: RunDir) -> None:
+def test_a_locked_run_refuses_a_second_process(run: RunDir) -> None:
     with run.locked(), pytest.raises(DeltuneError, match="another process"), RunDir(run.folder).locked():
         pass
     with run.locked():
         pass
 
 
-def test_a_folder_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_a_created_folder_without_a_run_is_removed(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a" / "b")
     with pytest.raises(ValueError), run.locked():
         raise ValueError
@@ -127,7 +127,7 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path: Path) -> None:
         pass
 
 
-def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_first_file_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
     def fail(*_: object, **__: object) -> None:
@@ -135,6 +135,6 @@ def test_no_room_for_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     run = RunDir(tmp_path / "run")
     monkeypatch.setattr(runs, "write_text", fail)
-    with pytest.raises(DeltuneError, match="no space left"), runs.clear_write_errors(run.folder), run.locked():
+    with pytest.raises(DeltuneError, match="no space left"), explain_write_errors(run.folder), run.locked():
         run.begin(SPEC, FACTS)
     assert names(tmp_path) == set()

@@ -336,10 +336,10 @@ def test_killed_while_one_delta_takes_the_place_of_another(saved: Path, tmp_path
     tuned.detach()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == (0 if renames == 2 else -signal.SIGKILL) and run.delta.exists() == (renames != 1)
-    run.recover()
+    run.recover_delta()
     assert (tree(run.delta) == before) == (renames < 2)
-    run.recover()
-    run.sweep()
+    run.recover_delta()
+    run.remove_leftovers()
     assert [path.name for path in run.folder.iterdir()] == ["delta"], "nothing is left over"
     loaded = deltune.load(model, run.folder)
     assert repr(loaded.method) == (METHOD if renames < 2 else "adapter(rank=2)")

@@ -202,7 +202,7 @@ def test_as_little_as_is_read_is_kept(
 
 
 def test_more_than_is_allowed_is_an_error_before_anything(root: Path, place: Path, tmp_path: Path) -> None:
-    with pytest.raises(DeltuneError, match="trunk_cache=1, or trunk_cache=0 to run the trunk in every pass"):
+    with pytest.raises(DeltuneError, match="trunk_cache=1, or trunk_cache=0 to run these layers in every pass"):
         train(spec(root, trunk_cache=1e-6), tmp_path / "run")
     assert not files(place) and not list((tmp_path / "run").glob("[a-z]*"))
 
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     with caplog.at_level("INFO"):
         assert with_cached_activations(trunk, use, {"train": encoded}, 1) == {"train": encoded}
     trunk.remove()
-    assert "no states can be written" in caplog.text
+    assert "no activations can be written" in caplog.text
 
 
 def test_what_was_used_longest_ago_goes(root: Path, place: Path) -> None:

@@ -311,7 +311,7 @@ def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
         assert [answer["scores"] for answer in predict(run, ["", "the old fig", ""])][1] == found[0]["scores"]
     with pytest.raises(DeltuneError) as told:
         predict(run, [*inputs, wrong])
-    assert message in str(told.value) and f"row {len(inputs) + 1} is not so" in str(told.value)
+    assert message in str(told.value) and f"row {len(inputs) + 1} has something else" in str(told.value)
     with pytest.raises(DeltuneError, match="classification by heads"):
         predict(run, inputs, rows=["default"] * len(inputs))
 
@@ -335,5 +335,5 @@ def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytes
     tiny.lines(tmp_path / "in.jsonl", [{"question": "the old", "choices": "fig"}])
     with pytest.raises(DeltuneError, match="line 1: column 'choices' must be a list of texts"):
         said("predict", str(choice), "--file", str(file))
-    with pytest.raises(DeltuneError, match="row 1 is not so"):
+    with pytest.raises(DeltuneError, match="row 1 has something else"):
         said("predict", str(choice), "--text", "the old")

@@ -21,7 +21,7 @@ from deltune.data import loading, readers
 from deltune.errors import DeltuneError
 from deltune.training.config import RunConfig
 from deltune.training.prediction_inputs import inputs_from_file
-from deltune.training.run_dir import RunDir, environment
+from deltune.training.run_dir import RunDir, collect_environment
 
 from .damage import contents, mutated_bytes, mutated_file, mutated_json, outcome, text_of
 
@@ -75,7 +75,7 @@ def read_again(seed: int, root: Path) -> str:
 
     def load() -> None:
         facts = loading.load_data(str(folder), kind=chance.choice((None, kind))).summary
-        json.dumps(environment({"data": facts}), ensure_ascii=False).encode()
+        json.dumps(collect_environment({"data": facts}), ensure_ascii=False).encode()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Run folders and checkpoints of which some file is damaged: used rightly, or refused and left as they were."""
+"""Run folders and checkpoints with a damaged file: they work correctly, or are refused and stay as they were."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STRANGE = "the apple\u2028was near\u0085the old\x0ctable\x1chere"
 
 
 class Folders:
-    """A finished run, one of several runs, and one that was stopped after its first checkpoint."""
+    """A finished run, a finished series of runs, and a run that was stopped after its first checkpoint."""
 
     def __init__(self, root: Path) -> None:
         self.spec = tiny.spec(root, method="lora(rank=2)", epochs=2)
@@ -66,7 +66,7 @@ def copied(source: Path, to: Path) -> Path:
 
 
 def damaged(folder: Path, files: list[Path], chance: random.Random) -> Path:
-    """Change, remove or replace one of the files of a folder; which."""
+    """Change or remove one of the files, or replace it by a folder; return its path."""
     path = chance.choice(files)
     how = chance.random()
     if how < 0.06:
@@ -79,41 +79,50 @@ def damaged(folder: Path, files: list[Path], chance: random.Random) -> Path:
     return path
 
 
-def of_run(seed: int, folders: Folders, to: Path) -> list[str]:
-    """Everything that reads a finished run and needs no model, on a damaged one. Saved deltas are tested elsewhere."""
+def outcomes_of_damaged_run(seed: int, folders: Folders, to: Path) -> list[str]:
+    """Do what reads a finished run and needs no model, on a damaged one. Saved deltas are tested elsewhere."""
     chance = random.Random(seed)
     source, spec = chance.choice(((folders.finished, folders.spec), (folders.of_several, folders.several)))
     folder = copied(source, to)
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.parent.name != "delta"]
-    lost = damaged(folder, files, chance)
+    path = damaged(folder, files, chance)
 
     def facts() -> None:
         run = RunDir(folder)
-        run.check(spec)
+        run.check_config(spec)
         assert run.config.name and isinstance(run.metrics.seconds, int | float)
-        input_columns(run.kept.data.kind, run.kept)
-        run.kept.logged()
+        input_columns(run.best_run.data.kind, run.best_run)
+        run.best_run.read_log()
 
     outcomes = [outcome(facts, folder), outcome(lambda: rescore(folder), folder)]
-    if lost.exists():  # else it is trained again, as it should be
+    if path.exists():  # else it is trained again, as it should be
         outcomes.append(outcome(lambda: train(spec, folder, progress=False), folder))
     return outcomes
 
 
-def of_checkpoint(seed: int, folders: Folders, to: Path, sealed: bool = False) -> str:
-    """A resumption from a damaged checkpoint; sealed: with checksums that fit it all the same."""
+def outcome_of_damaged_checkpoint(seed: int, folders: Folders, to: Path, checksums_match: bool = False) -> str:
+    """Resume from a damaged checkpoint.
+
+    Args:
+        seed: It decides what is damaged.
+        folders: The undamaged runs.
+        to: Where the stopped run is copied to.
+        checksums_match: Write checksums of the damaged files, so that the damage is not noticed by them.
+    """
     chance = random.Random(seed)
     folder = copied(folders.stopped, to)
     checkpoint = checkpoints.latest_checkpoint(folder / "checkpoint")
     assert checkpoint is not None
-    names = [name for name in sorted(checkpoint.iterdir()) if not sealed or name.name != checkpoints.SUMS]
-    damaged(folder, names, chance)
-    if sealed:
+    files = sorted(checkpoint.iterdir())
+    if checksums_match:
+        files.remove(checkpoint / checkpoints.CHECKSUMS_FILE)
+    damaged(folder, files, chance)
+    if checksums_match:
         try:
             checkpoints.write_checksums(checkpoint)
         except OSError:
             return "refused"
-    return outcome(lambda: train(folders.spec, folder, progress=False), None if sealed else folder)
+    return outcome(lambda: train(folders.spec, folder, progress=False), None if checksums_match else folder)
 
 
 @pytest.fixture(autouse=True)
@@ -124,32 +133,32 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(1000, 3000), marks=pytest.mark.slow)])
-def test_any_run_folder(seeds: range, folders: Folders, tmp_path: Path) -> None:
-    outcomes = [one for seed in seeds for one in of_run(seed, folders, tmp_path / "run")]
+def test_a_run_with_any_damage_works_or_is_refused(seeds: range, folders: Folders, tmp_path: Path) -> None:
+    outcomes = [one for seed in seeds for one in outcomes_of_damaged_run(seed, folders, tmp_path / "run")]
     assert set(outcomes) == {"fine", "refused"}
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(1000, 1150), marks=pytest.mark.slow)])
-def test_any_checkpoint(seeds: range, folders: Folders, tmp_path: Path) -> None:
-    """No damage is used, whatever it is, where a byte of any file is another."""
+def test_a_checkpoint_with_any_damage_is_not_used(seeds: range, folders: Folders, tmp_path: Path) -> None:
+    """A checkpoint of which any byte was changed is refused, unless nobody reads that byte."""
     for seed in seeds:
-        if of_checkpoint(seed, folders, tmp_path / "run") == "fine":
-            assert rest(tmp_path / "run") == rest(folders.finished), "only what nobody reads was changed"
+        if outcome_of_damaged_checkpoint(seed, folders, tmp_path / "run") == "fine":
+            assert results(tmp_path / "run") == results(folders.finished), "more than unread bytes was changed"
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(1000, 1150), marks=pytest.mark.slow)])
-def test_any_checkpoint_whose_checksums_fit(seeds: range, folders: Folders, tmp_path: Path) -> None:
+def test_damage_under_matching_checksums_raises_no_other_error(seeds: range, folders: Folders, tmp_path: Path) -> None:
     for seed in seeds:
-        of_checkpoint(seed, folders, tmp_path / "run", sealed=True)
+        outcome_of_damaged_checkpoint(seed, folders, tmp_path / "run", checksums_match=True)
 
 
-def rest(folder: Path) -> Any:
-    """What is the same of a run, however often it was stopped."""
+def results(folder: Path) -> Any:
+    """Return the results that do not depend on how often a run was stopped."""
     metrics = RunDir(folder).metrics.as_json()
     return {name: metrics[name] for name in ("validation", "test", "best")}
 
 
-# -- what was found
+# -- faults that were found
 
 
 def test_texts_with_line_separators_are_scored_again(folders: Folders) -> None:
@@ -200,7 +209,7 @@ def test_a_damaged_checkpoint_is_not_used(name: str, folders: Folders, tmp_path:
     assert "--fresh" in str(caught.value) and contents(folder) == before
     if name == "no tensors":
         train(folders.spec, folder, resume=False)
-        assert rest(folder) == rest(folders.finished)
+        assert results(folder) == results(folders.finished)
 
 
 BROKEN: dict[str, tuple[str, Any, str]] = {
@@ -230,7 +239,7 @@ def test_a_damaged_run_is_refused(name: str, folders: Folders, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "log.jsonl", "environment.json", "predictions/test.jsonl"])
-def test_a_folder_in_the_place_of_a_file(name: str, folders: Folders, tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_is_refused(name: str, folders: Folders, tmp_path: Path) -> None:
     """It is refused before the run is trained again, not after."""
     folder = copied(folders.finished, tmp_path / "run")
     (folder / name).unlink()
@@ -260,19 +269,19 @@ def test_damaged_predictions_are_refused(line: str, expected: str, folders: Fold
         rescore(folder)
 
 
-def test_answers_that_were_changed_are_made_anew(folders: Folders, tmp_path: Path) -> None:
-    """The predictions of the best epoch are taken over only as they were written."""
+def test_changed_predictions_are_computed_again(folders: Folders, tmp_path: Path) -> None:
+    """The predictions of the best epoch are reused only if they are as they were written."""
     folder = copied(folders.stopped, tmp_path / "run")
     file = folder / "predictions" / "validation.jsonl"
     whole = file.read_bytes()
     flip(file)
     train(folders.spec, folder)
-    assert rest(folder) == rest(folders.finished)
+    assert results(folder) == results(folders.finished)
     assert file.read_bytes() in (whole, (folders.finished / "predictions" / "validation.jsonl").read_bytes())
 
 
 @pytest.mark.parametrize("name", ["a file", "²", "-1", "1e3"])
-def test_what_is_no_checkpoint_is_passed_over(name: str, folders: Folders, tmp_path: Path) -> None:
+def test_other_entries_of_the_checkpoint_folder_are_ignored(name: str, folders: Folders, tmp_path: Path) -> None:
     folder = copied(folders.stopped, tmp_path / "run")
     newest = checkpoints.latest_checkpoint(folder / "checkpoint")
     (folder / "checkpoint" / name).mkdir()
@@ -284,23 +293,23 @@ def test_what_is_no_checkpoint_is_passed_over(name: str, folders: Folders, tmp_p
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_the_umask_holds(mask: int, folders: Folders, tmp_path: Path) -> None:
-    """Predictions hold texts: what others may read is for the user to say. Saved deltas are tested elsewhere."""
+def test_files_have_the_permissions_of_the_umask(mask: int, folders: Folders, tmp_path: Path) -> None:
+    """Predictions hold texts, so the user decides who may read them. Saved deltas are tested elsewhere."""
     before = os.umask(mask)
     try:
         folder = copied(folders.stopped, tmp_path / "run")
         shutil.rmtree(folder)
         spec = RunConfig.from_flat(**{**folders.spec.flat(), "epochs": 1})
-        keep, checkpoints_seen = checkpoints.write_checksums, []
+        write_checksums, checkpoints_seen = checkpoints.write_checksums, []
 
-        def seal(checkpoint: Path) -> None:
-            keep(checkpoint)
+        def record_modes(checkpoint: Path) -> None:
+            write_checksums(checkpoint)
             checkpoints_seen.extend(checkpoint.iterdir())
             modes.update({p: stat.S_IMODE(p.stat().st_mode) for p in (checkpoint, *checkpoint.iterdir())})
 
         modes: dict[Path, int] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "write_checksums", seal)
+            patch.setattr(checkpoints, "write_checksums", record_modes)
             train(spec, folder)
         modes |= {p: stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.parent.name != "delta"}
         modes.pop(folder / "delta")
@@ -311,7 +320,9 @@ def test_the_umask_holds(mask: int, folders: Folders, tmp_path: Path) -> None:
     assert {m for p, m in modes.items() if not p.suffix and p.is_dir()} == {0o777 & ~mask}
 
 
-def test_what_takes_its_place_is_synced(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_they_are_renamed(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files before they are renamed, and the folder of the new name after. Saved deltas have a test of their own."""
     synced: list[int] = []
     waiting: list[tuple[Path, int]] = []
@@ -337,7 +348,7 @@ def test_what_takes_its_place_is_synced(folders: Folders, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("path", ["~nosuch/x", "x" * 300, "a\0b"], ids=["no user", "a long name", "NUL"])
-def test_outputs_that_the_file_system_refuses(path: str, folders: Folders, tmp_path: Path) -> None:
+def test_paths_that_the_file_system_refuses_change_nothing(path: str, folders: Folders, tmp_path: Path) -> None:
     before = contents(folders.finished)
     for call in (
         lambda: evaluate(folders.finished, output=path),

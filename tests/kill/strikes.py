@@ -1,6 +1,6 @@
-"""Runs in processes of their own, and what strikes them: SIGKILL, a full disk, another process.
+"""Start runs in processes of their own, and disturb them by SIGKILL, a full disk or another process.
 
-The processes are forked from a server that has imported everything, so that each is at work within a second.
+The processes are forked from a server that has imported everything, so that each starts within a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deltune.training import checkpoints
 from deltune.training.run_dir import RunDir
 
 HANG = 300.0
-"""Seconds after which a process of a few is said to hang."""
+"""Seconds after which a process that should take a few counts as hanging."""
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -41,9 +41,12 @@ WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", 
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens to a process when it is about to do something in a folder for the `at`-th time.
+    """A disturbance of a process that is about to change a folder for the `at`-th time.
 
-    kill: it is killed; else the disk is full from then on.
+    Attributes:
+        folder: The folder.
+        at: The number of the change, from 1.
+        kill: Whether the process is killed; else the disk is full from then on.
     """
 
     folder: str
@@ -51,6 +54,7 @@ class Strike:
     kill: bool = True
 
     def arm(self) -> None:
+        """Install the disturbance in this process."""
         count = 0
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -73,19 +77,20 @@ class Strike:
 
 
 class Started:
-    """A function in a process of its own, with what it prints."""
+    """A function that runs in a process of its own, with its output in a file."""
 
     def __init__(self, what: Callable[..., None], folder: Path, *arguments: Any) -> None:
         self.output = folder.with_name(f"{folder.name}.{time.monotonic_ns()}.txt")
-        self.process = SERVER.Process(target=_caught, args=(str(self.output), what, *arguments))
+        self.process = SERVER.Process(target=_run_with_output, args=(str(self.output), what, *arguments))
         self.process.start()
 
     def kill(self) -> bool:
-        """Whether it was still at work."""
+        """Kill the process; return whether it was still running."""
         self.process.kill()
         return self.wait() == -signal.SIGKILL
 
     def wait(self) -> int:
+        """Wait for the process, and return its exit code."""
         self.process.join(HANG)
         if self.process.exitcode is None:
             self.process.kill()
@@ -94,10 +99,11 @@ class Started:
 
     @property
     def printed(self) -> str:
+        """The output so far."""
         return self.output.read_text() if self.output.exists() else ""
 
 
-def _caught(output: str, what: Callable[..., None], *arguments: Any) -> None:
+def _run_with_output(output: str, what: Callable[..., None], *arguments: Any) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -115,7 +121,11 @@ def train(spec_file: str, folder: str, strike: Strike | None = None) -> None:
 
 
 def small_disk(folder: str, kilobytes: int) -> None:
-    """Put this process alone before a disk of its own, so small, at a folder. Error (OSError): not permitted here."""
+    """Mount a small disk at a folder, which only this process sees.
+
+    Raises:
+        OSError: Mounting is not permitted here.
+    """
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x10000000 | 0x00020000):  # CLONE_NEWUSER, CLONE_NEWNS
@@ -135,15 +145,15 @@ def resized(folder: str, kilobytes: int, how: str = "remount") -> None:
 
 
 def permitted() -> bool:
-    """Whether a process may have a disk of its own here."""
+    """Whether a process may mount a disk of its own here."""
     done = subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
     return done.returncode == 0
 
 
 def whole(folder: Path) -> None:
-    """Everything in the folder of a run can be read to its end, and no half of anything lies about.
+    """Check that every file of a run can be read to its end, and that no temporary file is left.
 
-    What a finished run may still have of a checkpoint, killed while it removed it, is not read by anybody.
+    A finished run that was killed while it removed its checkpoint may have a part of it, which nobody reads.
     """
     run = RunDir(folder)
     for path in folder.rglob("*") if folder.is_dir() else ():
@@ -167,16 +177,16 @@ def whole(folder: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Everything that a run leaves, but for times: bytes of its delta and predictions, its metrics and its log."""
-    held: dict[str, Any] = {
+    """Return what a run leaves, without times: bytes of its delta and predictions, its metrics and its log."""
+    files: dict[str, Any] = {
         str(path.relative_to(folder)): path.read_bytes()
         for place in ("delta", "predictions")
         for path in sorted(folder.rglob(f"{place}/*"))
     }
     for path in sorted([*folder.rglob("metrics.json"), *folder.rglob("log.jsonl")]):
         lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
-        held[str(path.relative_to(folder))] = [without_times(json.loads(line)) for line in lines]
-    return held
+        files[str(path.relative_to(folder))] = [without_times(json.loads(line)) for line in lines]
+    return files
 
 
 def without_times(value: Any) -> Any:
@@ -186,7 +196,7 @@ def without_times(value: Any) -> Any:
 
 
 def chance(name: str) -> random.Random:
-    """Random numbers of a seed that is printed, and taken from DELTUNE_SEED to repeat what it did."""
+    """Return a random generator whose seed is printed; DELTUNE_SEED sets the seed to repeat a failure."""
     seed = os.environ.get("DELTUNE_SEED") or str(time.time_ns())
     print(f"{name}: DELTUNE_SEED={seed}")
     return random.Random(f"{name} {seed}")

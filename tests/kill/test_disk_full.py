@@ -1,4 +1,4 @@
-"""A disk that is full at any write of a run or of a save: an error that says so, and what was there is whole."""
+"""A disk that is full at any write of a run or of a save gives an error that says so, and damages no older file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltune.training.train import train
 PAGE = 4  # kilobytes
 ENOUGH = 4096
 
-disk_of_its_own = pytest.mark.skipif(not permitted(), reason="no process may mount anything here")
+needs_mount = pytest.mark.skipif(not permitted(), reason="no process may mount anything here")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _refused(spec_file: str, folder: str) -> bool:
-    """Whether a run stopped with an error that says that there is no space; then nothing of it is torn."""
+    """Return whether a run stopped with an error about a full disk, after checking that its files are whole."""
     before = content(Path(folder)) if Path(folder).is_dir() else {}
     try:
         train(read_config(spec_file), folder, progress=False)
@@ -43,14 +43,14 @@ def _refused(spec_file: str, folder: str) -> bool:
         assert "no space left" in str(error).lower() and "\n" not in str(error), error
         whole(Path(folder))
         assert not RunDir(folder).finished
-        held = content(Path(folder)) if Path(folder).is_dir() else {}
-        assert {name for name in before if name.startswith("delta")} <= held.keys()
+        after = content(Path(folder)) if Path(folder).is_dir() else {}
+        assert {name for name in before if name.startswith("delta")} <= after.keys()
         return True
     return False
 
 
 def on_disks(spec_file: str, disk: str, sizes: range, results: str) -> None:
-    """The run on disks of these sizes (kilobytes), each then given room, whereupon the run goes on."""
+    """Train on disks of these sizes (kilobytes), each of which is then enlarged and the run resumed."""
     small_disk(disk, sizes[0])
     for size in sizes:
         folder = Path(disk) / "run"
@@ -62,13 +62,13 @@ def on_disks(spec_file: str, disk: str, sizes: range, results: str) -> None:
         shutil.rmtree(folder)
 
 
-@disk_of_its_own
+@needs_mount
 @pytest.mark.parametrize(
     ("first", "step"),
     [(3 * PAGE, 20 * PAGE), *(pytest.param(first * PAGE, 4 * PAGE, marks=pytest.mark.slow) for first in range(1, 5))],
 )
 def test_a_run_on_a_small_disk(first: int, step: int, root: Path, tmp_path: Path) -> None:
-    """A disk of every size, page by page: the system itself refuses, in the middle of a write too."""
+    """A real disk of every size, page by page, refuses in the middle of writes too."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "results").mkdir()
     arguments = (str(root / "spec.yaml"), str(tmp_path / "disk"), range(first, 32 * PAGE, step))
@@ -81,7 +81,7 @@ def test_a_run_on_a_small_disk(first: int, step: int, root: Path, tmp_path: Path
 
 
 def faulty(spec_file: str, folder: str, at: int) -> None:
-    """The run on a disk that is full from its at-th new file on; exits with 1 where it was not stopped by that."""
+    """Train on a disk that is full from the at-th new file on; exit with 1 if the run did not notice."""
     Strike(folder, at, kill=False).arm()
     os._exit(0 if _refused(spec_file, folder) else 1)
 
@@ -105,7 +105,7 @@ def test_a_run_whose_disk_is_full_at_any_file(first: int, step: int, root: Path,
 
 
 def saves(model: str, disk: str) -> None:
-    """A delta saved over an older one with so many pages left, for every number until it succeeds."""
+    """Save a delta over an older one with 0, 1, 2, … free pages, until it succeeds."""
     small_disk(disk, ENOUGH)  # first: a process of several threads may not
     tuned = attach(AutoModelForSequenceClassification.from_pretrained(model), "prefix(length=48) + layernorm")
     folder, filler = Path(disk) / "delta", Path(disk) / "filler"
@@ -130,7 +130,7 @@ def saves(model: str, disk: str) -> None:
     raise AssertionError("it never succeeds")
 
 
-@disk_of_its_own
+@needs_mount
 def test_a_save_on_a_full_disk(root: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     started = Started(saves, tmp_path / "disk", str(root / "model"), str(tmp_path / "disk"))

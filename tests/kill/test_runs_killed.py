@@ -1,4 +1,4 @@
-"""A run that is killed, again and again, is in the end the run that nothing disturbed."""
+"""A run that is killed again and again has in the end the results of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 class Undisturbed:
-    """A spec's run that nothing disturbs, made once."""
+    """The undisturbed run of a spec, with which others are compared."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.spec_file = root / f"{name}.yaml"
@@ -47,9 +47,9 @@ class Undisturbed:
         return Started(train, folder, str(self.spec_file), str(folder), strike)
 
     def finish(self, folder: Path, what: str) -> None:
-        """Run it again until it is done, and compare."""
+        """Run it again to its end, and compare the results."""
         if folder.is_dir() and all(path.name.startswith(".spec.yaml-") for path in folder.iterdir()):
-            shutil.rmtree(folder)  # killed before it was a run: runs.folder refuses what it left itself, and should not
+            shutil.rmtree(folder)  # killed before spec.yaml: RunDir.check_config refuses the leftover, and should not
         started = self.start(folder)
         assert started.wait() == 0, f"{what}: {started.printed}"
         assert content(folder) == self.content, what
@@ -62,10 +62,10 @@ def undisturbed(root: Path) -> dict[str, Undisturbed]:
     return {"epochs": Undisturbed(root, "epochs")}
 
 
-def of(name: str, root: Path, made: dict[str, Undisturbed]) -> Undisturbed:
-    if name not in made:
-        made[name] = Undisturbed(root, name)
-    return made[name]
+def undisturbed_run(name: str, root: Path, runs: dict[str, Undisturbed]) -> Undisturbed:
+    if name not in runs:
+        runs[name] = Undisturbed(root, name)
+    return runs[name]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_killed_at_random_moments(
     name: str, kills: int, root: Path, tmp_path: Path, undisturbed: dict[str, Undisturbed]
 ) -> None:
     """SIGKILL after a random time; about half of the runs are killed once more before they may end."""
-    plain, numbers = of(name, root, undisturbed), chance(f"{name} {kills}")
+    plain, numbers = undisturbed_run(name, root, undisturbed), chance(f"{name} {kills}")
     struck = 0
     while struck < kills:
         folder = tmp_path / f"run{struck}"
@@ -100,7 +100,7 @@ def test_killed_at_every_write(
     first: int, step: int, root: Path, tmp_path: Path, undisturbed: dict[str, Undisturbed]
 ) -> None:
     """SIGKILL before the n-th change of the run's folder, for every n (in five parts, which may run side by side)."""
-    plain, folder, at = of("epochs", root, undisturbed), tmp_path / "run", first
+    plain, folder, at = undisturbed_run("epochs", root, undisturbed), tmp_path / "run", first
     while plain.start(folder, Strike(str(folder), at)).wait():
         plain.finish(folder, f"killed before change {at}")
         at += step
@@ -112,7 +112,7 @@ def test_two_processes_at_one_folder(
     times: int, root: Path, tmp_path: Path, undisturbed: dict[str, Undisturbed]
 ) -> None:
     """One of them does the run; the other refuses, or comes when it is done and has nothing to do."""
-    plain, numbers = of("epochs", root, undisturbed), chance("two")
+    plain, numbers = undisturbed_run("epochs", root, undisturbed), chance("two")
     for i in range(times):
         folder = tmp_path / f"run{i}"
         one = plain.start(folder)

@@ -1,4 +1,4 @@
-"""A study whose driver and workers are killed at random: nothing is lost, doubled or different in the end."""
+"""A study whose driver and workers are killed at random: no result is lost, doubled or different in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains every job of a file, one after the other: what each of several processes of a test runs."""
+"""Train every job of a file, one after the other; each process that test_several launches runs this script."""
 
 from __future__ import annotations
 

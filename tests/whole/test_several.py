@@ -1,4 +1,4 @@
-"""Two processes at one run: the losses, the delta and the metrics of one, under DDP and FSDP; all end together."""
+"""Two processes at one run, under DDP and FSDP: they give the losses, delta and metrics of one, and end together."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SHARDED = ("none", "fsdp")
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models without dropout: what is left of two runs' differences is rounding."""
-    found = tmp_path_factory.mktemp("tiny")
-    tiny.spec(found)
-    tiny.still(found / "model")
-    tiny.still(tiny.model(found / "gpt2", "gpt2"))
-    return found
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.spec(folder)
+    tiny.still(folder / "model")
+    tiny.still(tiny.model(folder / "gpt2", "gpt2"))
+    return folder
 
 
 def log(run: RunDir) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def log(run: RunDir) -> list[dict[str, Any]]:
 
 def compare(whole: RunDir, other: RunDir) -> None:
     """Two runs that differ by no more than rounding, the second as complete as the first."""
-    assert {p.name for p in other.folder.iterdir()} == set(runs.OWN) - {"checkpoint", "runs"}
+    assert {p.name for p in other.folder.iterdir()} == set(runs.CONTENTS) - {"checkpoint", "runs"}
     ours, theirs = log(other), log(whole)
     assert [(line["step"], sorted(line)) for line in ours] == [(line["step"], sorted(line)) for line in theirs]
     for name in ("loss", "eval_loss", "grad_norm", "learning_rate"):
@@ -76,13 +76,13 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def together(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None:
-    """Every row by itself, and then all rows in two processes, under DDP and FSDP. 23 rows: the last step has 3."""
+def compare_with_two_processes(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None:
+    """Run every spec of the table in one process, and in two under DDP and FSDP. Of 23 rows the last step has 3."""
     jobs = []
     for name, changes in table.items():
-        own = {"max_train_rows": 23, "batch_size": 10, "epochs": 2, **changes}
-        own["model"] = str(root / own.get("model", "model"))
-        spec = tiny.spec(root, **own)
+        fields = {"max_train_rows": 23, "batch_size": 10, "epochs": 2, **changes}
+        fields["model"] = str(root / fields.get("model", "model"))
+        spec = tiny.spec(root, **fields)
         train(spec, folder / name / "one", progress=False)
         given = spec.flat(mode="json")
         jobs += [{"spec": given, "output": str(folder / name / how), "sharded": how} for how in SHARDED]
@@ -95,14 +95,14 @@ def together(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None
             assert (facts["processes"], facts["sharded"]) == (2, how)
 
 
-def test_two_processes_are_one(root: Path, tmp_path: Path) -> None:
-    together(root, tmp_path, METHODS)
+def test_two_processes_give_the_results_of_one(root: Path, tmp_path: Path) -> None:
+    compare_with_two_processes(root, tmp_path, METHODS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_methods(name: str, root: Path, tmp_path: Path) -> None:
-    together(root, tmp_path, {name: MORE[name]})
+def test_two_processes_give_the_results_of_one_for_more_methods(name: str, root: Path, tmp_path: Path) -> None:
+    compare_with_two_processes(root, tmp_path, {name: MORE[name]})
 
 
 def command(spec: Path, output: Path, *options: str, by: tuple[str, ...] = (sys.executable, "-m")) -> list[str]:
@@ -115,7 +115,7 @@ def done(line: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SHARDED)
-def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
+def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> None:
     """SIGKILL of the launcher after the first checkpoint; run again, dropout draws go on in each process."""
     method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
     (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40).yaml())
@@ -128,11 +128,11 @@ def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not run.finished
-    with contextlib.ExitStack() as held:  # the others are gone when the folder is free
+    with contextlib.ExitStack() as stack:  # when the folder is free, the other processes have ended
         until = time.monotonic() + 20
         while time.monotonic() < until:
             with contextlib.suppress(Exception):
-                held.enter_context(run.locked())
+                stack.enter_context(run.locked())
                 break
             time.sleep(0.1)
     again = done(line)
@@ -142,13 +142,13 @@ def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
     )
     whole = RunDir(tmp_path / "whole")
     compare(whole, run)
-    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in log(own)] for own in (whole, run)]
+    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in log(one)] for one in (whole, run)]
     assert lines[0] == lines[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (["--method", "full", "--lr", "1e38", "--clip", "0"], "training diverged at a learning rate of 1e+38"),
         (["--batch-size", "7"], "batch_size=7 is no multiple of 2 processes: give a batch_size of 6 or 8"),
@@ -156,11 +156,13 @@ def test_killed_and_run_again(how: str, root: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_told_once(changes: list[str], told: str, root: Path, tmp_path: Path) -> None:
+def test_an_error_of_all_processes_is_printed_once(
+    changes: list[str], message: str, root: Path, tmp_path: Path
+) -> None:
     (tmp_path / "spec.yaml").write_text(tiny.spec(root).yaml())
-    found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", *changes))
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.count(told) == 1 and "Traceback" not in found.stderr, found.stderr
+    result = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", *changes))
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.count(message) == 1 and "Traceback" not in result.stderr, result.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -178,9 +180,9 @@ def test_other_launchers(name: str, root: Path, tmp_path: Path) -> None:
     how, by = LAUNCHERS[name]
     plain = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
     by = by if name == "torchrun" else [*by, *plain]
-    found = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout) == RunDir(tmp_path / "run").metrics.as_json(), "said once"
+    result = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == RunDir(tmp_path / "run").metrics.as_json(), "only one process prints"
     facts = RunDir(tmp_path / "run").environment
     assert (facts["processes"], facts["sharded"]) == (2, how)
     train(tiny.spec(root, epochs=1), tmp_path / "one", progress=False)

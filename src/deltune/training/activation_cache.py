@@ -1,8 +1,9 @@
-"""The states of a frozen trunk, once for each row, on the disk: memory-mapped, by content, within a limit.
+"""A cache on disk of what the frozen layers of a model compute for each row, so that they run once and not every epoch.
 
-Of a row its real tokens are kept, one after the other; where what is above the trunk reads one token alone, that is all
-that is kept and the row is cut to it. Which it is, and that a pass from states gives what a whole pass gives, is found
-out by trying on a few rows.
+Activations are stored without padding, memory-mapped, in a file named by its content, within a limit on the folder. If
+the layers above read only the first or the last token of a row, only that token is stored, and the row is cut to it.
+Which tokens are needed, and that a pass from cached activations gives what a whole pass gives, is found out by trying
+it on a few rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,33 +34,53 @@ from ..tasks.encoding import EncodedRows, Row, collate, count_tokens, non_paddin
 from . import distributed
 
 VERSION = 1
-"""Raised when the same content gives other states."""
-PROBE = 4  # rows to try on
-CLOSE = {"fp32": 1e-3, "bf16": 3e-2}
-"""How far logits may be apart, as a share of the largest: rounding is below, another input above."""
-TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""As safetensors calls them."""
+"""Part of the name of a file; raised when the same content gives other activations."""
 
-Reads = Literal["first", "last", "all"]
-"""Which of a row's tokens are read above the trunk."""
+FOLDER = "trunk"
+"""The folder below that of the token cache."""
 
-told = logging.getLogger("deltune")
+PROBE_ROWS = 4
+"""The number of rows that are tried."""
+
+TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2}
+"""How far apart logits may be, as a share of the largest: rounding stays below, another input goes beyond it."""
+
+SAFETENSORS_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""The names of types in a safetensors file."""
+
+OTHER_SETTINGS = ("id2label", "label2id", "problem_type", "architectures", "_name_or_path", "name_or_path")
+"""Settings of a model's configuration that do not change what its frozen layers compute."""
+
+TokensRead = Literal["first", "last", "all"]
+"""Which tokens of a row the layers above the frozen ones read."""
+
+Activations = Mapping[str, torch.Tensor]
+"""By the name of a forward argument: the activations of its tokens, in the shape (tokens, layer boundaries, width)."""
+
+TokenShapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""By the name of a forward argument: the type of its activations, and their shape for one token."""
+
+logger = logging.getLogger("deltune")
 
 
 @dataclass(frozen=True)
 class CachedRows(EncodedRows):
-    """Rows whose batches go into passes with the trunk's states. One row alone is as it was.
+    """Rows whose batches have the cached activations among their inputs; a row taken alone has none.
 
-    states: argument of a pass -> (tokens, states, width); starts: argument -> where each row begins there, and the end.
+    Attributes:
+        states: The activations of all rows, one row after the other.
+        starts: By the name of a forward argument: where each row begins in its activations, and the end.
+        reads: Which tokens of a row are left.
     """
 
-    states: Mapping[str, torch.Tensor] | None = None
+    states: Activations | None = None
     starts: Mapping[str, Sequence[int]] | None = None
-    reads: Reads = "all"
+    reads: TokensRead = "all"
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        """Return several rows with their activations."""
         assert self.states is not None and self.starts is not None
-        rows = [_cut(row, self.reads) for row in super().__getitems__(indices)]
+        rows = [_cut_row(row, self.reads) for row in super().__getitems__(indices)]
         for row, i in zip(rows, indices, strict=True):
             row["states"] = {
                 name: t[self.starts[name][i] : self.starts[name][i + 1]] for name, t in self.states.items()
@@ -68,265 +89,285 @@ class CachedRows(EncodedRows):
 
 
 def with_cached_activations(
-    trunk: FrozenLayers, use: InferenceContext, encoded: Mapping[str, EncodedRows], gib: float
+    frozen_layers: FrozenLayers, context: InferenceContext, encoded: Mapping[str, EncodedRows], max_gib: float
 ) -> dict[str, EncodedRows]:
-    """The splits with their states, from the disk or made now by one pass; as they are if none can be kept, and told.
+    """Return the splits with the activations of the frozen layers, read from disk or computed now by one pass.
 
-    gib: the most that the folder may hold, in GiB; what was used longest ago goes. Error: these splits alone are more.
+    If activations cannot be cached, the splits are returned as they are, and the log says why.
+
+    Args:
+        frozen_layers: The layers below everything that is trained.
+        context: The model, and how passes over a split are made.
+        encoded: The rows by split; "train" must be one of them.
+        max_gib: How many GiB the folder may hold; what was used longest ago is removed. 0 caches nothing.
+
+    Raises:
+        DeltuneError: The activations of these splits alone take more than `max_gib`.
     """
-    place = token_cache.cache_folder()
-    if place is None or not gib:
-        return _told(encoded, f"{token_cache.ENVIRONMENT_VARIABLE}=off" if place is None else "trunk_cache=0")
-    place = place / "trunk"
-    tried = _tried(trunk, use, encoded["train"])
-    if isinstance(tried, str):
-        return _told(encoded, tried)
-    reads, shapes = tried
-    base = _identity(trunk, use.precision)
-    plans = {split: _Plan(base, trunk, rows, reads, shapes) for split, rows in encoded.items()}
-    needed = sum(plan.size for plan in plans.values())
-    if needed > gib * 2**30:
+    folder = token_cache.cache_folder()
+    if folder is None or not max_gib:
+        return _uncached(encoded, f"{token_cache.ENVIRONMENT_VARIABLE}=off" if folder is None else "trunk_cache=0")
+    folder = folder / FOLDER
+    probed = _probe(frozen_layers, context, encoded["train"])
+    if isinstance(probed, str):
+        return _uncached(encoded, probed)
+    reads, shapes = probed
+    key = _content_key(frozen_layers, context.precision)
+    files = {split: _CacheFile(folder, key, frozen_layers, rows, reads, shapes) for split, rows in encoded.items()}
+    size = sum(file.size for file in files.values())
+    if size > max_gib * 2**30:
         raise DeltuneError(
-            f"the states of the frozen trunk take {needed / 2**30:.3g} GiB, and trunk_cache={gib:g} allows less: give "
-            f"trunk_cache={math.ceil(needed / 2**30)}, or trunk_cache=0 to run the trunk in every pass"
+            f"the activations of the frozen layers take {size / 2**30:.3g} GiB, but trunk_cache={max_gib:g} allows "
+            f"less: give trunk_cache={math.ceil(size / 2**30)}, or trunk_cache=0 to run these layers in every pass"
         )
 
-    def make() -> str | None:
-        """What hinders: states save time and change no number, so that nothing may fail for them."""
+    def write_missing() -> str | None:
+        """Write the files that are missing, and return what prevents it.
+
+        A cache saves time and changes no number, so no run may fail because of it.
+        """
         try:
-            for split, plan in plans.items():
-                with token_cache.exclusive_creation(plan.path(place)):
-                    if plan.read(place) is None:
-                        plan.write(place, trunk, use, encoded[split])
-                    elif use.on_progress is not None:
-                        use.on_progress(len(encoded[split]))
+            for split, file in files.items():
+                with token_cache.exclusive_creation(file.path):
+                    if file.read() is None:
+                        file.write(frozen_layers, context, encoded[split])
+                    elif context.on_progress is not None:
+                        context.on_progress(len(encoded[split]))
         except OSError as error:
-            return f"no states can be written ({error})"
-        token_cache.evict_old_files(place, ".safetensors", [plan.path(place) for plan in plans.values()], gib * 2**30)
+            return f"no activations can be written ({error})"
+        token_cache.evict_old_files(folder, ".safetensors", [file.path for file in files.values()], max_gib * 2**30)
         return None
 
-    if (why := distributed.broadcast_from_main(make)) is not None:
-        return _told(encoded, why)
-    found = {split: plan.over(place, encoded[split]) for split, plan in plans.items()}
-    whole = {split: rows for split, rows in found.items() if rows is not None}
-    if len(whole) < len(plans):
-        return _told(encoded, f"states in {place} were removed by somebody else")
-    told.info("states of the frozen trunk: %.3g MiB in %s", needed / 2**20, place)
-    return whole
+    if (problem := distributed.broadcast_from_main(write_missing)) is not None:
+        return _uncached(encoded, problem)
+    cached = {split: file.attach_to(encoded[split]) for split, file in files.items()}
+    readable = {split: rows for split, rows in cached.items() if rows is not None}
+    if len(readable) < len(files):
+        return _uncached(encoded, f"another program removed activations from {folder}")
+    logger.info("the activations of the frozen layers are cached: %.3g MiB in %s", size / 2**20, folder)
+    return readable
 
 
-def _told(encoded: Mapping[str, EncodedRows], why: str) -> dict[str, EncodedRows]:
-    told.info("the frozen trunk is run in every pass: %s", why)
+def _uncached(encoded: Mapping[str, EncodedRows], reason: str) -> dict[str, EncodedRows]:
+    logger.info("the frozen layers run in every pass: %s", reason)
     return dict(encoded)
 
 
-class _Plan:
-    """What is kept of one split: its name by content, its size, and where each row's tokens begin."""
+class _CacheFile:
+    """The file with the activations of one split: its name by content, its size, and where each row begins in it."""
 
     def __init__(
         self,
-        base: str,
-        trunk: FrozenLayers,
+        folder: Path,
+        key: str,
+        frozen_layers: FrozenLayers,
         encoded: EncodedRows,
-        reads: Reads,
-        shapes: Mapping[str, tuple[Any, tuple[int, ...]]],
+        reads: TokensRead,
+        shapes: TokenShapes,
     ) -> None:
         self.reads, self.shapes = reads, shapes
-        content = hashlib.sha256(json.dumps([base, reads, [[n, str(s)] for n, s in shapes.items()]]).encode())
+        content = hashlib.sha256(json.dumps([key, reads, [[n, str(s)] for n, s in shapes.items()]]).encode())
         lengths: dict[str, list[int]] = {name: [] for name in shapes}
         for row in encoded.rows:
-            labels = {name: _of_labels(trunk, name, row) for name in shapes}
-            for name, own in labels.items():
-                lengths[name].append(sum(_lengths(row, own, reads)))
-            for field in sorted(_tokens(row, any(labels.values()))):
-                content.update(f"{field} {count_tokens(row[field])} ".encode() + _flat(row[field]).tobytes())
-        self.starts = {name: [0, *itertools.accumulate(own)] for name, own in lengths.items()}
-        self.name = content.hexdigest()[: token_cache.NAME_LENGTH]
+            of_labels = {name: _is_of_labels(frozen_layers, name, row) for name in shapes}
+            for name, labels in of_labels.items():
+                lengths[name].append(sum(_sequence_lengths(row, labels, reads)))
+            for field in sorted(_token_fields(row, any(of_labels.values()))):
+                content.update(f"{field} {count_tokens(row[field])} ".encode() + _flatten(row[field]).tobytes())
+        self.starts = {name: [0, *itertools.accumulate(rows)] for name, rows in lengths.items()}
+        self.path = folder / f"{content.hexdigest()[: token_cache.NAME_LENGTH]}.safetensors"
 
-    def path(self, place: Path) -> Path:
-        return place / f"{self.name}.safetensors"
-
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        """The header of the file: argument -> type, shape, and where its bytes are."""
-        found, at = {}, 0
-        for name, (dtype, shape) in self.shapes.items():
-            whole = [self.starts[name][-1], *shape]
-            stop = at + math.prod(whole) * dtype.itemsize
-            found[name] = {"dtype": TYPES[dtype], "shape": whole, "data_offsets": [at, stop]}
-            at = stop
-        return found
+    def header(self) -> dict[str, dict[str, Any]]:
+        """Return the header of the file: of each argument the type, the shape, and where its bytes are."""
+        tensors, start = {}, 0
+        for name, (dtype, token_shape) in self.shapes.items():
+            shape = [self.starts[name][-1], *token_shape]
+            stop = start + math.prod(shape) * dtype.itemsize
+            tensors[name] = {"dtype": SAFETENSORS_TYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
+            start = stop
+        return tensors
 
     @property
     def size(self) -> int:
-        return max(facts["data_offsets"][1] for facts in self.tensors().values())
+        """Bytes of all tensors."""
+        return max(tensor["data_offsets"][1] for tensor in self.header().values())
 
-    def read(self, place: Path) -> dict[str, torch.Tensor] | None:
-        """The states, memory-mapped; None where there are none that can be read."""
-        path = self.path(place)
-        if not path.is_file():
+    def read(self) -> dict[str, torch.Tensor] | None:
+        """Return the activations memory-mapped, or None if there is no file, or one that cannot be read."""
+        if not self.path.is_file():
             return None
         try:
-            found = load_file(path)
-            os.utime(path)
+            tensors = load_file(self.path)
+            os.utime(self.path)
         except (OSError, SafetensorError):
             return None
-        whole = {name: facts["shape"] for name, facts in self.tensors().items()}
-        return found if {name: list(t.shape) for name, t in found.items()} == whole else None
+        shapes = {name: tensor["shape"] for name, tensor in self.header().items()}
+        return tensors if {name: list(t.shape) for name, t in tensors.items()} == shapes else None
 
-    def over(self, place: Path, encoded: EncodedRows) -> EncodedRows | None:
-        """The rows, with their states; None where these cannot be read."""
-        states = self.read(place)
+    def attach_to(self, encoded: EncodedRows) -> EncodedRows | None:
+        """Return the rows with their activations, or None if these cannot be read."""
+        states = self.read()
         if states is None:
             return None
-        cut = (encoded.truncated, encoded.num_texts, encoded.truncated_targets)
-        made = CachedRows(encoded.rows, *cut, states, self.starts, self.reads)
-        made.__dict__["lengths"] = encoded.lengths  # of the whole rows: the order of batches goes by them
-        return made
+        counts = (encoded.truncated, encoded.num_texts, encoded.truncated_targets)
+        rows = CachedRows(encoded.rows, *counts, states, self.starts, self.reads)
+        rows.__dict__["lengths"] = encoded.lengths  # those of the whole rows, by which batches are ordered
+        return rows
 
-    def write(self, place: Path, trunk: FrozenLayers, use: InferenceContext, encoded: EncodedRows) -> None:
-        """One pass over the split, into a file that is whole or not there. safetensors wants all tensors at once."""
-        header = json.dumps(facts := self.tensors()).encode()
+    def write(self, frozen_layers: FrozenLayers, context: InferenceContext, encoded: EncodedRows) -> None:
+        """Compute the activations of a split in one pass, and write the file whole or not at all.
+
+        safetensors' own writer needs all tensors in memory at once; here batches are written one by one.
+        """
+        tensors = self.header()
+        header = json.dumps(tensors).encode()
         header += b" " * (-len(header) % 8)
         begin = 8 + len(header)
-        with token_cache.write_complete(self.path(place)) as file:
+        with token_cache.write_complete(self.path) as file:
             file.write(len(header).to_bytes(8, "little") + header)
 
-            def take(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
+            def write_batch(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
                 rows = [encoded.rows[i] for i in indices]
-                for i, states in zip(indices, _parts(trunk, rows, batch, self.reads), strict=True):
-                    for name, part in states.items():
-                        of_row = part[0].numel() * part.itemsize
-                        file.seek(begin + facts[name]["data_offsets"][0] + self.starts[name][i] * of_row)
-                        file.write(_bytes(part))
+                by_row = _split_by_row(frozen_layers, rows, batch, self.reads, frozen_layers.states(batch))
+                for i, states in zip(indices, by_row, strict=True):
+                    for name, values in states.items():
+                        token_bytes = values[0].numel() * values.itemsize
+                        file.seek(begin + tensors[name]["data_offsets"][0] + self.starts[name][i] * token_bytes)
+                        file.write(_to_bytes(values))
 
-            use.for_each_batch(encoded, take)
+            context.for_each_batch(encoded, write_batch)
 
 
-def _tried(
-    trunk: FrozenLayers, use: InferenceContext, encoded: EncodedRows
-) -> str | tuple[Reads, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Which tokens are read above the trunk, and type and shape of a token's states by argument; or why there are none.
+def _probe(
+    frozen_layers: FrozenLayers, context: InferenceContext, encoded: EncodedRows
+) -> str | tuple[TokensRead, TokenShapes]:
+    """Find out on a few rows which tokens are read, and the types and shapes; or return why nothing can be cached.
 
-    In training mode, with the same draws of dropout, logits from the states must be those of a whole pass.
+    In training mode, with the same draws of dropout, logits from activations must be those of a whole pass.
     """
     order = sorted(range(len(encoded)), key=encoded.lengths.__getitem__)
-    rows = [encoded.rows[i] for i in {order[int(at)] for at in np.linspace(0, len(order) - 1, PROBE)}]
-    model, device = use.model, next(use.model.parameters()).device
+    rows = [encoded.rows[i] for i in {order[int(at)] for at in np.linspace(0, len(order) - 1, PROBE_ROWS)}]
+    model, device = context.model, next(context.model.parameters()).device
     training = model.training
 
-    def batch(some: Sequence[Row]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(device) for name, tensor in collate(use.tokenizer, some).items()}
+    def make_batch(some_rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in collate(context.tokenizer, some_rows).items()}
 
-    def logits(run: Any) -> torch.Tensor:
+    def logits_of(forward: Callable[[], Any]) -> torch.Tensor:
         model.train()
         torch.manual_seed(0)
-        found: torch.Tensor = run().logits.float()
-        return found
+        logits: torch.Tensor = forward().logits.float()
+        return logits
 
-    whole = batch(rows)
-    if "attention_mask" not in whole:
-        return "without an attention_mask nobody can tell tokens from padding"
+    batch = make_batch(rows)
+    if "attention_mask" not in batch:
+        return "without an attention_mask, tokens cannot be told from padding"
     try:
-        with torch.no_grad(), torch.random.fork_rng(), autocast(device, use.precision):
-            expected = logits(lambda: trunk.study(whole))
-            if not trunk.keeps:
-                return "each of its layers gives something besides its state that is read above"
+        with torch.no_grad(), torch.random.fork_rng(), autocast(device, context.precision):
+            expected = logits_of(lambda: frozen_layers.study(batch))
+            if not frozen_layers.keeps:
+                return "each of these layers computes something besides its hidden state that layers above read"
             model.eval()
-            states = trunk.states(whole)
-            spoken = any(_of_labels(trunk, name, rows[0]) for name in states)
-            able: tuple[Reads, ...] = ("all",) if trunk.frontier.above or spoken else ("first", "last", "all")
-            for reads in able:
-                parts = _parts(trunk, rows, whole, reads, states)
-                short = batch([{**_cut(row, reads), "states": part} for row, part in zip(rows, parts, strict=True)])
+            states = frozen_layers.states(batch)
+            of_labels = any(_is_of_labels(frozen_layers, name, rows[0]) for name in states)
+            only_all = frozen_layers.frontier.above or of_labels
+            candidates: tuple[TokensRead, ...] = ("all",) if only_all else ("first", "last", "all")
+            for reads in candidates:
+                by_row = _split_by_row(frozen_layers, rows, batch, reads, states)
+                cut = make_batch([{**_cut_row(r, reads), "states": s} for r, s in zip(rows, by_row, strict=True)])
                 try:
-                    found = logits(lambda: model(**short))  # noqa: B023
-                except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # whatever the family says
-                    continue
-                if _same(found, expected, non_padding_mask(whole, spoken), CLOSE[use.precision]):
+                    logits = logits_of(lambda: model(**cut))  # noqa: B023
+                except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+                    continue  # a cut row is refused by every model family in its own way
+                if _close(logits, expected, non_padding_mask(batch, of_labels), TOLERANCES[context.precision]):
                     return reads, {name: (t.dtype, tuple(t.shape[2:])) for name, t in states.items()}
     finally:
         model.train(training)
-    return "a pass from its states alone does not give what a whole pass gives"
+    return "a pass from their activations alone does not give what a whole pass gives"
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, close: float) -> bool:
-    """Whether logits agree; those of tokens, at the real ones."""
-    if found.shape != expected.shape:
+def _close(logits: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, tolerance: float) -> bool:
+    """Whether logits agree; those that are given for every token are compared at tokens that are not padding."""
+    if logits.shape != expected.shape:
         return False
-    if found.dim() == 3 and found.shape[:2] == mask.shape:
-        found, expected = found[mask], expected[mask]
-    return bool((found - expected).abs().max() <= close * expected.abs().max())
+    if logits.dim() == 3 and logits.shape[:2] == mask.shape:
+        logits, expected = logits[mask], expected[mask]
+    return bool((logits - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def _parts(
-    trunk: FrozenLayers,
+def _split_by_row(
+    frozen_layers: FrozenLayers,
     rows: Sequence[Row],
     batch: Mapping[str, torch.Tensor],
-    reads: Reads,
-    states: Mapping[str, torch.Tensor] | None = None,
+    reads: TokensRead,
+    states: Activations,
 ) -> list[dict[str, torch.Tensor]]:
-    """The kept states of each row of a batch: argument -> (tokens, states, width)."""
-    found: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-    for name, whole in (trunk.states(batch) if states is None else states).items():
-        labels = _of_labels(trunk, name, rows[0])
-        lengths = [_lengths(row, labels, "all") for row in rows]
-        tokens = whole[non_padding_mask(batch, labels)].split([n for own in lengths for n in own])
-        at = iter(part if reads == "all" else part[:1] if reads == "first" else part[-1:] for part in tokens)
-        for row, own in zip(found, lengths, strict=True):
-            row[name] = torch.cat([next(at) for _ in own])
-    return found
+    """Cut the activations of a batch, (B, n, layer boundaries, width), into those of each row, without padding."""
+    by_row: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+    for name, padded in states.items():
+        labels = _is_of_labels(frozen_layers, name, rows[0])
+        lengths = [_sequence_lengths(row, labels, "all") for row in rows]
+        sequences = padded[non_padding_mask(batch, labels)].split([n for of_row in lengths for n in of_row])
+        remaining: Iterator[torch.Tensor] = (sequence[_kept_tokens(reads)] for sequence in sequences)
+        for row, of_row in zip(by_row, lengths, strict=True):
+            row[name] = torch.cat([next(remaining) for _ in of_row])
+    return by_row
 
 
-def _of_labels(trunk: FrozenLayers, name: str, row: Row) -> bool:
-    """Whether the states of an argument are of the labels' tokens: a decoder's that is told them."""
-    return trunk.second(name) and isinstance(row.get("labels"), list)
+def _kept_tokens(reads: TokensRead) -> slice:
+    """Return the tokens of a sequence that are stored."""
+    return {"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}[reads]
 
 
-def _lengths(row: Row, labels: bool, reads: Reads) -> list[int]:
-    """Tokens that are kept of each sequence of a row: of its labels, its input or each of its choices."""
+def _is_of_labels(frozen_layers: FrozenLayers, argument: str, row: Row) -> bool:
+    """Whether the activations of an argument are those of the labels' tokens, which a decoder reads in training."""
+    return frozen_layers.second(argument) and isinstance(row.get("labels"), list)
+
+
+def _sequence_lengths(row: Row, labels: bool, reads: TokensRead) -> list[int]:
+    """Count the stored tokens of each sequence of a row: its labels, its input, or each of its choices."""
     ids = row["labels"] if labels else row["input_ids"]
-    return [len(own) if reads == "all" else 1 for own in (ids if not isinstance(ids[0], int) else [ids])]
+    return [len(sequence) if reads == "all" else 1 for sequence in (ids if not isinstance(ids[0], int) else [ids])]
 
 
-def _tokens(row: Row, labels: bool) -> list[str]:
-    """The fields of a row that hold something for each token of its input; and its labels, where these are read."""
-    own = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-    return [name for name in row if name in own or (labels and name == "labels")]
+def _token_fields(row: Row, labels: bool) -> list[str]:
+    """Name the fields of a row that have a value for each token of its input, and its labels if they are read."""
+    fields = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+    return [name for name in row if name in fields or (labels and name == "labels")]
 
 
-def _cut(row: Row, reads: Reads) -> Row:
-    """A row of which one token is left."""
+def _cut_row(row: Row, reads: TokensRead) -> Row:
+    """Return a copy of a row with the tokens that are read."""
     if reads == "all":
         return dict(row)
-    part = slice(0, 1) if reads == "first" else slice(-1, None)
-    short = {
-        name: row[name][part] if isinstance(row[name][0], int) else [own[part] for own in row[name]]
-        for name in _tokens(row, labels=False)
+    tokens = _kept_tokens(reads)
+    cut = {
+        name: row[name][tokens] if isinstance(row[name][0], int) else [choice[tokens] for choice in row[name]]
+        for name in _token_fields(row, labels=False)
     }
-    return {**row, **short}
+    return {**row, **cut}
 
 
-def _flat(values: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _flatten(values: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return a list of integers, or a list of such lists, as one array in which each list follows its length."""
     nested = [values] if isinstance(values[0], int) else values
-    return np.fromiter(itertools.chain.from_iterable([len(own), *own] for own in nested), dtype=np.int64)
+    return np.fromiter(itertools.chain.from_iterable([len(part), *part] for part in nested), dtype=np.int64)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def _to_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-LABELS = ("id2label", "label2id", "problem_type", "architectures", "_name_or_path", "name_or_path")
-"""What a configuration says of other things than the trunk."""
-
-
-def _identity(trunk: FrozenLayers, precision: str) -> str:
-    """What a trunk gives, apart from rows: its tensors, configuration, and which states are kept."""
+def _content_key(frozen_layers: FrozenLayers, precision: str) -> str:
+    """Digest everything but the rows that activations depend on: tensors, configuration, precision and versions."""
     content = hashlib.sha256()
-    model, anatomy = trunk.model, trunk.anatomy
-    said = {name: value for name, value in model.config.to_dict().items() if name not in LABELS}
-    facts = [VERSION, transformers.__version__, type(model).__name__, precision, sorted(trunk.keeps.items()), said]
+    model, anatomy = frozen_layers.model, frozen_layers.anatomy
+    settings = {name: value for name, value in model.config.to_dict().items() if name not in OTHER_SETTINGS}
+    boundaries = sorted(frozen_layers.keeps.items())
+    facts = [VERSION, transformers.__version__, type(model).__name__, precision, boundaries, settings]
     content.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    layers = len(frozen_layers.frontier.layers)
     for tensor in anatomy.tensors:
-        if tensor.area not in ("head", "pooler", "vocabulary") and (tensor.layer or 0) < len(trunk.frontier.layers):
-            content.update(tensor.name.encode() + _bytes(tuned(model).original(tensor.name)))
+        if tensor.area not in ("head", "pooler", "vocabulary") and (tensor.layer or 0) < layers:
+            content.update(tensor.name.encode() + _to_bytes(tuned(model).original(tensor.name)))
     return content.hexdigest()

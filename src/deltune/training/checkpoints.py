@@ -1,8 +1,8 @@
-"""What a resumption needs, without pickle: tensors as safetensors, everything else as JSON, checksums of both.
+"""Checkpoints that training resumes from: tensors in safetensors, everything else in JSON, with checksums; no pickle.
 
-Folder STEP of the run's `checkpoint`: tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.PROCESS.NAME) and
-facts.json, beside trainer_state.json, the Trainer's own, and SHA256SUMS, which `sha256sum --check` takes. It appears
-whole and synced to the disk, and then older ones go. A resumption begins with `verify`.
+The folder `checkpoint/STEP` of a run holds tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.RANK.NAME),
+facts.json, the Trainer's own trainer_state.json, and SHA256SUMS, which `sha256sum --check` reads. It is written whole
+and synced to the disk before older checkpoints are removed. `find_resumable` checks it before anything is restored.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
 from ..filesystem import fsync_directory, fsync_file, new_file_mode, write_error, write_json, write_text
 from . import distributed, run_dir
 
-TENSORS, FACTS, STATE, SUMS = "tensors.safetensors", "facts.json", "trainer_state.json", "SHA256SUMS"
-SUMMED = (TENSORS, FACTS, STATE)
-"""Everything that a resumption reads of a checkpoint."""
+TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
+CHECKSUMS_FILE = "SHA256SUMS"
+CHECKED_FILES = (TENSORS_FILE, PROGRESS_FILE, STATE_FILE)
+"""The files that a resumed run reads."""
 
-TODO = "bring back a copy of the folder, or start afresh (--fresh)"
+ADVICE = "bring back a copy of the folder, or start afresh (--fresh)"
+"""What the user can do about a damaged checkpoint; error messages end with it."""
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint, or None."""
+    """Return the checkpoint of the highest step in a run's checkpoint folder, or None if there is none."""
     steps = [p for p in folder.glob("*") if p.name.isdecimal() and p.is_dir()] if folder.is_dir() else []
     return max(steps, key=lambda p: int(p.name), default=None)
 
@@ -47,47 +49,67 @@ def save_checkpoint(
     trained: Mapping[str, nn.Parameter],
     optimizer: Any,
     scheduler: Any,
-    facts: dict[str, Any],
-    state: Callable[[str], None],
+    progress: dict[str, Any],
+    save_state: Callable[[str], None],
 ) -> Path:
-    """Write the checkpoint of a step; `state` writes the Trainer's own state to the path it is given.
+    """Write the checkpoint of a step and remove older ones.
 
-    All processes come here with their random states and their shares of tensors; the main one writes.
+    All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
 
-    Error: no space left; the checkpoint before stays.
+    Args:
+        folder: The run's checkpoint folder.
+        step: The number of steps so far, which names the checkpoint.
+        trained: The trained parameters by name.
+        optimizer: The optimizer; its state is saved by the numbers of its parameters.
+        scheduler: The learning-rate scheduler.
+        progress: How far training is: the fields of `run_dir.CheckpointProgress` that are not added here.
+        save_state: Writes the Trainer's own state to a path.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        DeltuneError: The disk is full or refuses the write; the checkpoint before stays as it is.
     """
-    held = optimizer.state_dict()
+    optimizer_state = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.gather_shards(p) for name, p in trained.items()}
     scalars: dict[str, dict[str, Any]] = {}
-    for index, values in held["state"].items():
+    for index, values in optimizer_state["state"].items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{index}.{name}"] = distributed.gather_shards(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
-    states = distributed.all_gather_objects(_random_state())
-    tensors |= {f"rng.{i}.{name}": value for i, (own, _) in enumerate(states) for name, value in own.items()}
-    facts = facts | {
-        "optimizer": {"groups": held["param_groups"], "scalars": scalars},
+    random_states = distributed.all_gather_objects(_random_state())
+    for rank, (random_tensors, _) in enumerate(random_states):
+        tensors |= {f"rng.{rank}.{name}": value for name, value in random_tensors.items()}
+    progress = progress | {
+        "optimizer": {"groups": optimizer_state["param_groups"], "scalars": scalars},
         "scheduler": scheduler.state_dict(),
-        "rng": [told for _, told in states],
+        "rng": [values for _, values in random_states],
     }
-    return distributed.broadcast_from_main(lambda: _write(folder, step, tensors, facts, state))
+    return distributed.broadcast_from_main(lambda: _write(folder, step, tensors, progress, save_state))
 
 
 def _write(
-    folder: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any], state: Callable[[str], None]
+    folder: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    progress: dict[str, Any],
+    save_state: Callable[[str], None],
 ) -> Path:
+    """Write a checkpoint beside its place, then rename it; an interrupted write leaves what was there before."""
     target = folder / str(step)
     fresh, old = (folder / f".{step}-{secrets.token_hex(8)}" for _ in range(2))
     try:
         folder.mkdir(exist_ok=True)
         fresh.mkdir()
-        save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}, fresh / TENSORS)
-        os.chmod(fresh / TENSORS, new_file_mode(fresh))  # safetensors keeps its files to their owner
-        write_json(fresh / FACTS, facts)
-        state(str(fresh / STATE))
-        for name in (TENSORS, STATE):
+        copies = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+        save_file(copies, fresh / TENSORS_FILE)
+        os.chmod(fresh / TENSORS_FILE, new_file_mode(fresh))  # safetensors lets only the owner read its files
+        write_json(fresh / PROGRESS_FILE, progress)
+        save_state(str(fresh / STATE_FILE))
+        for name in (TENSORS_FILE, STATE_FILE):
             fsync_file(fresh / name)
         write_checksums(fresh)
         if target.exists():
@@ -108,71 +130,85 @@ def _write(
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """Write the checksums of a checkpoint's files beside them."""
-    write_text(checkpoint / SUMS, "".join(f"{digest(checkpoint / name)}  {name}\n" for name in SUMMED))
+    """Write the checksums of a checkpoint's files beside them, in the format of `sha256sum`."""
+    lines = [f"{file_sha256(checkpoint / name)}  {name}\n" for name in CHECKED_FILES]
+    write_text(checkpoint / CHECKSUMS_FILE, "".join(lines))
 
 
-def digest(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 checksum of a file in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(checkpoint: Path) -> None:
-    """Hold every file of a checkpoint against its checksum.
+def verify_checksums(checkpoint: Path) -> None:
+    """Compare every file of a checkpoint with its checksum.
 
     Raises:
         DeltuneError: A file is missing or damaged, or the checkpoint has no checksums.
     """
     try:
-        lines = [line.split("  ", 1) for line in (checkpoint / SUMS).read_text(encoding="utf-8").split("\n") if line]
+        text = (checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DeltuneError(f"{checkpoint} has no {SUMS}, so nobody can tell whether it is whole; {TODO}") from None
+        raise DeltuneError(
+            f"{checkpoint} has no {CHECKSUMS_FILE}, so it is not known whether it is whole; {ADVICE}"
+        ) from None
     except (OSError, ValueError) as error:
         raise _unreadable(checkpoint, error) from error
-    sums = {line[-1]: line[0] for line in lines}
+    lines = [line.split("  ", 1) for line in text.split("\n") if line]
+    checksums = {line[-1]: line[0] for line in lines}
     problems = []
-    for name in SUMMED:
+    for name in CHECKED_FILES:
         try:
-            if digest(checkpoint / name) != sums.get(name):
+            if file_sha256(checkpoint / name) != checksums.get(name):
                 problems.append(f"{name} is not the file that was written: its checksum differs")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except OSError as error:
             problems.append(f"{name} cannot be read: {error}")
-    if set(sums) != set(SUMMED):
-        problems.append(f"{SUMS} is not the file that was written: it has other names in it")
+    if set(checksums) != set(CHECKED_FILES):
+        problems.append(f"{CHECKSUMS_FILE} is not the file that was written: it lists other files")
     if problems:
-        raise error_from_problems(f"{checkpoint} is damaged, and is not used; {TODO}", problems)
+        raise error_from_problems(f"{checkpoint} is damaged and is not used; {ADVICE}", problems)
 
 
 def find_resumable(folder: Path) -> Path | None:
-    """Return the newest checkpoint, held against its checksums; None where there is none.
+    """Return the latest checkpoint of a run's checkpoint folder after checking it, or None if there is none.
 
     Raises:
-        DeltuneError: It is damaged.
+        DeltuneError: The checkpoint is damaged.
     """
     checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:
-        verify(checkpoint)
+        verify_checksums(checkpoint)
         read_progress(checkpoint)
         with _restoring(checkpoint):
-            state = TrainerState.load_from_json(str(checkpoint / STATE))
+            state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
             if state.global_step != int(checkpoint.name) or not isinstance(state.epoch, float | int):
-                raise ValueError(f"{STATE} is of step {excerpt(state.global_step)}, epoch {excerpt(state.epoch)}")
+                raise ValueError(
+                    f"{STATE_FILE} is that of step {excerpt(state.global_step)} and epoch {excerpt(state.epoch)}"
+                )
     return checkpoint
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """The facts of a checkpoint. Error: it cannot be read, or is not as it was written."""
+    """Read facts.json of a checkpoint; its fields are those of `run_dir.CheckpointProgress`.
+
+    Raises:
+        DeltuneError: The file cannot be read, or is not as it was written.
+    """
     try:
-        return run_dir.read_record(run_dir.Progress, checkpoint / FACTS)
+        return run_dir.read_record(run_dir.CheckpointProgress, checkpoint / PROGRESS_FILE)
     except DeltuneError as error:
         raise _unreadable(checkpoint, error) from error
 
 
 @contextlib.contextmanager
 def _restoring(checkpoint: Path) -> Iterator[None]:
-    """Whatever a checkpoint holds that does not fit (torch and NumPy say so in many ways) becomes one clear error."""
+    """Turn every error inside the context into a DeltuneError about the checkpoint.
+
+    torch and NumPy report values that do not fit by errors of many types.
+    """
     try:
         yield
     except DeltuneError:
@@ -182,56 +218,70 @@ def _restoring(checkpoint: Path) -> Iterator[None]:
 
 
 def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> None:
-    """Put the trained values back. Error: they are not those of these parameters."""
-    found = _tensors(checkpoint, "trained.")
-    if set(found) != set(trained) or any(found[n].shape != p.shape for n, p in trained.items()):
-        raise DeltuneError(f"{checkpoint} is not of this model and method; {TODO}")
+    """Copy the trained values of a checkpoint into the parameters.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        trained: The trained parameters by name.
+
+    Raises:
+        DeltuneError: The names or shapes are not those of the checkpoint.
+    """
+    values = _read_tensors(checkpoint, "trained.")
+    if set(values) != set(trained) or any(values[n].shape != p.shape for n, p in trained.items()):
+        raise DeltuneError(
+            f"{checkpoint} was written by another model or method: its tensors have other names or shapes; {ADVICE}"
+        )
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(found[name])
+            parameter.copy_(values[name])
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
-    """Put the states of optimiser and scheduler back. Error: they do not fit."""
-    told = read_progress(checkpoint)
+    """Load the states of the optimizer and of the learning-rate scheduler.
+
+    Raises:
+        DeltuneError: They do not fit.
+    """
+    progress = read_progress(checkpoint)
     with _restoring(checkpoint):
-        _restore_optimizer(checkpoint, told, optimizer, scheduler)
-
-
-def _restore_optimizer(checkpoint: Path, told: dict[str, Any], optimizer: Any, scheduler: Any) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in told["optimizer"]["scalars"].items()}
-    for key, value in _tensors(checkpoint, "optimizer.").items():
-        index, name = key.split(".", 1)
-        states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
-    optimizer.load_state_dict({"state": states, "param_groups": told["optimizer"]["groups"]})
-    scheduler.load_state_dict(told["scheduler"])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in progress["optimizer"]["scalars"].items()}
+        for key, value in _read_tensors(checkpoint, "optimizer.").items():
+            index, name = key.split(".", 1)
+            states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
+        optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
+        scheduler.load_state_dict(progress["scheduler"])
 
 
 def restore_random(checkpoint: Path) -> None:
-    """Put the random states of Python, NumPy and torch back, each process its own.
+    """Restore the states of the random generators of Python, NumPy and torch, on each rank its own.
 
-    A process more than there were when the checkpoint was written goes on drawing as it began. Error: they are none.
+    A rank that did not exist when the checkpoint was written keeps the state that it was seeded with.
+
+    Raises:
+        DeltuneError: The states do not fit.
     """
-    own, states = distributed.rank(), read_progress(checkpoint)["rng"]
-    if own < len(states):
+    rank, random_states = distributed.rank(), read_progress(checkpoint)["rng"]
+    if rank < len(random_states):
         with _restoring(checkpoint):
-            _restore_random(states[own], _tensors(checkpoint, f"rng.{own}."))
+            _set_random_state(random_states[rank], _read_tensors(checkpoint, f"rng.{rank}."))
 
 
-def _restore_random(told: dict[str, Any], found: dict[str, torch.Tensor]) -> None:
-    version, values, gauss = told["python"]
-    random.setstate((version, tuple(values), gauss))
-    kind, keys, *rest = told["numpy"]
+def _set_random_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    version, python_state, gauss = values["python"]
+    random.setstate((version, tuple(python_state), gauss))
+    kind, keys, *rest = values["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(found["cpu"])
+    torch.set_rng_state(tensors["cpu"])
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            if f"cuda.{i}" in found:
-                torch.cuda.set_rng_state(found[f"cuda.{i}"], i)
+            if f"cuda.{i}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda.{i}"], i)
 
 
 def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's random states: those that are tensors, and those that JSON can hold."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -240,13 +290,14 @@ def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
 
 
-def _tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+def _read_tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Read the tensors whose names begin with a prefix, under the rest of their names."""
     try:
-        found = load_file(checkpoint / TENSORS)
+        tensors = load_file(checkpoint / TENSORS_FILE)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _unreadable(checkpoint, error) from error
-    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _unreadable(checkpoint: Path, error: Exception) -> DeltuneError:
-    return DeltuneError(f"{checkpoint} cannot be read ({type(error).__name__}: {error_summary(error)}); {TODO}")
+    return DeltuneError(f"{checkpoint} cannot be read ({type(error).__name__}: {error_summary(error)}); {ADVICE}")

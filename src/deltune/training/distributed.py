@@ -1,6 +1,9 @@
-"""A model of which every process holds a share (FSDP2): the frozen and the trained tensors alike, layer by layer.
+"""Several processes at one run: their collectives, errors that reach every rank, and sharded models (FSDP2).
 
-torch's own: accelerate's leaves it out on CPUs, and asks for the classes of layers where the anatomy knows them.
+The collectives are torch.distributed's. accelerate's `gather_object` and `broadcast_object_list` call the same ones,
+but create a `PartialState` in a single process too, which chooses a device before the run does; neither library passes
+an error of one rank on to the others. `fully_shard` is torch's as well: accelerate's FSDP plugin needs the names of the
+layer classes, which the anatomy makes unnecessary, and does not run on CPUs.
 """
 
 from __future__ import annotations
@@ -21,74 +24,94 @@ from transformers import set_seed
 from ..errors import DeltuneError
 from ..runtime.handle import NAME, Tuned
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 def init_processes(device: torch.device) -> None:
-    """Meet the other processes, where a launcher (--launch, accelerate, torchrun) started several.
+    """Join the process group, if a launcher (`--launch`, accelerate, torchrun) started several processes.
 
-    Errors: one device named for all of them, fewer devices than processes.
+    Args:
+        device: The device of the run; its index must be left to the rank of each process.
+
+    Raises:
+        DeltuneError: The device is a single one, such as cuda:1, or there are fewer devices than processes.
     """
-    there = int(os.environ.get("WORLD_SIZE", "1"))
-    if there == 1:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1:
         return
     if ":" in str(device):
-        raise DeltuneError(f"devices={device} is one device, and here are {there} processes: give {device.type}")
-    here, able = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if device.type != "cpu" and here > able:
-        raise DeltuneError(f"{here} processes need as many devices, and here are {able} of {device.type}; or give cpu")
+        raise DeltuneError(
+            f"devices={device} is a single device, but there are {processes} processes: give devices={device.type}"
+        )
+    local_processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+    if device.type != "cpu" and local_processes > devices:
+        raise DeltuneError(
+            f"{local_processes} processes need as many devices, but this machine has {devices} of type {device.type}: "
+            "start fewer processes, or give devices=cpu"
+        )
     PartialState(cpu=device.type == "cpu")
 
 
 def is_distributed() -> bool:
+    """Whether several processes work on this run."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def world_size() -> int:
+    """Return the number of processes, 1 without a process group."""
     return distributed.get_world_size() if is_distributed() else 1
 
 
 def rank() -> int:
+    """Return the number of this process, 0 without a process group."""
     return distributed.get_rank() if is_distributed() else 0
 
 
 def is_main() -> bool:
-    """Whether this process writes and speaks for all."""
+    """Whether this process is rank 0, which writes files and reports."""
     return rank() == 0
 
 
-def broadcast_from_main(work: Callable[[], Found]) -> Found:
-    """What the main process finds, for all; what goes wrong there is an error in all."""
+def run_on_all(work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return each rank's own result.
+
+    Raises:
+        Whatever `work` raises, on every rank, so that no rank waits in a collective. The other ranks raise a
+        DeltuneError with the same message, or the same error if it is a DeltuneError.
+    """
     if not is_distributed():
         return work()
-    found: list[Any] = [None, None]
+    results: list[T] = []
     error: Exception | None = None
-    if is_main():
-        try:
-            found[0] = work()
-        except Exception as caught:
-            error, found[1] = caught, _said(caught)
-    distributed.broadcast_object_list(found)
-    _raise(error, found[1])
-    result: Found = found[0]
+    try:
+        results.append(work())
+    except Exception as caught:
+        error = caught
+    message = error if error is None or isinstance(error, DeltuneError) else DeltuneError(str(error))
+    first = next((other for other in all_gather_objects(message) if other is not None), None)
+    if error is not None:
+        raise error
+    if first is not None:
+        raise first
+    return results[0]
+
+
+def broadcast_from_main(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and broadcast its result.
+
+    Raises:
+        Whatever `work` raises, on every rank, as `run_on_all` does.
+    """
+    if not is_distributed():
+        return work()
+    values = [run_on_all(lambda: work() if is_main() else None)]
+    distributed.broadcast_object_list(values)
+    result: Any = values[0]
     return result
 
 
-def run_on_all(work: Callable[[], Found]) -> Found:
-    """What each process finds by itself; what goes wrong in one is an error in all, so that none waits for it."""
-    result: list[Any] = [None]
-    error: Exception | None = None
-    try:
-        result[0] = work()
-    except Exception as caught:
-        error = caught
-    _raise(error, next((told for told in all_gather_objects(_said(error)) if told is not None), None))
-    found: Found = result[0]
-    return found
-
-
-def all_gather_objects(value: Found) -> list[Found]:
-    """Every process's value, in every process."""
+def all_gather_objects(value: T) -> list[T]:
+    """Return the values of all ranks, in their order, on every rank."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -97,94 +120,104 @@ def all_gather_objects(value: Found) -> list[Found]:
 
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
-    """The sum of every process's value."""
+    """Return the sum of a tensor over all ranks; the tensor itself stays as it is."""
     if not is_distributed():
         return value
-    summed = value.detach().clone()
-    distributed.all_reduce(summed)
-    return summed
+    total = value.detach().clone()
+    distributed.all_reduce(total)
+    return total
 
 
 def seed_by_rank(seed: int) -> None:
-    """From here on each process draws its own numbers (of dropout); the main one those of a single process."""
+    """Give every rank random numbers of its own (for dropout); rank 0 draws those of a single process.
+
+    Args:
+        seed: The seed of the run, with which every rank is seeded so far.
+    """
     if not is_main():
         set_seed(seed + rank())
 
 
-def _said(error: Exception | None) -> DeltuneError | None:
-    """An error as the other processes have it: of its kind, where it is one of ours."""
-    return error if error is None or isinstance(error, DeltuneError) else DeltuneError(str(error))
-
-
-def _raise(own: Exception | None, told: DeltuneError | None) -> None:
-    """This process's own error, or the one that another told of."""
-    if own is not None:
-        raise own
-    if told is not None:
-        raise told
-
-
 def shard_model(handle: Tuned, device: torch.device) -> None:
-    """Share a tuned model out, in place: a layer is whole while it runs, everything else is from a pass's start.
+    """Shard a tuned model in place with FSDP2, frozen and trained tensors alike.
 
-    Error: a single process; a trained tensor without an axis to cut.
+    A layer is gathered while it runs, everything outside of layers from the beginning of a forward pass.
+
+    Raises:
+        DeltuneError: There is only one process, or a trained tensor is a scalar, which cannot be cut.
     """
     if not is_distributed():
-        raise DeltuneError("sharding=fsdp shares a model among processes, here is one: deltune train --launch N")
-    handle.know_base()  # reads the whole base
+        raise DeltuneError(
+            "sharding=fsdp divides a model among several processes, but there is only one: start more with "
+            "`deltune train --launch N`, or give sharding=none"
+        )
+    handle.know_base()  # it reads all tensors of the base, which must be whole for that
     model = handle.model
-    if uncut := [name for name, parameter in handle.trained() if not parameter.dim()]:
-        raise DeltuneError(f"sharding=fsdp cannot cut {', '.join(uncut)}, single numbers; give sharding=none")
-    apart = {parameter for parameter in model.parameters() if not parameter.dim()}
+    if scalars := [name for name, parameter in handle.trained() if not parameter.dim()]:
+        raise DeltuneError(
+            f"sharding=fsdp cannot divide {', '.join(scalars)}, which are single numbers; give sharding=none"
+        )
+    ignored = {parameter for parameter in model.parameters() if not parameter.dim()}
     mesh = init_device_mesh(device.type, (world_size(),))
     layers = dict.fromkeys(model.get_submodule(layer.path) for layer in handle.anatomy.layers)
-    resting = [handle.base] if len(handle.base) else []  # what is displaced never runs, so it stays shared out
-    for module in (*layers, *resting, model):
-        fully_shard(module, mesh=mesh, ignored_params=apart)
+    displaced = [handle.base] if len(handle.base) else []  # it never runs, so that it is never gathered
+    for module in (*layers, *displaced, model):
+        fully_shard(module, mesh=mesh, ignored_params=ignored)
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether a model is sharded by FSDP2."""
     return isinstance(model, FSDPModule)
 
 
 @contextlib.contextmanager
 def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
-    """Inside, every tensor of the delta in use stands whole in its place; write: what is changed there is kept.
+    """Replace the sharded parameters of the delta in use by whole ones inside the context.
 
-    All processes must come here together.
+    All processes must enter the context, since gathering is a collective.
+
+    Args:
+        handle: The tuned model.
+        write: Copy changes of the whole parameters back into the shards at the end.
     """
-    own = set(handle.delta().owned)
-    wanted: dict[nn.Parameter, nn.Parameter] = {
+    owned = set(handle.delta().owned)
+    whole: dict[nn.Parameter, nn.Parameter] = {
         parameter: nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
         for name, parameter in handle.model.named_parameters()
-        if isinstance(parameter, DTensor) and (name in own or name.startswith(f"{NAME}.deltas."))
+        if isinstance(parameter, DTensor) and (name in owned or name.startswith(f"{NAME}.deltas."))
     }
     slots = [
         (module, leaf, parameter)
-        for module in (handle.model.modules() if wanted else ())
+        for module in (handle.model.modules() if whole else ())
         for leaf, parameter in module._parameters.items()
-        if parameter is not None and parameter in wanted
+        if parameter is not None and parameter in whole
     ]
     try:
         for module, leaf, parameter in slots:
-            module._parameters[leaf] = wanted[parameter]
+            module._parameters[leaf] = whole[parameter]
         yield
     finally:
         for module, leaf, parameter in slots:
             module._parameters[leaf] = parameter
     if write:
         with torch.no_grad():
-            for parameter, value in wanted.items():
+            for parameter, value in whole.items():
                 parameter.copy_(shard_like(value.detach(), parameter))
 
 
 def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whole, in every process."""
+    """Return a tensor whole on every rank, whether it is sharded or not."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole value shared out as another tensor is, where that is shared out."""
+    """Shard a whole tensor as another tensor of its shape is sharded.
+
+    Args:
+        value: The whole tensor.
+        like: The tensor whose device mesh and placements are taken; if it is not sharded, or has another shape, `value`
+            is returned as it is.
+    """
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -1,4 +1,4 @@
-"""The device that a run works on, and the precision that it computes in."""
+"""The device of a run and the precision that it computes in, from "auto" or a name."""
 
 from __future__ import annotations
 
@@ -7,42 +7,56 @@ import torch
 from ..errors import DeltuneError, unknown_name
 
 
-def resolve_device(asked: str = "auto") -> torch.device:
-    """auto: the accelerator where there is one, else the CPU; or one by name, such as cpu, cuda, cuda:1 or mps.
+def resolve_device(name: str = "auto") -> torch.device:
+    """Return the device of a name.
 
-    Error: this machine has no such device.
+    Args:
+        name: "auto" (the accelerator if there is one, else the CPU), or a device such as "cpu", "cuda", "cuda:1" or
+            "mps".
+
+    Raises:
+        DeltuneError: This machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if asked == "auto":
+    if name == "auto":
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
-    known = ["auto", "cpu"]
+    names = ["auto", "cpu"]
     if accelerator is not None:
-        known += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
-    if asked not in known:
-        raise DeltuneError(unknown_name("device", asked, known, "this machine"))
-    return torch.device(asked)
+        names += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    if name not in names:
+        raise DeltuneError(unknown_name("device", name, names, "this machine"))
+    return torch.device(name)
 
 
-def resolve_precision(asked: str, where: torch.device) -> str:
-    """fp32 or bf16; auto is bf16 on an accelerator that has it, else fp32 (a CPU emulates it, and is slower).
+def resolve_precision(name: str, device: torch.device) -> str:
+    """Return "fp32" or "bf16".
 
-    Error: bf16 on a device that has none.
+    Args:
+        name: "fp32", "bf16", or "auto": bf16 on an accelerator that supports it, else fp32. A CPU emulates bf16 and is
+            slower with it.
+        device: The device of the run.
+
+    Raises:
+        DeltuneError: bf16 is asked for, and the device does not support it.
     """
-    able = where.type == "cpu" or _has_bf16(where)
-    if asked == "bf16" and not able:
-        raise DeltuneError(f"precision bf16 cannot be had on {where}: give fp32, or auto for bf16 where there is any")
-    if asked == "auto":
-        return "bf16" if able and where.type != "cpu" else "fp32"
-    return asked
+    supported = device.type == "cpu" or _supports_bf16(device)
+    if name == "bf16" and not supported:
+        raise DeltuneError(
+            f"the device {device} does not support precision bf16: give fp32, or auto, which is bf16 where that is "
+            "supported"
+        )
+    if name == "auto":
+        return "bf16" if supported and device.type != "cpu" else "fp32"
+    return name
 
 
-def _has_bf16(where: torch.device) -> bool:
-    """Whether an accelerator computes in bfloat16 itself."""
-    if where.type == "cuda":
-        with torch.cuda.device(where):
+def _supports_bf16(device: torch.device) -> bool:
+    """Whether an accelerator computes in bfloat16 without emulation."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
-        one = torch.ones(2, 2, dtype=torch.bfloat16, device=where)
-        return bool((one @ one).isfinite().all())
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return bool((ones @ ones).isfinite().all())
     except (RuntimeError, TypeError, AssertionError):
         return False

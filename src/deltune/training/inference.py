@@ -23,7 +23,7 @@ from ..tasks.encoding import EncodedRows, check_length
 from ..tasks.languages import language_codes, tokenizer_languages
 from . import hardware
 from .config import RunConfig
-from .prediction_inputs import Input, columns_of
+from .prediction_inputs import Input, columns_from_inputs
 from .progress import ProgressBar
 from .run_dir import RunDir
 from .task_setup import check_fits, length_limits, load_task_tokenizer, set_up_task, task_kind_by_name, task_kind_for
@@ -192,7 +192,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
         DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
     folders = run.items() if isinstance(run, Mapping) else [("default", run)]
-    runs = {name: RunDir(folder).kept for name, folder in folders}
+    runs = {name: RunDir(folder).best_run for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
@@ -259,7 +259,7 @@ def evaluate(
     Raises:
         DeltuneError: The folder is no run, the data lacks a split, or the run does not know the labels.
     """
-    folder = RunDir(run).kept
+    folder = RunDir(run).best_run
     config = folder.config
     target = None if output is None else user_path(output, "output")
     loaded = load_run(run)
@@ -332,7 +332,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
 def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
     """Do as `rescore` does, and return the scores with the statistics of every example."""
-    folder = RunDir(run).kept
+    folder = RunDir(run).best_run
     stored = folder.metrics.scores
     files = {split: folder.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
@@ -342,7 +342,7 @@ def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dic
     results: dict[str, Scores] = {}
     for split, file in files.items():
         if file.is_file():
-            lines = folder.answers(split)
+            lines = folder.read_predictions(split)
             predictions, references = (
                 [_answer(line[key], labels, f"{file} line {i}") for i, line in lines]
                 for key in ("prediction", "reference")
@@ -415,7 +415,7 @@ def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[d
     """
     loaded = load_run(run)
     texts = [row["input"] for row in inputs]
-    columns = columns_of(loaded.kind.name, loaded.run, texts)
+    columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
     return [
         {
             "id": row["id"],
@@ -464,7 +464,7 @@ def _inference_context(loaded: LoadedRun, limits: TaskOptions, deltas: Sequence[
 def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, TaskOptions]:
     """Encode one run's inputs, by their place in all, cut as the run cuts them; return them and the run's limits."""
     run = loaded.runs[name]
-    columns = columns_of(loaded.kind.name, run, list(texts.values()), [i + 1 for i in texts])
+    columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), [i + 1 for i in texts])
     limits = length_limits(run.config.data, run.config.generation, loaded.kind, loaded.labels_of[name])
     handle = tuned(loaded.model)
     before = handle.active

@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost: an interrupt which some library's callback swallows is raised again at the next step."""
+"""Ctrl-C during training: an interrupt that a library's callback catches is raised again at the next step."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import signal
 import threading
 from types import FrameType
 
-_asked = threading.Event()
+_interrupted = threading.Event()
 
 
 def watch_interrupts() -> None:
-    """Remember from here on that an interrupt came. In the main thread, where nobody else handles it."""
+    """Install a signal handler that remembers interrupts.
+
+    Nothing is done outside of the main thread, or where another handler than Python's own is installed.
+    """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is (
         signal.default_int_handler
     ):
-        signal.signal(signal.SIGINT, _take)
+        signal.signal(signal.SIGINT, _interrupt)
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if one came."""
-    if _asked.is_set():
-        _asked.clear()
+    """Raise KeyboardInterrupt if an interrupt came since the last call."""
+    if _interrupted.is_set():
+        _interrupted.clear()
         raise KeyboardInterrupt
 
 
-def _take(number: int, frame: FrameType | None) -> None:
-    _asked.set()
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupted.set()
     raise KeyboardInterrupt

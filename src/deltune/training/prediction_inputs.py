@@ -1,4 +1,4 @@
-"""What is to be predicted, from options, a file or Python, as the columns that a kind of task reads."""
+"""Inputs to predict, from Python, the command line or a file, as the columns that a kind of task reads."""
 
 from __future__ import annotations
 
@@ -16,88 +16,125 @@ from .run_dir import RunDir
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
 
-ASKED = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair"}
+DESCRIPTIONS = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair"}
+"""What a row holds, by the roles of its inputs, where the names of the roles would say less."""
+
+MAX_ROWS_LISTED = 10
 
 
 def input_columns(kind: str, run: RunDir) -> dict[str, str]:
-    """The inputs that a run was trained on: role -> column."""
-    told = run.data.columns
-    own = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in told or not c.optional)]
-    return {role: told.get(role, role) for role in own}
+    """Return the columns of the inputs that a run was trained on, by role.
+
+    Args:
+        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
+        run: The folder of the run.
+    """
+    columns = run.data.columns
+    roles = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in columns or not c.optional)]
+    return {role: columns.get(role, role) for role in roles}
 
 
-def columns_of(kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequence[int] = ()) -> dict[str, list[Any]]:
-    """Role -> values. numbers: of the inputs, for errors (default: from 1). Errors: inputs that lack something, have
-    too much, or are of another kind, all at once."""
-    wanted = list(input_columns(kind, run))
-    rows = [_by_role(value, wanted) for value in inputs]
-    wrong = [
+def columns_from_inputs(
+    kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequence[int] = ()
+) -> dict[str, list[Any]]:
+    """Return the values of inputs by role.
+
+    Args:
+        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
+        run: The folder of the run.
+        inputs: The inputs, a row each.
+        numbers: The numbers of the inputs, for messages. Default: from 1.
+
+    Raises:
+        DeltuneError: Inputs lack a value, have one too many or one of another type, or a text holds half a character;
+            the message lists their numbers.
+    """
+    roles = list(input_columns(kind, run))
+    rows = [_by_role(value, roles) for value in inputs]
+    numbered = list(zip(numbers or range(1, len(rows) + 1), rows, strict=True))
+    misfits = [
         str(number)
-        for number, row in zip(numbers or range(1, len(rows) + 1), rows, strict=True)
-        if set(row) != set(wanted) or not all(value_fits(INPUT_TYPES[role], row[role]) for role in wanted)
+        for number, row in numbered
+        if set(row) != set(roles) or not all(value_fits(INPUT_TYPES[role], row[role]) for role in roles)
     ]
-    if wrong:
-        asks = ASKED.get(tuple(wanted)) or ", ".join(
-            f"{role} ({TYPE_DESCRIPTIONS[INPUT_TYPES[role]]})" for role in wanted
+    if misfits:
+        expected = DESCRIPTIONS.get(tuple(roles)) or ", ".join(
+            f"{role} ({TYPE_DESCRIPTIONS[INPUT_TYPES[role]]})" for role in roles
         )
-        listed = ", ".join(wrong[:10])
-        raise DeltuneError(f"this run wants {asks} in every row; row {listed} is not so")
-    texts = [(n, row[role]) for n, row in zip(numbers or range(1, len(rows) + 1), rows, strict=True) for role in wanted]
-    if halves := [
-        str(n) for n, text in texts if any(map(has_lone_surrogate, [text] if isinstance(text, str) else text))
+        listed = ", ".join(misfits[:MAX_ROWS_LISTED])
+        raise DeltuneError(f"this run takes {expected} in every row; row {listed} has something else")
+    texts = [(number, row[role]) for number, row in numbered for role in roles]
+    if broken := [
+        str(number) for number, text in texts if any(map(has_lone_surrogate, [text] if isinstance(text, str) else text))
     ]:
-        raise DeltuneError(f"row {', '.join(halves[:10])} holds half a character (a lone surrogate); give whole texts")
-    return {role: [row[role] for row in rows] for role in wanted}
+        raise DeltuneError(
+            f"row {', '.join(broken[:MAX_ROWS_LISTED])} holds half a character (a lone surrogate); give whole texts"
+        )
+    return {role: [row[role] for row in rows] for role in roles}
 
 
-def _by_role(value: Input, wanted: Sequence[str]) -> dict[str, Any]:
-    """An input by its roles; those that it lacks or has too much are as they are. A text for a list is split."""
-    alone = len(wanted) == 1 and INPUT_TYPES[wanted[0]] == "texts"
+def _by_role(value: Input, roles: Sequence[str]) -> dict[str, Any]:
+    """Return an input by its roles, whether it has all of them or not; a text for a list of texts is split into words.
+
+    Values beyond the roles are named by their numbers, so that they are noticed.
+    """
+    words = len(roles) == 1 and INPUT_TYPES[roles[0]] == "texts"
     if isinstance(value, Mapping):
         row = dict(value)
-    elif alone or isinstance(value, str) or not isinstance(value, Sequence):
-        row = {wanted[0]: value}
+    elif words or isinstance(value, str) or not isinstance(value, Sequence):
+        row = {roles[0]: value}
     else:
-        row = dict(zip([*wanted, *map(str, range(len(value)))], value, strict=False))
-    if alone and isinstance(row.get(wanted[0]), str):
-        row[wanted[0]] = row[wanted[0]].split()
+        row = dict(zip([*roles, *map(str, range(len(value)))], value, strict=False))
+    if words and isinstance(row.get(roles[0]), str):
+        row[roles[0]] = row[roles[0]].split()
     return row
 
 
 def inputs_from_texts(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[str, Any]]:
-    """The texts of the command line, numbered from 1."""
+    """Return the texts of the command line as inputs with ids.
+
+    Args:
+        texts: The texts.
+        pairs: The second text of each, or nothing.
+
+    Returns:
+        {"id", "input"} each; the ids are numbers from 1.
+    """
     inputs: list[Input] = [list(both) for both in zip(texts, pairs, strict=True)] if pairs else list(texts)
     return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
 
 
 def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
-    """The inputs of a file: each line of a .txt (of standard input for "-"), or the columns of the run in a table.
+    """Read inputs from a file.
 
-    Errors: an unreadable or empty file, a column that is missing, a value of another kind, each with its line.
+    Args:
+        path: A text file with an input in each line ("-" is standard input), or a table with the columns that the run
+            was trained on.
+        run: The folder of the run.
+
+    Returns:
+        {"id", "input"} each; the ids are those of the table, or the numbers of the lines.
+
+    Raises:
+        DeltuneError: The file cannot be read or is empty, a column is missing, or a value is of another type; the
+            message names the line.
     """
     path = path if path == STDIN else user_path(path, "file")
     if not data_suffix(path):
-        try:
-            lines = [(number, line.rstrip("\r\n")) for number, line in text_lines(path)]
-        except (OSError, UnreadableFileError) as error:
-            raise DeltuneError(f"{path} cannot be read: {error}") from error
-        found = [{"id": str(number), "input": line} for number, line in lines if line.strip()]
-        if not found:
-            raise DeltuneError(f"{path} is empty: it has no texts")
-        if len(found) < len(lines):
-            warnings.warn(f"{path}: {len(lines) - len(found)} blank lines are left out; ids are lines", stacklevel=2)
-        return found
-    table, place = read_rows(path), RunDir(run)
-    told = input_columns(place.data.kind, place)
+        return _inputs_from_lines(path)
+    table, run_dir = read_rows(path), RunDir(run)
+    columns = input_columns(run_dir.data.kind, run_dir)
     missing = [
-        unknown_name("column", c, table.columns, where=path.name) for c in told.values() if c not in table.columns
+        unknown_name("column", column, table.columns, where=path.name)
+        for column in columns.values()
+        if column not in table.columns
     ]
     if missing:
         raise DeltuneError(" ".join(missing))
     inputs = []
     for line, row in table.rows:
-        value = _by_role({role: row.get(column) for role, column in told.items()}, list(told))
-        for role, column in told.items():
+        value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns))
+        for role, column in columns.items():
             if not value_fits(INPUT_TYPES[role], value[role]):
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
@@ -106,8 +143,27 @@ def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
     return inputs
 
 
+def _inputs_from_lines(path: Path) -> list[dict[str, Any]]:
+    """Read an input from each line that is not blank."""
+    try:
+        lines = [(number, line.rstrip("\r\n")) for number, line in text_lines(path)]
+    except (OSError, UnreadableFileError) as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    inputs = [{"id": str(number), "input": line} for number, line in lines if line.strip()]
+    if not inputs:
+        raise DeltuneError(f"{path} is empty: it has no texts")
+    if len(inputs) < len(lines):
+        skipped = len(lines) - len(inputs)
+        warnings.warn(f"{path}: {skipped} blank lines are left out; the ids are the numbers of lines", stacklevel=3)
+    return inputs
+
+
 def write_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write JSON lines, whole or not at all."""
+    """Write predictions as JSON lines, whole or not at all.
+
+    Raises:
+        DeltuneError: The path cannot be used, or the disk is full.
+    """
     path = user_path(path, "output")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

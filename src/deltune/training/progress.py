@@ -1,4 +1,4 @@
-"""A progress bar with the time left, on standard error of a terminal and nowhere else."""
+"""A progress bar with the time left, which is shown on standard error if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,42 +11,55 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 
 
 class ProgressBar:
-    """Stages with a title, a count and a note; silent unless wanted and on a terminal."""
+    """A progress bar of one stage after the other, each with a title, a count and a note; a context manager."""
 
-    def __init__(self, wanted: bool = True) -> None:
+    def __init__(self, enabled: bool = True) -> None:
+        """Prepare the bar.
+
+        Args:
+            enabled: False shows nothing, on a terminal either.
+        """
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         note = TextColumn("{task.fields[note]}")
         left = TimeLeft(compact=True)
-        shown = wanted and console.is_terminal
+        shown = enabled and console.is_terminal
         self.progress = Progress(*columns, TextColumn("left"), left, note, console=console, disable=not shown)
         self.stage: TaskID | None = None
 
     def __enter__(self) -> ProgressBar:
+        """Show the bar."""
         self.progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Remove the bar."""
         self.progress.stop()
 
     def start(self, title: str, total: int, done: int = 0) -> None:
-        """A new stage of `total` units, `done` of them done already."""
+        """Begin a new stage.
+
+        Args:
+            title: What is done in it.
+            total: How many units of work it has.
+            done: How many of them are done already.
+        """
         self.stage = self.progress.add_task(title, total=total, completed=done, note="")
 
     def total(self, units: int) -> None:
-        """The stage has that many units after all."""
+        """Change how many units of work the stage has."""
         if self.stage is not None:
             self.progress.update(self.stage, total=units)
 
     def advance(self, units: int = 1) -> None:
-        """More units of the stage are done."""
+        """Count units of work as done."""
         if self.stage is not None:
             self.progress.advance(self.stage, units)
 
     def note(self, text: str) -> None:
-        """What stands beside the bar."""
+        """Show a text beside the bar, in place of the one before."""
         if self.stage is not None:
             fields: dict[str, Any] = {"note": text}
             self.progress.update(self.stage, **fields)

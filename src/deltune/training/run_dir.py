@@ -1,4 +1,7 @@
-"""A run is a directory: its spec, delta, metrics, log, environment and predictions. All writes are all or nothing."""
+"""The folder of a run: its config, delta, metrics, log, environment and predictions, each written whole or not at all.
+
+A file is described by a pydantic model (`Record`), so that a damaged file is refused with a list of what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,28 @@ from ..filesystem import (
 )
 from .config import RunConfig, read_config
 
-SHOWN = 10
-"""Problems of one file that are listed."""
+MAX_PROBLEMS = 10
+"""How many problems of one file are listed."""
 
 
 class Record(BaseModel):
-    """A JSON object of which these fields are read; it may have others."""
+    """A JSON object of which the declared fields are read; it may have others, which are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
 
 class DataFacts(Record):
-    """The data of a run (`TaskData.summary`)."""
+    """The data set of a run, as `TaskData.summary` describes it.
+
+    Attributes:
+        fingerprint: A digest of all rows, by which changed data is noticed.
+        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
+        source: The data set's name or folder.
+        columns: The columns of the inputs and of the answer, by role.
+        digests: A digest of the rows of every split.
+        rows: The number of rows of every split.
+        labels: The names of the labels; empty where there are none.
+    """
 
     fingerprint: str | None = None
     kind: str = Field(default="classification", pattern=f"^({'|'.join(TASK_COLUMNS)})$")
@@ -56,7 +69,11 @@ class DataFacts(Record):
 
 
 class Environment(Record):
-    """environment.json: what a run was begun with."""
+    """environment.json: versions, machine, device and data of a run when it was started.
+
+    Attributes:
+        data: The data set.
+    """
 
     data: DataFacts = DataFacts()
 
@@ -146,15 +163,28 @@ class RunMetrics(Record):
         return values
 
 
-class OptimizerFacts(Record):
-    """What of an optimiser's state is no tensor."""
+class OptimizerState(Record):
+    """What JSON can hold of an optimizer's state.
+
+    Attributes:
+        groups: The parameter groups with their options.
+        scalars: By the number of a parameter, the values of its state that are no tensors.
+    """
 
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
 
 
-class Answered(Record):
-    """What the best epoch answered to the validation split: by which delta, in which file, with which scores."""
+class BestPredictions(Record):
+    """The predictions for the validation split that were written with the best delta.
+
+    Attributes:
+        delta: The digest of the delta that made them.
+        sha256: The checksum of the file.
+        metrics: Their scores by metric.
+        signatures: How every metric was computed.
+        omitted: Why a metric could not be computed.
+    """
 
     delta: str
     sha256: str
@@ -163,157 +193,235 @@ class Answered(Record):
     omitted: dict[str, str]
 
 
-class ProgressBest(Best):
-    """The best validation so far: `rank` is compared with later ones, `answered` says what it answered."""
+class BestSoFar(Best):
+    """The best validation of an unfinished run.
+
+    Attributes:
+        rank: What a later validation is compared with, by metric and then by loss; more is better.
+        answered: Its predictions, where they were written.
+    """
 
     rank: list[float] | None = None
-    answered: Answered | None = None
+    answered: BestPredictions | None = None
 
 
-class Progress(Record):
-    """facts.json of a checkpoint: how far training is."""
+class CheckpointProgress(Record):
+    """facts.json of a checkpoint: how far training is, and the states that are no tensors.
 
-    best: ProgressBest
+    Attributes:
+        best: The best validation so far.
+        stale: How many validations there were since.
+        seconds: How long training took so far.
+        optimizer: The optimizer's state.
+        scheduler: The learning-rate scheduler's state.
+        rng: The states of the random generators, by rank.
+    """
+
+    best: BestSoFar
     stale: int = Field(ge=0)
     seconds: float
-    optimizer: OptimizerFacts
+    optimizer: OptimizerState
     scheduler: dict[str, Any]
     rng: list[dict[str, Any]]
 
 
 class LogLine(Record):
-    """A line of log.jsonl."""
+    """A line of log.jsonl.
+
+    Attributes:
+        step: The number of steps before it.
+    """
 
     step: int = 0
 
 
-class Predicted(Record):
-    """A line of predictions/SPLIT.jsonl, as far as it is scored again."""
+class PredictionLine(Record):
+    """A line of predictions/SPLIT.jsonl, as far as scoring it again reads it.
+
+    Attributes:
+        prediction: What the model answered.
+        reference: The right answer.
+    """
 
     prediction: Any
     reference: Any
 
 
-def checked(kind: type[Record], values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the values of a file as they are.
+def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check the values of a file and return them as they are.
+
+    Args:
+        kind: The record that the values must fit.
+        values: The values as read.
+        where: The file, or the line of it, for the message.
 
     Raises:
-        DeltuneError: They are not what deltune writes there; the message lists what is missing or of another kind.
+        DeltuneError: A field is missing or has a value of another kind; the message lists the fields.
     """
     try:
         kind.model_validate(values)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg'][0].lower()}{e['msg'][1:]}"
+            f"{'.'.join(map(str, e['loc'])) or 'the object'}: {e['msg'][0].lower()}{e['msg'][1:]}"
             + ("" if e["type"] == "missing" else f", not {excerpt(e['input'])}")
-            for e in error.errors()[:SHOWN]
+            for e in error.errors()[:MAX_PROBLEMS]
         ]
         raise error_from_problems(f"{where} is not as deltune wrote it", problems) from error
     return values
 
 
 def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
-    """Read a JSON object that a run wrote. Raises DeltuneError: unreadable, or not what a run writes there."""
-    return checked(kind, read_json_object(path), str(path))
+    """Read a JSON object that a run wrote, check it, and return it as it is.
+
+    Raises:
+        DeltuneError: The file cannot be read, or is not what a run writes there.
+    """
+    return check_record(kind, read_json_object(path), str(path))
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
-OWN = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
+"""The packages whose versions are written to environment.json."""
+
+CONTENTS = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
+"""The names of everything that a run writes into its folder."""
 
 
-def writing(method: Callable[..., None]) -> Callable[..., None]:
-    """What only the run's writer does; other processes at the run pass over it."""
+def writer_only(method: Callable[..., None]) -> Callable[..., None]:
+    """Make a method do nothing in processes that do not write the run."""
 
     @functools.wraps(method)
-    def written(self: RunDir, *args: Any) -> None:
+    def call_if_writer(self: RunDir, *args: Any) -> None:
         if self.writer:
             method(self, *args)
 
-    return written
+    return call_if_writer
 
 
 class RunDir:
     """The folder of one run.
 
-    finished: metrics.json is there, which is written last. Between, `checkpoint` holds what a resumption needs, beside
-    the best delta so far and its predictions for the validation split.
-    runs: the folders of the single runs, where the spec is of several.
-    writer: of several processes at one run, one writes.
+    A run is finished when metrics.json is there, which is written last. Before that, `checkpoint` holds what training
+    resumes from, beside the best delta so far and its predictions for the validation split.
+
+    Attributes:
+        folder: The folder itself.
+        writer: Whether this process writes; of several processes at one run only one does.
+        spec_file: The config.
+        delta: The folder of the delta.
+        metrics_file: The results.
+        log_file: Losses and scores, a line each.
+        environment_file: Versions, machine, device and data.
+        predictions: The folder of the predictions, a file for each split.
+        checkpoint: The folder of the checkpoints.
+        runs: The folders of the single runs, where the config asks for several.
     """
 
     def __init__(self, folder: str | Path, writer: bool = True) -> None:
+        """Name the files of a run; nothing is read or written.
+
+        Args:
+            folder: The folder, which need not be there; `~` is expanded.
+            writer: False in a process that must not write.
+
+        Raises:
+            DeltuneError: The path cannot be used.
+        """
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
-        self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in OWN[:4])
-        self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in OWN[4:])
+        self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
+        self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in CONTENTS[4:])
 
     @property
     def exists(self) -> bool:
+        """Whether the folder holds a run, finished or not."""
         return self.spec_file.is_file()
 
     @property
     def finished(self) -> bool:
+        """Whether the folder holds a finished run."""
         return self.exists and self.metrics_file.is_file()
 
     @property
     def config(self) -> RunConfig:
-        """The config that the run was begun with. Error: the folder is no run."""
+        """The config that the run was started with.
+
+        Raises:
+            DeltuneError: The folder does not hold a run.
+        """
         if not self.exists:
             if not self.folder.is_dir():
-                raise DeltuneError(f"{self.folder} is no RUN folder: there is no such folder")
+                raise DeltuneError(f"{self.folder} is not a RUN folder: there is no such folder")
             with explain_write_errors(self.folder):
-                held = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
+                names = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             if (self.folder / "delta.json").is_file():
                 raise DeltuneError(
                     f"{self.folder} is a delta without its run: deltune.load(model, {str(self.folder)!r})"
                 )
-            raise DeltuneError(f"{self.folder} is no RUN folder: spec.yaml is missing (it holds {held or 'nothing'})")
+            raise DeltuneError(
+                f"{self.folder} is not a RUN folder: spec.yaml is missing (it holds {names or 'nothing'})"
+            )
         return read_config(self.spec_file)
 
     @property
     def metrics(self) -> RunMetrics:
-        """What metrics.json holds. Error: the run is not finished."""
+        """The results in metrics.json.
+
+        Raises:
+            DeltuneError: The run is not finished, or the file is damaged.
+        """
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
         return RunMetrics.model_validate(read_record(RunMetrics, self.metrics_file))
 
     @property
-    def kept(self) -> RunDir:
-        """The single run whose delta this folder has: itself, or the best of several."""
+    def best_run(self) -> RunDir:
+        """The single run whose delta this folder has: this run itself, or the best of several.
+
+        Raises:
+            DeltuneError: The folder of the best run is missing.
+        """
         if not self.config.is_series:
             return self
         name = self.metrics.best.run
         if name is None or not RunDir(self.runs / name).exists or RunDir(self.runs / name).config.is_series:
             raise DeltuneError(
-                f"{self.metrics_file} names {name!r} as the best of several runs, and {self.runs} holds no such run; "
+                f"{self.metrics_file} names {name!r} as the best of several runs, but {self.runs} holds no such run; "
                 "bring the folder back, or start afresh (--fresh)"
             )
         return RunDir(self.runs / name)
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What environment.json holds; nothing where there is none."""
+        """The values of environment.json, checked by `Environment`; empty if there is no such file.
+
+        Raises:
+            DeltuneError: The file is damaged.
+        """
         return read_record(Environment, self.environment_file) if self.environment_file.is_file() else {}
 
     @property
     def data(self) -> DataFacts:
-        """The data that the run was begun with."""
+        """The data set that the run was started with, from environment.json."""
         return DataFacts(**self.environment.get("data", {}))
 
-    def check(self, config: RunConfig) -> None:
-        """The folder is free, or holds this very spec. Errors: other files, a run of another spec (what differs), a
-        folder in the place of a file or the other way round."""
+    def check_config(self, config: RunConfig) -> None:
+        """Check that the folder is free, or holds a run of this very config.
+
+        Raises:
+            DeltuneError: The folder holds other files, or a run of another config (the message lists the differences),
+                or has a folder in the place of a file or the other way round.
+        """
         if self.exists:
             files = [self.metrics_file, self.log_file, self.environment_file, *self.predictions.glob("*.jsonl")]
-            places = [self.delta, self.predictions, self.checkpoint, self.runs]
-            wrong = [f"{path} is a folder" for path in files if path.is_dir()]
-            wrong += [f"{path} is no folder" for path in places if path.exists() and not path.is_dir()]
-            if wrong:
+            folders = [self.delta, self.predictions, self.checkpoint, self.runs]
+            problems = [f"{path} is a folder" for path in files if path.is_dir()]
+            problems += [f"{path} is not a folder" for path in folders if path.exists() and not path.is_dir()]
+            if problems:
                 raise error_from_problems(
-                    f"{self.folder} is not as a run leaves it; put right or start afresh (--fresh)", wrong
+                    f"{self.folder} is not as a run leaves it; repair it, or start afresh (--fresh)", problems
                 )
-            differing = self.config.differences(config)
-            if differing:
-                listed = "".join(f"\n  - {line}" for line in differing)
+            differences = self.config.differences(config)
+            if differences:
+                listed = "".join(f"\n  - {line}" for line in differences)
                 raise DeltuneError(
                     f"{self.folder} holds a run of another spec:{listed}\n"
                     "Choose another output folder, or start afresh there (--fresh)"
@@ -322,85 +430,114 @@ class RunDir:
             with explain_write_errors(self.folder):
                 foreign = sorted(p.name for p in self.folder.iterdir())
             if foreign:
-                raise DeltuneError(f"{self.folder} is no RUN folder, it holds {', '.join(foreign[:5])}; choose another")
+                raise DeltuneError(
+                    f"{self.folder} is not a RUN folder, but holds {', '.join(foreign[:5])}; choose another folder"
+                )
         elif self.folder.exists():
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
 
-    def check_data(self, now: Mapping[str, Any]) -> None:
-        """The run's data (TaskData.summary) is still what it was. Error: it is not, and what changed."""
+    def check_data(self, facts: Mapping[str, Any]) -> None:
+        """Check that the data of the run is still what it was when the run was started.
+
+        Args:
+            facts: The data now, as `TaskData.summary` describes it.
+
+        Raises:
+            DeltuneError: It changed; the message names the splits, labels and columns that did.
+        """
         before = self.environment.get("data", {}) if self.exists else {}
-        if before.get("fingerprint") in (None, now["fingerprint"]):
+        if before.get("fingerprint") in (None, facts["fingerprint"]):
             return
-        rows = [found.get("rows", {}) for found in (before, now)]
-        digests = [found.get("digests", {}) for found in (before, now)]
-        changed = [
+        rows = [data.get("rows", {}) for data in (before, facts)]
+        digests = [data.get("digests", {}) for data in (before, facts)]
+        changes = [
             f"{split} ({rows[0].get(split, 0)} rows then, {rows[1].get(split, 0)} now)"
             for split in {**rows[0], **rows[1]}
             if digests[0].get(split) != digests[1].get(split)
         ]
-        changed += [
-            f"{n} ({before.get(n)} then, {now.get(n)} now)"
-            for n in ("labels", "columns")
-            if before.get(n) != now.get(n)
+        changes += [
+            f"{name} ({before.get(name)} then, {facts.get(name)} now)"
+            for name in ("labels", "columns")
+            if before.get(name) != facts.get(name)
         ]
         raise DeltuneError(
-            f"the data {now.get('source')} changed since the run in {self.folder} was begun: {', '.join(changed)}. "
+            f"the data {facts.get('source')} changed since the run in {self.folder} was started: {', '.join(changes)}. "
             "Bring back what it was, choose another output folder, or start afresh there (--fresh)"
         )
 
-    @writing
+    @writer_only
     def clear(self) -> None:
-        """Remove what a run wrote here: metrics first, so that it is unfinished, the spec last, so that it is a run."""
+        """Remove everything that a run wrote into the folder.
+
+        The metrics go first and the config last, so that an interruption leaves an unfinished run.
+        """
         if self.exists:
-            self.sweep()
-            for path in (self.metrics_file, *(self.folder / name for name in OWN[1:]), self.spec_file):
+            self.remove_leftovers()
+            for path in (self.metrics_file, *(self.folder / name for name in CONTENTS[1:]), self.spec_file):
                 _remove(path)
 
-    @writing
-    def recover(self) -> None:
-        """Put the delta back that a kill in the middle of its replacement left beside its place (live.store.write)."""
+    @writer_only
+    def recover_delta(self) -> None:
+        """Put back the delta that `filesystem.atomic_folder` had renamed when the process was killed."""
         for old in self.folder.glob(f".{self.delta.name}-old-*"):
             if not self.delta.exists() and (old / "delta.json").is_file():
                 os.replace(old, self.delta)
                 fsync_directory(self.folder)
 
-    @writing
-    def sweep(self) -> None:
-        """Remove what an interrupted write left behind."""
-        for name in OWN:
-            for left in (*self.folder.glob(f".{name}-*"), *self.predictions.glob(".*-*")):
-                _remove(left)
+    @writer_only
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files and folders of interrupted writes."""
+        for name in CONTENTS:
+            for path in (*self.folder.glob(f".{name}-*"), *self.predictions.glob(".*-*")):
+                _remove(path)
 
-    @writing
-    def open(self, config: RunConfig) -> None:
-        """Write the spec, where it is not there."""
+    @writer_only
+    def write_config(self, config: RunConfig) -> None:
+        """Write spec.yaml, unless the folder has one."""
         if not self.exists:
             write_text(self.spec_file, config.yaml())
 
-    @writing
-    def point(self, name: str, to: Path) -> None:
-        """Make `name` a link to another place below this folder, in place of what it was."""
+    @writer_only
+    def link(self, name: str, target: Path) -> None:
+        """Make an entry of the folder a symbolic link, replacing what is there.
+
+        Args:
+            name: The name of the entry.
+            target: The path that it leads to, relative to the folder.
+        """
         fresh = self.folder / f".{name}-link"
         fresh.unlink(missing_ok=True)
-        os.symlink(to, fresh)
+        os.symlink(target, fresh)
         os.replace(fresh, self.folder / name)
         fsync_directory(self.folder)
 
-    @writing
+    @writer_only
     def begin(self, config: RunConfig, environment: dict[str, Any]) -> None:
-        """Write spec and environment; for a run that was begun before, remove what an interrupted write left.
+        """Write config and environment, and remove what an interrupted write left.
 
-        Error: its data is no longer what it was.
+        Args:
+            config: The config of the run.
+            environment: The values of environment.json (`collect_environment`).
+
+        Raises:
+            DeltuneError: The folder holds a run whose data has changed since.
         """
         self.check_data(environment["data"])
-        self.sweep()
-        self.open(config)
+        self.remove_leftovers()
+        self.write_config(config)
         write_json(self.environment_file, environment)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else works on this run inside the context; a folder made for it goes again if it holds no run."""
-        made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+        """Create the folder and keep other processes from training in it inside the context.
+
+        At the end, folders that were created are removed again if no run was started in them.
+
+        Raises:
+            BusyError: Another process trains in it.
+            DeltuneError: The folder cannot be created or opened.
+        """
+        created = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder, os.O_RDONLY)
@@ -414,59 +551,77 @@ class RunDir:
             yield
         finally:
             os.close(handle)
-            for path in () if self.exists else made:
+            for path in () if self.exists else created:
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
-    @writing
+    @writer_only
     def log(self, line: dict[str, Any]) -> None:
-        """Append one line to log.jsonl."""
+        """Append a line to log.jsonl."""
         with open(self.log_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    @writing
-    def rewind(self, step: int) -> None:
-        """Cut from the log what came after a step, and a line that was not written to its end."""
+    @writer_only
+    def truncate_log(self, step: int) -> None:
+        """Remove the lines of later steps from log.jsonl, and lines that were not written to their end.
+
+        Args:
+            step: The last step that stays; -1 removes all.
+        """
         if not self.log_file.is_file():
             return
-        kept = []
+        lines = []
         with open(self.log_file, encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file:
                 with contextlib.suppress(ValueError, DeltuneError):
-                    if checked(LogLine, parse_json(line), "the line").get("step", 0) <= step:
-                        kept.append(line if line.endswith("\n") else line + "\n")
-        write_text(self.log_file, "".join(kept))
+                    if check_record(LogLine, parse_json(line), "the line").get("step", 0) <= step:
+                        lines.append(line if line.endswith("\n") else line + "\n")
+        write_text(self.log_file, "".join(lines))
 
-    def logged(self) -> list[dict[str, Any]]:
-        """The lines of the log. Error: one that is broken."""
-        return [checked(LogLine, v, f"{self.log_file} line {n}") for n, v in read_jsonl(self.log_file)]
-
-    def answers(self, split: str) -> list[tuple[int, dict[str, Any]]]:
-        """The lines of predictions/SPLIT.jsonl, with their numbers. Error: one that is broken."""
-        path = self.predictions / f"{split}.jsonl"
-        return [(n, checked(Predicted, v, f"{path} line {n}")) for n, v in read_jsonl(path)]
-
-    @writing
-    def sync(self) -> None:
-        """Sync the log to the disk: what a checkpoint follows is there after a loss of power, too."""
+    @writer_only
+    def sync_log(self) -> None:
+        """Sync log.jsonl to the disk, so that after a loss of power it is not behind the checkpoint."""
         if self.log_file.is_file():
             fsync_file(self.log_file)
 
-    @writing
-    def predicted(self, split: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Write predictions/SPLIT.jsonl."""
+    def read_log(self) -> list[dict[str, Any]]:
+        """Return the lines of log.jsonl.
+
+        Raises:
+            DeltuneError: A line is damaged; the message names it.
+        """
+        lines = read_jsonl(self.log_file)
+        return [check_record(LogLine, values, f"{self.log_file} line {number}") for number, values in lines]
+
+    @writer_only
+    def write_predictions(self, split: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Write the rows of predictions/SPLIT.jsonl."""
         self.predictions.mkdir(exist_ok=True)
         write_jsonl(self.predictions / f"{split}.jsonl", rows)
 
-    @writing
+    def read_predictions(self, split: str) -> list[tuple[int, dict[str, Any]]]:
+        """Return the rows of predictions/SPLIT.jsonl, each with the number of its line.
+
+        Raises:
+            DeltuneError: A line is damaged; the message names it.
+        """
+        path = self.predictions / f"{split}.jsonl"
+        lines = read_jsonl(path)
+        return [(number, check_record(PredictionLine, values, f"{path} line {number}")) for number, values in lines]
+
+    @writer_only
     def finish(self, metrics: RunMetrics) -> None:
-        """Write metrics.json and drop the checkpoint: the run is finished."""
+        """Write metrics.json, which makes the run a finished one, and remove the checkpoint."""
         write_json(self.metrics_file, metrics.as_json())
         _remove(self.checkpoint)
 
 
-def environment(facts: dict[str, Any]) -> dict[str, Any]:
-    """Versions, machine and what else is to be known of a run: its device and its data."""
+def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of environment.json: versions, machine, and facts of the run itself.
+
+    Args:
+        facts: What is known of the run, such as its device, precision and data.
+    """
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

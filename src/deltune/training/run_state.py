@@ -130,8 +130,9 @@ class RunState:
         """Write a split's predictions, and return its metrics, signatures, omitted metrics and the file's digest."""
 
         def write() -> str:
-            self.run.predicted(split, prediction_lines(self.kind, self.columns[split], result, self.data.labels))
-            return checkpoints.digest(self.run.predictions / f"{split}.jsonl")
+            lines = prediction_lines(self.kind, self.columns[split], result, self.data.labels)
+            self.run.write_predictions(split, lines)
+            return checkpoints.file_sha256(self.run.predictions / f"{split}.jsonl")
 
         facts = {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
         return {**facts, "sha256": distributed.broadcast_from_main(write)}
@@ -147,7 +148,7 @@ class RunState:
         answered, file = self.best["answered"], self.run.predictions / "validation.jsonl"
 
         def fits() -> bool:
-            whole = file.is_file() and checkpoints.digest(file) == answered["sha256"]
+            whole = file.is_file() and checkpoints.file_sha256(file) == answered["sha256"]
             return bool(whole and answered["delta"] == read_metadata(self.run.delta).sha256)
 
         return {"validation": answered} if distributed.broadcast_from_main(fits) else {}

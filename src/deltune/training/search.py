@@ -69,8 +69,8 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     Raises:
         DivergedError: Every run that was tried diverged, or a further seed did.
     """
-    run.sweep()
-    run.open(config)
+    run.remove_leftovers()
+    run.write_config(config)
     combinations, seeds = len(config.tries()), config.runtime.seeds
     logger.info(
         "%s%d seed%s",
@@ -88,7 +88,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     finished = {trial.run: trial.metrics for trial in trials if trial.metrics is not None}
     best = max((trial for trial in trials if trial.chosen), key=lambda trial: trial.quality)  # the first of equal ones
     for name in ("delta", "predictions", "environment.json"):
-        run.point(name, Path("runs") / best.run / name)
+        run.link(name, Path("runs") / best.run / name)
     kept = finished[best.run]
     metrics = RunMetrics(
         **aggregate([finished[trial.run] for trial in trials if trial.chosen], config.runtime.aggregate),

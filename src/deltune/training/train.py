@@ -26,7 +26,7 @@ from .config import OptimSection, RunConfig
 from .inference import SPLITS
 from .model_cache import ModelCache
 from .progress import ProgressBar
-from .run_dir import Best, RunDir, RunMetrics, environment
+from .run_dir import Best, RunDir, RunMetrics, collect_environment
 from .run_state import RunState
 from .search import run_series
 from .task_setup import TaskSetup, length_limits, load_task_data, set_up_task
@@ -110,10 +110,10 @@ def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: Model
         DeltuneError: The folder holds something else, or the data changed since.
     """
     if resume or not run.exists:
-        run.check(config)
+        run.check_config(config)
     if not resume or not run.finished:
         return None
-    kept = run.kept
+    kept = run.best_run
     try:
         facts = load_task_data(kept.config.data, kept.config.runtime.seed, read=cache.data)[1].summary
     except DeltuneError as error:
@@ -140,7 +140,7 @@ def _train(
             "sharded": sharded,
             "data": state.data.summary,
         }
-        distributed.broadcast_from_main(lambda: run.begin(config, environment(facts)))
+        distributed.broadcast_from_main(lambda: run.begin(config, collect_environment(facts)))
         _fit(state, arguments, bar, checkpoint)
         return _finish(state, bar)
 
@@ -273,23 +273,23 @@ def _resumable_checkpoint(run: RunDir) -> Path | None:
     """
     checkpoint = checkpoints.find_resumable(run.checkpoint)
     if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
-        run.recover()
+        run.recover_delta()
         try:
             open_delta(run.delta).numbers()
         except DeltuneError as error:
-            raise DeltuneError(f"the best delta so far is damaged ({error}); {checkpoints.TODO}") from error
+            raise DeltuneError(f"the best delta so far is damaged ({error}); {checkpoints.ADVICE}") from error
     return checkpoint
 
 
 def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressBar, checkpoint: Path | None) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
     if checkpoint is None:
-        state.run.rewind(-1)
+        state.run.truncate_log(-1)
         _log_start(state)
     else:
         progress = checkpoints.read_progress(checkpoint)
         state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
-        state.run.rewind(int(checkpoint.name))
+        state.run.truncate_log(int(checkpoint.name))
         logger.info("resuming %s after step %s", state.run.folder, checkpoint.name)
     if state.out_of_patience:
         return

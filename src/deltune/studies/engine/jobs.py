@@ -126,14 +126,14 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict
     spec = RunConfig.from_flat(**values)
     folder = run_folder(runs, spec)
     metrics = train(spec, folder, progress=False, cache=model_cache)
-    run = RunDir(folder).kept
+    run = RunDir(folder).best_run
     scores = rescore_with_statistics(run.folder)
     split = next((s for s in ("test", "validation") if s in metrics.scores), None)
     if split is None:
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
         )
-    log_lines = run.logged()
+    log_lines = run.read_log()
     return {
         "split": split,
         "scores": metrics.scores[split],
@@ -166,7 +166,7 @@ def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) ->
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_flat(**values["run"])
-    run = RunDir(run_folder(runs, spec)).kept
+    run = RunDir(run_folder(runs, spec)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 
