@@ -241,7 +241,7 @@ def test_a_name_in_use(saved: Path) -> None:
     model = specimen("bert")
     tuned = stir(deltune.attach(model, "adapter(rank=2)", name="one"))
     known = facts(model)
-    for name, says in (("one", "'one' is attached already"), ("a.b", "name 'a.b'"), ("values", "name 'values'")):
+    for name, says in (("one", "'one' is already attached"), ("a.b", "name 'a.b'"), ("values", "name 'values'")):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.load(model, saved, name=name)
     assert differences(known, facts(model)) == []

@@ -23,7 +23,7 @@ def trained(share: float = 1.0, steps: int = 20) -> tuple[deltune.Tuned, dict[st
     model = build(FAMILIES["bert"], "sequence")
     torch.manual_seed(0)
     tuned = deltune.attach(model, "diff_pruning(sparsity=0.01)").model.train().deltune
-    optimiser = torch.optim.AdamW(tuned.parameters(), lr=1e-2)
+    optimiser = torch.optim.AdamW(tuned.trainable_parameters(), lr=1e-2)
     inputs = batch(model, rows=4)
     for step in range(int(steps * share)):
         tuned.advance(step / steps)
@@ -61,19 +61,19 @@ def test_the_file_is_what_evaluation_computes(share: float, tmp_path: Path) -> N
 
 def test_after_half_the_training_the_mask_is_fixed() -> None:
     tuned, _ = trained(0.5)
-    assert not gates(tuned).settled
+    assert not gates(tuned).is_fixed
     tuned.advance(0.5)
     found = gates(tuned)
-    assert found.settled and found.strength == 0
-    index = found.kept()["index"]
+    assert found.is_fixed and found.strength == 0
+    index = found.tensors_to_save()["index"]
     before = found.delta.detach().clone()
     model = tuned.model
-    optimiser = torch.optim.SGD(tuned.parameters(), lr=1.0)
+    optimiser = torch.optim.SGD(tuned.trainable_parameters(), lr=1.0)
     loss(forward(model, batch(model, rows=4))).backward()
     optimiser.step()
     moved = (found.delta != before).nonzero().flatten()
     assert len(moved) and set(moved.tolist()) <= set(index.tolist())
-    assert torch.equal(found.kept()["index"], index)
+    assert torch.equal(found.tensors_to_save()["index"], index)
     train, evaluate = run(model, batch(model)), run(model.eval(), batch(model))
     assert distance(train, evaluate) < 1e-12  # nothing is drawn any more
 

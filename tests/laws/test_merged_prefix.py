@@ -41,7 +41,7 @@ def gradients(model: PreTrainedModel, inputs: dict[str, Any], how: How) -> dict[
     served = set(deltune.prefix_report(model).values())
     assert served == {"merged" if how == "merged" else "joined: asked"}
     found = {name: value.detach() for name, value in outputs.items()}
-    for name, parameter in deltune.tuned(model).trained():
+    for name, parameter in deltune.tuned(model).named_trainable_parameters():
         if parameter.grad is not None:
             found[f"gradient of {name}"] = parameter.grad
             parameter.grad = None

@@ -203,8 +203,8 @@ def test_copied_together_with_the_handle() -> None:
         for copied in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
             model, handle = sorted(copied, key=lambda one: isinstance(one, deltune.Tuned))
             assert deltune.tuned(model) is handle and handle.model is model is not tuned.model
-    model, parameters = pickle.loads(pickle.dumps((tuned.model, list(tuned.parameters()))))
-    mine = {id(parameter) for parameter in deltune.tuned(model).parameters()}
+    model, parameters = pickle.loads(pickle.dumps((tuned.model, list(tuned.trainable_parameters()))))
+    mine = {id(parameter) for parameter in deltune.tuned(model).trainable_parameters()}
     assert mine == {id(parameter) for parameter in parameters}
     again = pickle.loads(pickle.dumps(model))  # one that was pickled before is as good as the first
     assert all(equal(*pair) for pair in zip(answers(again, batch(again)), answers(model, batch(again)), strict=True))
@@ -293,7 +293,7 @@ def _detaches(tuned: deltune.Tuned) -> bool:
 
 def waiting(tuned: deltune.Tuned) -> int:
     """How many wait for their turn."""
-    return len(tuned.passes.lock._queue)
+    return len(tuned._passes.lock._queue)
 
 
 def test_generate_batch_with_a_change_that_waits() -> None:
@@ -569,7 +569,7 @@ def test_compiled_in_an_event_loop() -> None:
 
 
 def gradients(tuned: deltune.Tuned) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in tuned.parameters() if p.grad is not None]
+    found = [p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None]
     tuned.model.zero_grad()
     return found
 

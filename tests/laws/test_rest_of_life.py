@@ -122,9 +122,9 @@ def law_the_bases_state_dict(cell: Cell) -> None:
     moved = copy.deepcopy(cell.base)
     moved.load_state_dict(other)
     expected = run(moved, cell.inputs)
-    own = {name: p.detach().clone() for name, p in cell.tuned.trained()}
+    own = {name: p.detach().clone() for name, p in cell.tuned.named_trainable_parameters()}
     cell.model.load_state_dict(other, strict=False)
-    assert all(torch.equal(p, own[name]) for name, p in cell.tuned.trained())
+    assert all(torch.equal(p, own[name]) for name, p in cell.tuned.named_trainable_parameters())
     with cell.tuned.disable():
         assert equal(cell.now(), expected)
     cell.tuned.detach()
@@ -174,7 +174,7 @@ def _in(dtype: torch.dtype, move: Callable[[PreTrainedModel], Any]) -> Callable[
             assert (found[name].double() - value).norm() < 0.1 * value.norm(), name
         assert not equal(found, before)
         loss(forward(cell.model, cell.inputs)).backward()
-        assert any(p.grad is not None for p in cell.tuned.parameters())
+        assert any(p.grad is not None for p in cell.tuned.trainable_parameters())
         with cell.tuned.disable():
             assert equal(cell.now(), before)
         assert cell.tuned.detach() is cell.model
@@ -264,7 +264,7 @@ def law_the_state_dict_of_an_inner_model(cell: Cell) -> None:
     """Refused where deltas have values of their own in it, since it does not say whose values it has."""
     path, inner = next(iter(inner_models(cell.model).items()))
     state = cell.base.get_submodule(path).state_dict()
-    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned):
+    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned_tensors):
         refused(cell, lambda: inner.load_state_dict(state), f"load_state_dict of {path}: delta 'default' has values")
     else:
         other = {name: value * 1.5 if value.is_floating_point() else value for name, value in state.items()}
@@ -284,7 +284,7 @@ def law_tying(cell: Cell) -> None:
 
 def law_a_part_replaced(cell: Cell) -> None:
     """A module that a delta acts at is another one: refused at the next pass."""
-    path = next(path for path, side in cell.tuned.taps if path and "." in path)
+    path = next(path for path, side in cell.tuned._installed_hooks if path and "." in path)
     outer, _, leaf = path.rpartition(".")
     parent = cell.model.get_submodule(outer)
     own = parent._modules[leaf]
@@ -312,8 +312,12 @@ def law_attention(cell: Cell) -> None:
         report = deltune.prefix_report(cell.model)
         assert report and all(how.startswith("joined") for how in report.values())
     loss(forward(cell.model, cell.inputs)).backward()
-    assert any(p.grad is not None and p.grad.any() for _, p in cell.tuned.trained())
-    assert all(p.grad is not None and p.grad.any() for n, p in cell.tuned.trained() if n.endswith((".keys", ".values")))
+    assert any(p.grad is not None and p.grad.any() for _, p in cell.tuned.named_trainable_parameters())
+    assert all(
+        p.grad is not None and p.grad.any()
+        for n, p in cell.tuned.named_trainable_parameters()
+        if n.endswith((".keys", ".values"))
+    )
     cell.tuned.detach()
     assert cell.model.config._attn_implementation == "eager"
 
@@ -341,7 +345,7 @@ def law_attention_without_prefixes(cell: Cell) -> None:
 def _gradients(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
     model.zero_grad()
     loss(forward(model, inputs)).backward()
-    return {name: p.grad for name, p in deltune.tuned(model).trained()}
+    return {name: p.grad for name, p in deltune.tuned(model).named_trainable_parameters()}
 
 
 def law_checkpointing(cell: Cell) -> None:
@@ -366,7 +370,7 @@ def law_checkpointing(cell: Cell) -> None:
             run(first, cell.inputs)
         first.zero_grad()
         total.backward()
-        for name, p in deltune.tuned(first).trained():
+        for name, p in deltune.tuned(first).named_trainable_parameters():
             assert p.grad is None or torch.equal(p.grad, other[name]), name
     deltune.tuned(first).detach()
     assert not any("deltune" in type(v).__module__ for m in first.modules() for v in m.__dict__.values())
@@ -384,7 +388,7 @@ def law_prepare(cell: Cell) -> None:
     for state in (accelerate.state.AcceleratorState, accelerate.state.GradientState, accelerate.state.PartialState):
         state._reset_state()
     accelerator = accelerate.Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(cell.tuned.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(cell.tuned.trainable_parameters(), lr=0.1)
     prepared, optimizer = accelerator.prepare(cell.model, optimizer)
     assert equal(run(prepared, cell.inputs), cell.outputs)
     accelerator.backward(loss(forward(prepared, cell.inputs)))
@@ -453,7 +457,7 @@ def law_quantize_dynamic(cell: Cell) -> None:
     outputs = cell.now()
     quantised = quantise(model)
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    touched = any(path in linears for path, _, _, _ in deltune.tuned(model).passes.modules.known)
+    touched = any(path in linears for path, _, _, _ in deltune.tuned(model)._passes.modules.entries)
     if touched:
         with pytest.raises(deltune.DeltuneError, match=r"was replaced .*quantise a tuned model, merge\(\) first"):
             run(quantised, cell.inputs)
@@ -517,7 +521,7 @@ def law_distributed(cell: Cell) -> None:
                 assert equal(outputs(), cell.before)
         cell.model.zero_grad()
         loss(outputs()).backward()
-        for name, p in cell.tuned.trained():
+        for name, p in cell.tuned.named_trainable_parameters():
             assert plain[name] is None or torch.allclose(p.grad, plain[name], rtol=1e-9, atol=1e-12), name
     finally:
         torch.distributed.destroy_process_group()
@@ -769,7 +773,7 @@ def test_made_in_inference_mode(family: Family, row: Row, way: str, tmp_path: Pa
     assert equal(inside, outside) and (way == "attach" or equal(outside, outputs))
     for training in (False, True):
         loss(forward(model.train(training), inputs)).backward()
-    assert all(p.grad is not None for n, p in tuned.trained() if n.startswith("deltune."))
+    assert all(p.grad is not None for n, p in tuned.named_trainable_parameters() if n.startswith("deltune."))
     model.eval()
     with torch.inference_mode():
         tuned.merge() if row.merges else tuned.detach()

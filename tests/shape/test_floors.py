@@ -10,7 +10,7 @@ from deltune.methods.registry import TABLE
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
-    "_version", "errors", "compat", "filesystem", "tensor_files", "anatomy", "methods", "interop", "runtime", "models",
+    "_version", "errors", "compat", "notebook", "filesystem", "tensor_files", "anatomy", "methods", "interop", "runtime", "models",
     "data", "metrics", "tasks", "training", "studies.engine", "studies.claims", "studies.report", "studies", "cli",
     "__main__",
 )  # fmt: skip

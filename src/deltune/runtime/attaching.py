@@ -36,7 +36,7 @@ from .delta_schema import (
     expected_tensors,
     parse_saved_method,
 )
-from .handle import NAME, Tuned
+from .handle import MODULE_NAME, Tuned
 from .modules import Delta, HeadLabels, parameter_key
 from .pass_manager import check_not_offloaded, refuse_inference_tensors
 
@@ -68,22 +68,22 @@ def attach(
 
 def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    delta = handle.settle(Delta(parsed, planned, heads, head))
-    delta.start()
-    for name_in_model, sparse in delta.masked():
-        sparse.start(handle.original(name_in_model).detach())
+    delta = handle._move_to_model(Delta(parsed, planned, heads, head))
+    delta.initialize()
+    for name_in_model, sparse in delta.masked_tensors():
+        sparse.initialize(handle._base_value(name_in_model).detach())
     _start_rows(handle, delta)
-    for owned in delta.owned:
-        delta.held[parameter_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
-    coarse = [n for n in delta.selected if handle.original(n).dtype in (torch.bfloat16, torch.float16)]
+    for owned in delta.owned_tensors:
+        delta.held[parameter_key(owned)] = nn.Parameter(handle._base_value(owned).detach().clone())
+    coarse = [n for n in delta.selected if handle._base_value(n).dtype in (torch.bfloat16, torch.float16)]
     if coarse:
-        kind = handle.original(coarse[0]).dtype
+        kind = handle._base_value(coarse[0]).dtype
         warnings.warn(
             f"{parsed!r} trains {len(coarse)} tensors of {kind} in place, in which small steps are lost: load the "
             "model in float32 and use autocast",
             stacklevel=4,
         )
-    handle.add(name, delta, handle.base_labels)
+    handle._add_delta(name, delta, handle._base_labels)
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
         if isinstance(form, Prompt) and form.init_from:
             words = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
             ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
-            edit.begin_at("rows", words(torch.tensor(ids, device=next(words.parameters()).device)))
+            edit.set_initial_value("rows", words(torch.tensor(ids, device=next(words.parameters()).device)))
 
 
 def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allow_nonfinite: bool = False) -> Tuned:
@@ -128,7 +128,7 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
         check_name(name, handle.names if handle else ())
         handle = handle or Tuned(model)
         delta, labels = _read_delta(handle, saved, allow_nonfinite)
-        handle.add(name, delta, labels or handle.base_labels)
+        handle._add_delta(name, delta, labels or handle._base_labels)
     return handle
 
 
@@ -137,24 +137,24 @@ def _read_delta(
 ) -> tuple[Delta, HeadLabels | None]:
     """The delta of a folder for this model, after every check."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle.original))
+    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle._base_value))
     head = tuple(facts.head.tensors)
-    own = tuple(t.name for t in anatomy.tensors if t.area == "head")
-    if head and head != own:
+    head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
+    if head and head != head_tensors:
         raise DeltuneError(
             f"{where} holds a head for {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
-            f"{', '.join(own) or 'none'}: load the base model as {facts.base.model}"
+            f"{', '.join(head_tensors) or 'none'}: load the base model as {facts.base.model}"
         )
     method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
     planned = resolve(anatomy, explicit, lambda: base_size(handle.model)[1])
     labels = (
         None
-        if facts.labels is None or (own and not head)
+        if facts.labels is None or (head_tensors and not head)
         else HeadLabels(facts.labels.pairs, facts.labels.problem_type)
     )
     _check_file(handle, planned, head, saved.tensors, labels, where)
     check_memory(handle.model, anatomy, planned, explicit)
-    delta = handle.settle(Delta(method, planned, head, facts.head.mode, folded=True))
+    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
     _fill(handle, delta, saved.numbers(), where, allow_nonfinite)
     return delta, labels
 
@@ -171,9 +171,9 @@ def _check_file(
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
     check_tensors(expected_tensors(handle.anatomy, planned, owned, head), facts, where)
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    known = handle.anatomy.answers == "labels"
+    has_labels = handle.anatomy.answers == "labels"
     _check_head(
-        len(labels.id2label) if labels else 0, len(handle.base_labels.id2label) if known and labels else None,
+        len(labels.id2label) if labels else 0, len(handle._base_labels.id2label) if has_labels and labels else None,
         {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
     )  # fmt: skip
 
@@ -182,17 +182,17 @@ def _fill(
     handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], where: Path, allow_nonfinite: bool = False
 ) -> None:
     """Give a new delta the numbers of a file, which has the tensors that are expected."""
-    needed = expected_tensors(handle.anatomy, delta.planned, delta.owned, delta.head)
+    needed = expected_tensors(handle.anatomy, delta.planned, delta.owned_tensors, delta.head)
     check_positions(needed, numbers, where)
-    kept = delta.kept()
+    kept = delta.tensors_to_save()
     drawn: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in kept.items()}
-    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, tensor_facts(numbers), where)
+    check_shapes(drawn | {f"base.{name}": None for name in delta.owned_tensors}, tensor_facts(numbers), where)
     filled = dict(kept)
     with torch.no_grad():
         for name, tensor in kept.items():
             tensor.copy_(numbers[name])
-        for name in delta.owned:
-            like = handle.original(name)
+        for name in delta.owned_tensors:
+            like = handle._base_value(name)
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
             value = value.clone()  # the file's memory is unaligned: other last bits
             filled[f"base.{name}"] = delta.held[parameter_key(name)] = nn.Parameter(value)
@@ -210,20 +210,22 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
     head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     if found.head and (missing := [n for n in head if n not in found.head]):
         raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
-    own = {n: found.head.get(n, handle.original(n).detach()) for n in head}
-    labels = handle.base_labels
+    head_tensors = {n: found.head.get(n, handle._base_value(n).detach()) for n in head}
+    labels = handle._base_labels
     if found.head:
-        width = next(iter(own[head[-1]].shape), 0)  # the last linear's outputs
+        width = next(iter(head_tensors[head[-1]].shape), 0)  # the last linear's outputs
         named = found.labels or tuple(label for _, label in labels.id2label)
         named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
         labels = HeadLabels(tuple(enumerate(named)), labels.problem_type)
-    numbers = found.numbers | {f"base.{n}": t for n, t in own.items()}
-    untouched = {f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
+    numbers = found.numbers | {f"base.{n}": t for n, t in head_tensors.items()}
+    untouched = {
+        f"base.{n}": TensorFacts("F32", tuple(t.shape)) for n, t in head_tensors.items() if n not in found.head
+    }
     _check_file(handle, planned, head, tensor_facts(numbers) | untouched, labels, where)
     check_memory(model, handle.anatomy, planned, found.method)
-    delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
+    delta = handle._move_to_model(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
     _fill(handle, delta, numbers, where, allow_nonfinite)
-    handle.add(name, delta, labels)
+    handle._add_delta(name, delta, labels)
     return handle
 
 
@@ -235,7 +237,7 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     return export_delta(tuned(model), folder, format, name)
 
 
-def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+def _check_head(labels: int, has_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
     """Error when a head's tensors differ from this model's in more than the number of labels, the first axis of its
     last linear. labels: how many the file names; known: how many this model has, where its outputs are labels."""
     last = next(reversed(shapes), "").rpartition(".")[0]
@@ -247,7 +249,7 @@ def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any
                 f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
                 f"number of labels may differ, and the file names {labels}"
             )
-        if shape == here and relabelled and known not in (None, labels) and shape[0] == known:
+        if shape == here and relabelled and has_labels not in (None, labels) and shape[0] == has_labels:
             raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
     if len(widths) > 1:
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
@@ -273,12 +275,12 @@ def check_name(name: str, taken: Iterable[str]) -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name):
         raise DeltuneError(f"name {excerpt(name)}: use letters, digits, '-' and '_' (and no name of a dict method)")
     if name in taken:
-        raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
+        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
 
 
 def find_tuned(model: nn.Module) -> Tuned | None:
     """The tuned object of a model, or None."""
-    found: Any = model._modules.get(NAME)
+    found: Any = model._modules.get(MODULE_NAME)
     return found if isinstance(found, Tuned) else None
 
 

@@ -76,8 +76,11 @@ def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
     found = open_folder(folder)
     task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
     kind = KINDS.get(str(task), "base")
-    wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
-    return kind, next(iter(wide[0].shape), 1) if kind in ("classification", "tagging") and wide else None
+    head_weights = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
+    return kind, next(iter(head_weights[0].shape), 1) if kind in (
+        "classification",
+        "tagging",
+    ) and head_weights else None
 
 
 def _of_head(name: str) -> bool:
@@ -92,12 +95,12 @@ def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
     """The delta in use (or the one named), for a dialect to write."""
     delta = handle.delta(name)
     with torch.no_grad():
-        own = {n: handle.value(delta, n).detach() for n in delta.selected if n not in delta.head}
-        own |= {n: sparse.final(handle.original(n).detach()) for n, sparse in delta.masked()}
+        own = {n: handle._delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
+        own |= {n: sparse.final(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
         dense = {key: {leaf: t.detach() for leaf, t in edit.dense().items()} for key, edit in delta.named_edits()}
-    head = {n: handle.value(delta, n).detach() for n in delta.head}
+    head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
-        handle.anatomy, delta.planned.edits, dense, own, head, lambda n: handle.original(n).detach(),
+        handle.anatomy, delta.planned.edits, dense, own, head, lambda n: handle._base_value(n).detach(),
         _windowed(handle.model),
     )  # fmt: skip
 

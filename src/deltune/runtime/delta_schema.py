@@ -19,8 +19,7 @@ from ..filesystem import read_json
 from ..methods.counting import kept_shapes
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
-from ..methods.spec import MaskedMethod, Method
-from ..methods.spec import explicit_expression as complete
+from ..methods.spec import MaskedMethod, Method, explicit_expression
 from ..tensor_files import NUMBERS, POSITIONS, TensorFacts
 
 FORMAT = 1
@@ -191,13 +190,13 @@ def check_tensors(needed: Expected, facts: Mapping[str, TensorFacts], where: Pat
     Raises:
         DeltuneError: A tensor is missing, extra, or of another shape or type; up to ten of them are listed.
     """
-    known = set(needed.shapes)
+    expected_names = set(needed.shapes)
     problems = list(_misfits(needed.shapes, facts))
     for drawn in needed.drawn:
         count = 0
         for leaf in drawn.leaves:
             values, index = (facts.get(f"{drawn.stem}{leaf}.{kind}") for kind in ("values", "index"))
-            known |= {f"{drawn.stem}{leaf}.values", f"{drawn.stem}{leaf}.index"}
+            expected_names |= {f"{drawn.stem}{leaf}.values", f"{drawn.stem}{leaf}.index"}
             if values is None and (index is None or not index.numel):
                 continue
             if values is None or index is None or len(values.shape) != 1 or values.shape != index.shape:
@@ -208,11 +207,11 @@ def check_tensors(needed: Expected, facts: Mapping[str, TensorFacts], where: Pat
             leaves = f"{len(drawn.leaves)} tensors" if len(drawn.leaves) > 1 else next(iter(drawn.leaves))
             stem = drawn.stem.removesuffix(".")
             problems.append(f"{stem} ({leaves}) holds {count:,} masked values, this method has {drawn.count:,}")
-    problems += [f"extra tensor {name[:200]}" for name in facts if name not in known]
+    problems += [f"extra tensor {name[:200]}" for name in facts if name not in expected_names]
     for name, tensor in facts.items():
         positions = name.endswith(".index") and name.partition(".")[0] != "base"
         allowed = [POSITIONS] if positions else [*NUMBERS, *SMALL] if name.startswith("base.") else [*NUMBERS]
-        if name in known and tensor.dtype not in allowed:
+        if name in expected_names and tensor.dtype not in allowed:
             problems.append(f"tensor {name} is of type {tensor.dtype}, not {POSITIONS if positions else 'a float'}")
     if problems:
         raise misfit(where, problems)
@@ -293,11 +292,11 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
     Raises:
         DeltuneError: An expression is wrong, the two differ, or they mean more than a file of this size can hold.
     """
-    most = tensors + SPARE_PARTS
-    if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * most:
+    limit = tensors + SPARE_PARTS
+    if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * limit:
         raise DeltuneError(f"{where}: its method has far more terms than its file has tensors ({tensors})")
     short, explicit = parse(facts.method), parse(facts.explicit)
-    if len(explicit.parts) > most:
+    if len(explicit.parts) > limit:
         raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):
         raise DeltuneError(
@@ -310,9 +309,13 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
 
 def _difference(short: Method, full: Method) -> str:
     """The first term in which two methods differ, with every argument."""
-    pairs = list(zip_longest(*([complete(term) for term in method.terms] for method in (short, full)), fillvalue=""))
-    one, two = next((pair for pair in pairs if pair[0] != pair[1]), (complete(short), complete(full)))
-    shown = [excerpt(term, LONGEST) if term else "nothing more" for term in (one, two)]
+    pairs = list(
+        zip_longest(*([explicit_expression(term) for term in method.terms] for method in (short, full)), fillvalue="")
+    )
+    first, second = next(
+        (pair for pair in pairs if pair[0] != pair[1]), (explicit_expression(short), explicit_expression(full))
+    )
+    shown = [excerpt(term, LONGEST) if term else "nothing more" for term in (first, second)]
     return f"the first says {shown[0]} where the second says {shown[1]}"
 
 
@@ -322,10 +325,10 @@ def _masks(method: Method) -> list[tuple[Any, ...]]:
 
 def _check_spans(anatomy: Anatomy, method: Method, where: Path) -> None:
     """Error where a mask lies over many more scalars than the model has."""
-    most = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
+    limit = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
     for term in method.terms:
         if isinstance(term, MaskedMethod):
             edits = resolve(anatomy, term.method, lambda: 0).edits
             span = sum(math.prod(s) for e in edits for s in kept_shapes(e.modification, e.place).values())
-            if span > most:
-                raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {most:,} do")
+            if span > limit:
+                raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {limit:,} do")

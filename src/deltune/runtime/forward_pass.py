@@ -51,14 +51,14 @@ class ForwardPass:
         owner: object,
         assignment: RowAssignment,
         scope: CarriedScope | None = None,
-        around: ForwardPass | None = None,
+        enclosing: ForwardPass | None = None,
         outer: ForwardPass | None = None,
     ) -> None:
-        self.owner, self.assignment, self.scope, self.around = owner, assignment, scope, around
+        self.owner, self.assignment, self.scope, self.enclosing = owner, assignment, scope, enclosing
         self.inputs: dict[Any, torch.Tensor] = {}
         self.prompt: Any = None
         self.states: dict[str, list[torch.Tensor]] = {}
-        self.rows_of_batch = 0
+        self.batch_size = 0
         self.report: dict[str, str] = {} if outer is None else outer.report
         self.restore: Any = None  # the tensors that stood in the model, if a nested pass needed others
         self.number = 0
@@ -86,7 +86,7 @@ def current_pass(owner: object) -> ForwardPass | None:
     """The innermost pass of a model in this context; `owner` is what owns the passes of that model."""
     innermost = innermost_pass()
     while innermost is not None and innermost.owner is not owner:
-        innermost = innermost.around
+        innermost = innermost.enclosing
     return innermost
 
 
@@ -102,9 +102,9 @@ def run_in_pass(forward_pass: ForwardPass, call: Callable[..., Any], args: Any, 
 class Scopes(Protocol):
     """What owns the passes of a model. scopes_of_tasks: how many of its scopes were entered in an event loop."""
 
-    scopes_of_tasks: int
+    scopes_in_event_loops: int
 
-    def enter_scope(self, scope: Scope, make: Callable[[], RowAssignment]) -> None: ...
+    def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None: ...
 
     def leave_scope(self, scope: Scope) -> None: ...
 
@@ -120,8 +120,8 @@ class Scope:
     is over when the block is.
     """
 
-    def __init__(self, owner: Scopes, value: Any, make: Callable[[], RowAssignment]) -> None:
-        self.owner, self.value, self.make = owner, value, make
+    def __init__(self, owner: Scopes, value: Any, make_assignment: Callable[[], RowAssignment]) -> None:
+        self.owner, self.value, self.make_assignment = owner, value, make_assignment
         self.assignment: RowAssignment | None = None
         self.carried: CarriedScope | None = None
         self.in_event_loop = False
@@ -132,7 +132,7 @@ class Scope:
         with suppress(RuntimeError):
             self.in_event_loop = asyncio.get_running_loop() is not None
         try:
-            self.owner.enter_scope(self, self.make)
+            self.owner.enter_scope(self, self.make_assignment)
             return self.value
         except BaseException:
             self._leave()
@@ -155,7 +155,11 @@ class Scope:
 
     def _others(self, entered: Entered) -> Entered:
         """What a context carries besides; a scope that was dropped when its exit was interrupted counts no more."""
-        return tuple(one for one in entered if one is not self.carried and (one.closed or one.assignment is not None))
+        return tuple(
+            carried
+            for carried in entered
+            if carried is not self.carried and (carried.closed or carried.assignment is not None)
+        )
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -200,22 +204,22 @@ def carried_scope(owner: Scopes) -> CarriedScope | None:
         DeltuneError: in torch.compile, which sees the scopes of the thread alone, while one is open in an event loop.
     """
     entered = _SCOPES.get() if not torch.compiler.is_dynamo_compiling() else _thread.scopes
-    if torch.compiler.is_dynamo_compiling() and owner.scopes_of_tasks:
+    if torch.compiler.is_dynamo_compiling() and owner.scopes_in_event_loops:
         raise DeltuneError(
             "a graph that torch.compile traces cannot see which asyncio task runs it: enter rows() or disable() in the "
             "function that calls the model, and run that in a thread (asyncio.to_thread)"
         )
-    for one in entered[::-1]:
-        if one.owner() is owner and (one.closed or one.assignment is not None):
-            return one
+    for carried in entered[::-1]:
+        if carried.owner() is owner and (carried.closed or carried.assignment is not None):
+            return carried
     return None
 
 
 def current_scope(owner: Scopes) -> Scope | None:
     """The innermost open scope of a model in this context."""
-    for one in _SCOPES.get()[::-1]:
-        if one.owner() is owner and one.assignment is not None:
-            return one.scope()
+    for carried in _SCOPES.get()[::-1]:
+        if carried.owner() is owner and carried.assignment is not None:
+            return carried.scope()
     return None
 
 
@@ -231,13 +235,13 @@ def refuse_closed(carried: CarriedScope | None) -> None:
 
 def forget_closed(owner: Scopes) -> None:
     """Let passes in this context use what is in use, instead of refusing them for scopes that were left elsewhere."""
-    _SCOPES.set(tuple(one for one in _SCOPES.get() if not (one.closed and one.owner() is owner)))
-    _thread.scopes = tuple(one for one in _thread.scopes if not (one.closed and one.owner() is owner))
+    _SCOPES.set(tuple(carried for carried in _SCOPES.get() if not (carried.closed and carried.owner() is owner)))
+    _thread.scopes = tuple(carried for carried in _thread.scopes if not (carried.closed and carried.owner() is owner))
 
 
-def scopes_here() -> set[Scope]:
+def open_scopes_here() -> set[Scope]:
     """The open scopes, of any model, of this context and of this thread: all that a forked process has."""
-    carried = (one.scope() for one in (*_SCOPES.get(), *_thread.scopes))
+    carried = (carried.scope() for carried in (*_SCOPES.get(), *_thread.scopes))
     return {scope for scope in carried if scope is not None and scope.assignment is not None}
 
 
@@ -307,7 +311,7 @@ class PassLock:
 
     def reset(self) -> None:
         """Begin anew: in a new process the threads that held a lock, or ran a pass, are not there."""
-        self._borrowed: weakref.ReferenceType[ForwardPass] | None = None  # a nested pass that moved tensors
+        self._nested: weakref.ReferenceType[ForwardPass] | None = None  # a nested pass that moved tensors
         self.mutex = threading.RLock()
         self._block: weakref.ReferenceType[_Ticket] | None = None  # of alone(), which ends with it if interrupted
         self._changed = threading.Condition(self.mutex)
@@ -320,7 +324,7 @@ class PassLock:
         return len(self._running) == 0
 
     @property
-    def taken(self) -> bool:
+    def held_by_change(self) -> bool:
         """Whether the thread that holds the mutex is inside of alone()."""
         return self._block is not None and self._block() is not None
 
@@ -334,10 +338,10 @@ class PassLock:
         """
         with self.mutex:
             forward_pass.number = next(self._numbers)
-            if self._queue or self._lent() or not fits():
+            if self._queue or self._nested_pass_runs() or not fits():
 
                 def ready(first: bool) -> bool:
-                    if self._lent():
+                    if self._nested_pass_runs():
                         return False
                     return (first and self.idle) or ((first or (joins and self._may_be_waited_for())) and fits())
 
@@ -360,7 +364,7 @@ class PassLock:
     def alone(self) -> Iterator[None]:
         """Wait until no pass runs, and let none begin inside the block. The caller must not be inside of a pass."""
         with self.mutex:
-            if self.taken:
+            if self.held_by_change:
                 yield
                 return
             if self._queue or not self.idle:
@@ -372,23 +376,23 @@ class PassLock:
             finally:
                 self._block = None
 
-    def _lent(self) -> bool:
+    def _nested_pass_runs(self) -> bool:
         """Whether a nested pass has other tensors in the model than the pass around it, and will put those back."""
-        return self._borrowed is not None and self._borrowed() is not None
+        return self._nested is not None and self._nested() is not None
 
-    def lend(self, nested: ForwardPass | None) -> None:
+    def set_nested_pass(self, nested: ForwardPass | None) -> None:
         """Admit nobody until a nested pass has put back what it moved; None: it has."""
-        self._borrowed = None if nested is None else weakref.ref(nested)
+        self._nested = None if nested is None else weakref.ref(nested)
         self._changed.notify_all()
 
     def refuse_others(self, outer: ForwardPass) -> None:
         """Check that no pass runs but those that a nested one is inside of; it must not wait for the others."""
-        around: list[ForwardPass] = []
+        enclosing: list[ForwardPass] = []
         each: ForwardPass | None = outer
         while each is not None:
-            around.append(each)
-            each = each.around
-        if any(running not in around for running in list(self._running)):
+            enclosing.append(each)
+            each = each.enclosing
+        if any(running not in enclosing for running in list(self._running)):
             raise DeltuneError(
                 "a pass inside of another one needs other tensors in the model than it does (rows(), disable() or "
                 "use() of a delta that trains the model's own tensors), and other threads run the model meanwhile"

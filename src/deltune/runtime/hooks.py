@@ -25,7 +25,7 @@ from ..compat import (
     set_checkpoint_function,
     transforms_active,
 )
-from .attention import PORT
+from .attention import HOOK_ATTRIBUTE
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit
 from .pass_manager import PassManager
@@ -36,7 +36,7 @@ from .rows import DeltaRows
 from .tensor_overrides import ForwardOverride, runs_class_forward
 
 
-class Checkpoint:
+class CheckpointFunction:
     """Stands as the checkpoint function of a module, so that what is computed again uses what it used before."""
 
     of_live_model = True
@@ -45,7 +45,7 @@ class Checkpoint:
         self.passes, self.original = passes, original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.original(partial(self.passes.again, self.passes.assignment(), function), *args, **kwargs)
+        return self.original(partial(self.passes.recompute, self.passes.assignment(), function), *args, **kwargs)
 
 
 class ForwardEntry:
@@ -57,8 +57,8 @@ class ForwardEntry:
             when a layer is computed again for its gradients.
     """
 
-    def __init__(self, passes: PassManager, path: str, opens: bool) -> None:
-        self.passes, self.path, self.opens = passes, path, opens
+    def __init__(self, passes: PassManager, path: str, always_begins: bool) -> None:
+        self.passes, self.path, self.always_begins = passes, path, always_begins
         self.module = passes.model.get_submodule(path)
         self.arguments = parameter_names(self.module)
         self.before: Any = None
@@ -69,21 +69,25 @@ class ForwardEntry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint = get_checkpoint_function(self.module)  # it may be enabled at any time
-        if checkpoint is not None and not isinstance(checkpoint, Checkpoint) and not torch.compiler.is_compiling():
-            set_checkpoint_function(self.module, Checkpoint(self.passes, checkpoint))
+        if (
+            checkpoint is not None
+            and not isinstance(checkpoint, CheckpointFunction)
+            and not torch.compiler.is_compiling()
+        ):
+            set_checkpoint_function(self.module, CheckpointFunction(self.passes, checkpoint))
         return self.passes.run(self, args, kwargs)
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any:
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """The call that this one surrounds."""
         return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def remove(self) -> None:
         remove_call_override(self.module, self, self.before)
-        if isinstance(checkpoint := get_checkpoint_function(self.module), Checkpoint):
+        if isinstance(checkpoint := get_checkpoint_function(self.module), CheckpointFunction):
             set_checkpoint_function(self.module, checkpoint.original)
 
 
@@ -105,11 +109,11 @@ class InputHook:
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        notes = self.passes.notes()
+        notes = self.passes.current_pass()
         if writes is not None:
-            h = writes.applied(h, module, notes.inputs)
-        for edit, use in readers:
-            notes.inputs[edit] = use.pick(h)
+            h = writes.apply(h, module, notes.inputs)
+        for edit, group in readers:
+            notes.inputs[edit] = group.select(h)
         if writes is None:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
@@ -136,7 +140,7 @@ class OutputHook:
             return None
         read = args[0] if args else next(iter(kwargs.values()), None)
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = writes.applied(h, module, self.passes.notes().inputs, read, in_place=self._is_ours(module))
+        h = writes.apply(h, module, self.passes.current_pass().inputs, read, in_place=self._is_ours(module))
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
@@ -160,20 +164,20 @@ class AttentionHook:
         self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
 
     def install(self) -> None:
-        self.module.__dict__[PORT] = self
+        self.module.__dict__[HOOK_ATTRIBUTE] = self
 
     def edits(self) -> list[tuple[Edit, DeltaRows]]:
         return self.passes.assignment().attention.get(self.path, [])
 
     def inputs(self) -> dict[Edit, torch.Tensor]:
-        return self.passes.notes().inputs
+        return self.passes.current_pass().inputs
 
     def report(self, served: str) -> None:
         """Say how this pass attended to a prefix."""
-        self.passes.notes().report[self.path] = served
+        self.passes.current_pass().report[self.path] = served
 
     def remove(self) -> None:
-        self.module.__dict__.pop(PORT, None)
+        self.module.__dict__.pop(HOOK_ATTRIBUTE, None)
 
 
 class HiddenStatesHook:
@@ -194,40 +198,42 @@ class HiddenStatesHook:
 
     def open(self, module: nn.Module, args: Any) -> None:
         if self.passes.assignment().states.get(self.path):
-            self.passes.notes().states[self.path] = []
+            self.passes.current_pass().states[self.path] = []
 
     def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A layer's input is the state before it; outside the container's own call (recomputation) nothing is kept."""
-        states = self.passes.notes().states.get(self.path)
+        states = self.passes.current_pass().states.get(self.path)
         if states is not None:
             states.append(args[0] if args else next(iter(kwargs.values())))
 
     def close(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The container's first output is the last state."""
-        states = self.passes.notes().states.pop(self.path, None)
+        states = self.passes.current_pass().states.pop(self.path, None)
         if not states:
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*(h[:, -last.shape[1] :] for h in states), last]
-        for edit, use in self.passes.assignment().states[self.path]:
-            whole = torch.stack([use.pick(h) for h in states])
-            last = use.put(last, edit.change(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training)))
-        return _replaced(output, before, last)
+        for edit, group in self.passes.assignment().states[self.path]:
+            whole = torch.stack([group.select(h) for h in states])
+            last = group.replace(
+                last, edit.compose(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training))
+            )
+        return _with_replaced(output, before, last)
 
     def remove(self) -> None:
         for module in (self.container, *self.layers):
             remove_hooks(module, self)
 
 
-def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
     """The output with one tensor in place of another wherever it stands: alone, in a tuple, among the hidden states."""
     if output is before:
         return after
     if isinstance(output, tuple | list):
-        return type(output)(_replaced(value, before, after) for value in output)
+        return type(output)(_with_replaced(value, before, after) for value in output)
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _replaced(value, before, after)
+            output[name] = _with_replaced(value, before, after)
     return output
 
 
@@ -239,7 +245,7 @@ class Hook(Protocol):
     def remove(self) -> None: ...
 
 
-TAPS: dict[str, Any] = {
+HOOK_CLASSES: dict[str, Any] = {
     "input": InputHook, "output": OutputHook, "attention": AttentionHook, "states": HiddenStatesHook,
     "tokens": PromptHook,
 }  # fmt: skip
@@ -256,19 +262,21 @@ def required_hooks(
     for delta in deltas:
         for edit in delta.all_edits():
             target = edit.place.target
-            needed[target.path, target.side] = partial(TAPS[target.side], passes, anatomy, target.path)
-            if edit.elsewhere is not None:
-                needed[edit.elsewhere, "input"] = partial(InputHook, passes, anatomy, edit.elsewhere)
-                entries.setdefault(_around(target.path, edit.elsewhere), False)
+            needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
+            if edit.source_path is not None:
+                needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
+                entries.setdefault(_common_parent(target.path, edit.source_path), False)
             if edit.place.moves:
                 entry = anatomy.stack(edit.place.moves).entry
                 needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
-        for tensor, _ in delta.masked():
+        for tensor, _ in delta.masked_tensors():
             for path, _ in owning_modules(anatomy, tensor):
                 module = passes.model.get_submodule(path)
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
-    needed |= {(path, "pass"): partial(ForwardEntry, passes, path, opens) for path, opens in entries.items()}
+    needed |= {
+        (path, "pass"): partial(ForwardEntry, passes, path, always_begins) for path, always_begins in entries.items()
+    }
     for path, module in base_modules(passes.model):
         if isinstance(module, PreTrainedModel):  # also one inside the model, such as its encoder
             kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
@@ -277,7 +285,7 @@ def required_hooks(
     return needed
 
 
-def _around(one: str, other: str) -> str:
+def _common_parent(one: str, other: str) -> str:
     """The innermost module that holds both."""
     shared = []
     for name, same in zip(one.split("."), other.split("."), strict=False):
@@ -299,5 +307,5 @@ def _reached(trace: Trace, edit: Edit) -> bool:
         ran = target.path in trace.attended
     else:
         ran = target.path in trace.ended or target.side == "tokens"
-    source = edit.elsewhere
+    source = edit.source_path
     return ran and (source is None or (source in trace.began and trace.began[source] <= trace.ended[target.path]))

@@ -19,42 +19,42 @@ Values = Callable[[str], torch.Tensor]
 
 
 def merged_weights(
-    anatomy: Anatomy, delta: Delta, original: Values, own: Mapping[str, torch.Tensor]
+    anatomy: Anatomy, delta: Delta, base_value: Values, delta_values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The weights into which a delta folds, by name; `original` gives the base's values, `own` has the delta's.
 
     Sums in at least float32. Error: every term that is no weight, named with the reason.
     """
-    values = {name: tensor.detach() for name, tensor in own.items()}
+    values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
     with torch.no_grad():
-        for edit in _from_the_weight(delta):
-            names = {leaf: _name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
-            change = _change(edit)
-            if why := change if isinstance(change, str) else _obstacle(edit, change, names["bias"]):
+        for edit in _edits_in_order(delta):
+            names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
+            change = _affine_change(edit)
+            if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
             elif not reasons and not isinstance(change, str):
-                old = {leaf: values.get(name, original(name).detach()) for leaf, name in names.items() if name}
-                values |= {names[leaf]: tensor for leaf, tensor in _folded(edit, change, old).items()}
+                old = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
+                values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, old).items()}
     if reasons:
         raise error_from_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     return values
 
 
-def _from_the_weight(delta: Delta) -> list[Edit]:
+def _edits_in_order(delta: Delta) -> list[Edit]:
     """The edits in the order in which they meet a weight: those of its output as they run, then those of its input,
     which every other edit of it reads, the last one first."""
     of_input = [e for e in delta.all_edits() if e.place.target.side == "input"]
     return [e for e in delta.all_edits() if e.place.target.side != "input"] + of_input[::-1]
 
 
-def _name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
+def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
     """The name under which the model holds a tensor of the module that an edit is at; "" where it has none."""
-    wanted = f"{edit.place.target.path}.{leaf}"
-    return next((t.name for t in anatomy.tensors if wanted in (t.name, *t.aliases)), "")
+    full_name = f"{edit.place.target.path}.{leaf}"
+    return next((t.name for t in anatomy.tensors if full_name in (t.name, *t.aliases)), "")
 
 
-def _change(edit: Edit) -> Affine | str:
+def _affine_change(edit: Edit) -> Affine | str:
     """(s A, s b) of an edit, or why it has none."""
     tensors = edit.dense()
     change = edit.modification.form.affine(tensors)
@@ -67,7 +67,7 @@ def _change(edit: Edit) -> Affine | str:
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
 
 
-def _obstacle(edit: Edit, change: Affine, bias: str) -> str | None:
+def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
     gain, shift = change
     if gain is not None and edit.place.linear is None:
         return "it spans a whole sub-layer, which is no single weight"
@@ -76,13 +76,13 @@ def _obstacle(edit: Edit, change: Affine, bias: str) -> str | None:
     return None
 
 
-def _folded(edit: Edit, change: Affine, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _fold(edit: Edit, change: Affine, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The new weight and bias of the module that an edit is at."""
     columns, linear = edit.place.target.columns, edit.place.linear
     turned = linear is not None and linear.transposed
-    wide = torch.promote_types(old["weight"].dtype, torch.float32)
-    new = {leaf: (t.t() if turned else t).to(wide).clone() for leaf, t in old.items()}
-    gain, shift = (None if t is None else t.to(device=old["weight"].device, dtype=wide) for t in change)
+    precision = torch.promote_types(old["weight"].dtype, torch.float32)
+    new = {leaf: (t.t() if turned else t).to(precision).clone() for leaf, t in old.items()}
+    gain, shift = (None if t is None else t.to(device=old["weight"].device, dtype=precision) for t in change)
 
     def part(leaf: str) -> torch.Tensor:
         """The rows that the edit changes, as a view (groups, rows, …) where they are a part."""

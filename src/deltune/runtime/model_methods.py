@@ -65,15 +65,15 @@ class ModelMethod:
                 attributes[self.method] = self.before
 
     @contextmanager
-    def _standing(self, name: str | None) -> Iterator[Any]:
+    def _tensors_placed(self, name: str | None) -> Iterator[Any]:
         """The tensors of one delta, or of none, in the model's slots while no pass runs; gives the handle."""
         passes = self.passes
-        with passes.changing(self.method):
+        with passes.exclusive(self.method):
             try:
-                passes.state.stand(name)
+                passes.state.place_tensors(name)
                 yield passes.model._modules[HANDLE]
             finally:
-                passes.settle(passes.assigned())
+                passes.update_model(passes.assignment_of_new_pass())
 
 
 class Refused(ModelMethod):
@@ -101,10 +101,10 @@ class SavePretrained(ModelMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
-        with self._standing(None) as handle:
-            self.passes.state.give(handle.base_labels)
+        with self._tensors_placed(None) as handle:
+            self.passes.state.set_labels(handle._base_labels)
             if bound.arguments.get("state_dict") is not None:
-                bound.arguments["state_dict"] = self.passes.state.at_rest(bound.arguments["state_dict"])
+                bound.arguments["state_dict"] = self.passes.state.with_base_in_place(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
         beside = (
             f" The deltas' tensors are in the file too, under names that begin with '{HANDLE}.', which from_pretrained "
@@ -125,14 +125,14 @@ class LoadStateDict(ModelMethod):
     def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self.path:
             self._refuse_ambiguous()
-        with self._standing(self.passes.state.standing_in(state_dict)):
+        with self._tensors_placed(self.passes.state.placed_delta_in(state_dict)):
             self._check(state_dict, strict)
             return self.original(state_dict, strict=strict, assign=assign)
 
     def _refuse_ambiguous(self) -> None:
         """Error: deltas have values of their own for tensors of this model, which is only a part of the tuned one."""
         state, inside = self.passes.state, set(self.model.modules())
-        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned}
+        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned_tensors}
         if here := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
             raise DeltuneError(
                 f"load_state_dict of {self.path}: delta {owned[here[0]]!r} has values of its own for {here[0]}, and "
@@ -163,7 +163,7 @@ class Generate(ModelMethod):
     """Generates in one long pass, whose rows are the prompts that it is given."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.method != "generate" and self.passes.assignment() is not self.passes.in_use:
+        if self.method != "generate" and self.passes.assignment() is not self.passes.default_assignment:
             raise DeltuneError(
                 f"{self.method} runs its passes in a thread of its own, which rows() and disable() do not reach: use "
                 "generate, or use() one delta for the whole model"
@@ -192,7 +192,7 @@ class Reduce(ModelMethod):
         if self.passes.is_pickled:
             return self.original(protocol)
         twin = self.passes.read(self._with_the_same_tensors, to_copy=True)
-        twin._modules[HANDLE].passes.is_pickled = True
+        twin._modules[HANDLE]._passes.is_pickled = True
         return _itself, (twin,)
 
     def _with_the_same_tensors(self) -> Any:

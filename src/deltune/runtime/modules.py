@@ -31,14 +31,14 @@ class HeadLabels:
     problem_type: str | None = None
 
     @classmethod
-    def of(cls, config: Any) -> HeadLabels:
+    def from_config(cls, config: Any) -> HeadLabels:
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
-    def give(self, model: PreTrainedModel) -> None:
+    def apply_to(self, model: PreTrainedModel) -> None:
         """Give a model these label facts."""
         config = model.config
-        if HeadLabels.of(config) != self:
+        if HeadLabels.from_config(config) != self:
             config.id2label = dict(self.id2label)
             config.label2id = {label: index for index, label in self.id2label}
             config.problem_type = self.problem_type  # type: ignore[assignment]
@@ -46,7 +46,7 @@ class HeadLabels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
 
-Again = Callable[[torch.Tensor], torch.Tensor]
+RerunModule = Callable[[torch.Tensor], torch.Tensor]
 """Runs the module that an edit is at once more, with the tensors that its rows use."""
 
 
@@ -63,16 +63,16 @@ class Edit(nn.Module):
         super().__init__()
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
-        self.gated = isinstance(self.modification.compose, Gate)
+        self.has_gate = isinstance(self.modification.compose, Gate)
         self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
         self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
         source, target = self.place.source, self.place.target
-        self.at_home = source is not None and source.path == target.path and target.side == "output"
-        self.elsewhere = None if source is None or self.at_home else source.path  # where x is noted for it
-        self.composing = tuple(self.modification.compose.shapes(self.place.widths))
+        self.reads_own_input = source is not None and source.path == target.path and target.side == "output"
+        self.source_path = None if source is None or self.reads_own_input else source.path  # where x is noted for it
+        self.composition_names = tuple(self.modification.compose.shapes(self.place.widths))
         self.factor = self._factor()
-        self.masked = planned.mask is not None
-        self.plain = self.folded and not self.masked and not self.composing
+        self.is_masked = planned.mask is not None
+        self.is_dense = self.folded and not self.is_masked and not self.composition_names
         self.sparse = nn.ModuleDict()
         shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
         if taken := [name for name in shapes if hasattr(self, name)]:
@@ -85,46 +85,46 @@ class Edit(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
-    def start(self) -> None:
+    def initialize(self) -> None:
         """Initial values of the form's and the composition's tensors."""
         with torch.no_grad():
             own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
-            own.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse()})
-            self.modification.form.start({n: t for n, t in own.items() if n not in self.composing})
-            self.modification.compose.start({n: t for n, t in own.items() if n in self.composing})
-            for name, sparse in self._sparse():
-                sparse.start(own[name])
+            own.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse_parameters()})
+            self.modification.form.start({n: t for n, t in own.items() if n not in self.composition_names})
+            self.modification.compose.start({n: t for n, t in own.items() if n in self.composition_names})
+            for name, sparse in self._sparse_parameters():
+                sparse.initialize(own[name])
 
-    def begin_at(self, name: str, value: torch.Tensor) -> None:
+    def set_initial_value(self, name: str, value: torch.Tensor) -> None:
         """Give one tensor an initial value of its own."""
-        sparse = dict(self._sparse()).get(name)
+        sparse = dict(self._sparse_parameters()).get(name)
         if sparse is not None:
-            sparse.start(value)
+            sparse.initialize(value)
         else:
             with torch.no_grad():
                 self.get_parameter(name).copy_(value)
 
-    def _sparse(self) -> Iterator[tuple[str, SparseParameter]]:
+    def _sparse_parameters(self) -> Iterator[tuple[str, SparseParameter]]:
         for key, sparse in self.sparse.items():
             assert isinstance(sparse, SparseParameter)
             yield key.removeprefix("of_"), sparse  # a ModuleDict has methods of its own called keys and values
 
-    def _own(self, of_form: bool) -> dict[str, torch.Tensor]:
+    def _tensors_of(self, of_form: bool) -> dict[str, torch.Tensor]:
         own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
-        if self.masked:
-            like = next(s.values for _, s in self._sparse())
-            rest = {name: like.new_empty(s.shape) for name, s in self._sparse()}
+        if self.is_masked:
+            like = next(s.values for _, s in self._sparse_parameters())
+            freeze = {name: like.new_empty(s.shape) for name, s in self._sparse_parameters()}
             with torch.no_grad():
-                self.modification.form.rest({n: t for n, t in rest.items() if n not in self.composing})
-                self.modification.compose.start({n: t for n, t in rest.items() if n in self.composing})
-            own |= {name: sparse.on(rest[name]) for name, sparse in self._sparse()}
-        return {n: t for n, t in own.items() if (n not in self.composing) == of_form}
+                self.modification.form.rest({n: t for n, t in freeze.items() if n not in self.composition_names})
+                self.modification.compose.start({n: t for n, t in freeze.items() if n in self.composition_names})
+            own |= {name: sparse.on(freeze[name]) for name, sparse in self._sparse_parameters()}
+        return {n: t for n, t in own.items() if (n not in self.composition_names) == of_form}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The kept tensors of the form, dense, folded from what is trained; to be read only."""
-        if self.plain:
+        if self.is_dense:
             return cast("dict[str, torch.Tensor]", self._parameters)
-        own = self._own(of_form=True)
+        own = self._tensors_of(of_form=True)
         if self.folded:
             return own
         shared: Mapping[str, torch.Tensor] = self.__dict__["shared"]
@@ -132,28 +132,28 @@ class Edit(nn.Module):
 
     def dense(self) -> dict[str, torch.Tensor]:
         """The kept tensors of the form, and the composition's."""
-        return {**self.tensors(), **self._own(of_form=False)}
+        return {**self.tensors(), **self._tensors_of(of_form=False)}
 
-    def kept(self) -> dict[str, torch.Tensor]:
+    def tensors_to_save(self) -> dict[str, torch.Tensor]:
         """What the file holds: dense tensors, or the values and positions of masked ones."""
-        return _kept_sparse(dict(self._sparse())) if self.masked else self.dense()
+        return _sparse_to_save(dict(self._sparse_parameters())) if self.is_masked else self.dense()
 
-    def change(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+    def compose(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """compose(h, Δh), in h's own precision."""
         tied = self.__dict__["tied"] or {}
-        tensors = self._own(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
+        tensors = self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
     def _factor(self) -> float | None:
         """s where it is h + s Δh and s is a number; else None."""
-        found = None if self.composing else self.modification.compose.factor({})
+        found = None if self.composition_names else self.modification.compose.factor({})
         return float(found) if isinstance(found, int | float) else None
 
-    def input(self, inputs: dict[Edit, torch.Tensor], read: torch.Tensor | None) -> torch.Tensor | None:
+    def resolve_input(self, inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None) -> torch.Tensor | None:
         """Its x: what its own module read, or what another one did, which is taken out of the pass's notes."""
-        if self.at_home:
-            return read
-        if self.elsewhere is None:
+        if self.reads_own_input:
+            return module_input
+        if self.source_path is None:
             return None
         if self not in inputs:
             raise DeltuneError(
@@ -165,9 +165,9 @@ class Edit(nn.Module):
     def apply_to(
         self,
         h: torch.Tensor,
-        again: Again,
+        rerun: RerunModule,
         inputs: dict[Edit, torch.Tensor],
-        read: torch.Tensor | None,
+        module_input: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """compose(h, form(u)): u is x (parallel), or h (sequential).
@@ -178,17 +178,17 @@ class Edit(nn.Module):
             read: What that module read.
             out: h itself where it may be overwritten, else None.
         """
-        x = self.input(inputs, read)
+        x = self.resolve_input(inputs, module_input)
         if not self.parallel:
-            u = again(h) if self.place.again else h
+            u = rerun(h) if self.place.again else h
         else:
             assert x is not None
             u = x
         if self.factor is None:
-            return self.change(h, self.form(self.tensors(), u, self.training), x)
+            return self.compose(h, self.form(self.tensors(), u, self.training), x)
         return self.form.onto(h, self.tensors(), u, self.training, self.factor, out)
 
-    def multiplies(self) -> bool:
+    def only_scales(self) -> bool:
         """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
         return not self.parallel and self.form.multiplies is not None and self.factor is not None
 
@@ -208,7 +208,9 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
-        self.flags: dict[str, bool] | None = {}  # which parameters train when it is in use; None while it is
+        self.saved_requires_grad: (
+            dict[str, bool] | None
+        ) = {}  # which parameters train when it is in use; None while it is
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
@@ -227,28 +229,30 @@ class Delta(nn.Module):
         for gates in planned.gated:
             self.gated[gates.key] = HardConcreteGates(gates.tensors, gates.keep, folded)
 
-    def start(self) -> None:
+    def initialize(self) -> None:
         """Initial values of every trained tensor of the edits, drawn from torch's global generator."""
         started: set[int] = set()
         with torch.no_grad():
             for edit in self.all_edits():
-                edit.start()
+                edit.initialize()
                 shared, tied = edit.__dict__["shared"], edit.__dict__["tied"]
                 if shared is not None and id(shared) not in started:
                     started.add(id(shared))
                     edit.modification.form.start(shared)
                 for name, tensor in (tied or {}).items():
-                    tensor.start(edit.modification.compose, name)
+                    tensor.initialize(edit.modification.compose, name)
 
-    def kept(self) -> dict[str, torch.Tensor]:
+    def tensors_to_save(self) -> dict[str, torch.Tensor]:
         """All numbers of the edits by their names in the file: edit., tied. and partly."""
-        found = {f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.kept().items()}
+        found = {
+            f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.tensors_to_save().items()
+        }
         for key, common in self.tied.items():
             found |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
         partly = {key.replace("/", "."): sparse for key, sparse in self.partly.items()}
-        found |= {f"partly.{name}": t for name, t in _kept_sparse(partly).items()}  # type: ignore[arg-type]
+        found |= {f"partly.{name}": t for name, t in _sparse_to_save(partly).items()}  # type: ignore[arg-type]
         for key, gates in self.all_gates():
-            found |= {f"gated.{key}.{leaf}": t for leaf, t in gates.kept().items()}
+            found |= {f"gated.{key}.{leaf}": t for leaf, t in gates.tensors_to_save().items()}
         return found
 
     def all_gates(self) -> Iterator[tuple[str, HardConcreteGates]]:
@@ -264,48 +268,47 @@ class Delta(nn.Module):
     def all_edits(self) -> Iterator[Edit]:
         yield from (edit for _, edit in self.named_edits())
 
-    def masked(self) -> Iterator[tuple[str, SparseParameter | GatedDifference]]:
+    def masked_tensors(self) -> Iterator[tuple[str, SparseParameter | GatedDifference]]:
         """The tensors of the model that are trained in part, by their names there."""
         for key, sparse in self.partly.items():
             assert isinstance(sparse, SparseParameter)
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
-            yield from gates.changes()
+            yield from gates.differences()
 
-    def told(self) -> Delta:
-        """Itself; with a warning where gates were trained and never told how far the training is."""
-        if not all(gates.told for _, gates in self.all_gates()):
+    def warn_if_never_advanced(self) -> None:
+        """Warn if the delta has learned gates and `advance` was never called while they were trained."""
+        if not all(gates.advanced for _, gates in self.all_gates()):
             warnings.warn(
                 f"{self.method!r} was not told of its training's progress, so its gates never closed: call "
                 "tuned.advance(step / steps) before every step",
                 stacklevel=3,
             )
-        return self
 
-    def rest(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let nothing of it train; what did is remembered. It may be repeated after an interruption.
 
         Args:
             parameters: Its parameters by name, wherever they stand.
         """
-        if self.flags is None:
-            self.flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        if self.saved_requires_grad is None:
+            self.saved_requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
         for parameter in parameters.values():
             parameter.requires_grad_(False)
 
-    def wake(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def unfreeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let train what trained before; at first everything but a frozen head that it does not select."""
-        if self.flags is None:
+        if self.saved_requires_grad is None:
             return
         frozen = {
             f"held.{parameter_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected
         }
         for name, parameter in parameters.items():
-            parameter.requires_grad_(self.flags.get(name, name not in frozen))
-        self.flags = None
+            parameter.requires_grad_(self.saved_requires_grad.get(name, name not in frozen))
+        self.saved_requires_grad = None
 
     @property
-    def owned(self) -> tuple[str, ...]:
+    def owned_tensors(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))
 
@@ -329,7 +332,7 @@ def _tied(home: nn.ModuleDict, edit: ResolvedEdit, shapes: Shapes, mask: Mask | 
     return found
 
 
-def _kept_sparse(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Tensor]:
+def _sparse_to_save(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Tensor]:
     """Values and positions of masked tensors that have any."""
     found: dict[str, torch.Tensor] = {}
     for name, sparse in masked.items():

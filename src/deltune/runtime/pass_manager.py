@@ -24,15 +24,15 @@ from .forward_pass import (
     current_pass,
     current_scope,
     innermost_pass,
+    open_scopes_here,
     recomputed_assignment,
     refuse_closed,
     remember_for_backward,
     run_in_pass,
-    scopes_here,
 )
 from .model_state import ModelState
 from .row_assignment import RowAssignment
-from .rows import refuse_at_rest, refuse_late_gradients
+from .rows import refuse_frozen, refuse_late_gradients
 
 
 class AttachedModules:
@@ -40,15 +40,15 @@ class AttachedModules:
 
     def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
-        self.known: list[tuple[str, nn.Module, str, nn.Module]] = []
+        self.entries: list[tuple[str, nn.Module, str, nn.Module]] = []
         for path in inside:
             outer, _, leaf = path.rpartition(".")
-            self.known.append((path, model.get_submodule(outer), leaf, model.get_submodule(path)))
+            self.entries.append((path, model.get_submodule(outer), leaf, model.get_submodule(path)))
 
     def check(self) -> None:
         """Error: one of them is no longer in the model, or its weight is stored in another way."""
         exporting = torch.compiler.is_compiling()  # torch.export puts tensors without numbers in place of all weights
-        for path, parent, leaf, module in self.known:
+        for path, parent, leaf, module in self.entries:
             weight = module._parameters.get("weight")
             plain = weight is None or exporting or is_unquantized(weight)
             if parent._modules.get(leaf) is not module or not plain:
@@ -90,11 +90,11 @@ T = TypeVar("T")
 class Entry(Protocol):
     """A module at which a pass may begin."""
 
-    opens: bool
+    always_begins: bool
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any: ...
+    def call_original(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
+    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
 
 
 class PassManager:
@@ -106,27 +106,29 @@ class PassManager:
         report: How each attention served its prefix in the last pass, by path.
     """
 
-    def __init__(self, model: PreTrainedModel, state: ModelState, lock: PassLock, in_use: RowAssignment) -> None:
-        self.model, self.state, self.in_use = model, state, in_use
-        self.attentions: list[tuple[Any, str | None]] = []
-        self.inside_attention = False
-        self.scopes_of_tasks = 0
+    def __init__(
+        self, model: PreTrainedModel, state: ModelState, lock: PassLock, default_assignment: RowAssignment
+    ) -> None:
+        self.model, self.state, self.default_assignment = model, state, default_assignment
+        self.attention_configs: list[tuple[Any, str | None]] = []
+        self.has_prefixes = False
+        self.scopes_in_event_loops = 0
         self.modules = AttachedModules(model, ())
         self.report: dict[str, str] = {}
-        self._begin_empty(lock)
+        self._reset(lock)
 
-    def _begin_empty(self, lock: PassLock) -> None:
+    def _reset(self, lock: PassLock) -> None:
         self.lock = lock
-        self.traced = ForwardPass(self, self.in_use)  # torch.compile's notes
+        self.compiled_pass = ForwardPass(self, self.default_assignment)  # torch.compile's notes
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.is_pickled = False
-        _EVERY.add(self)
+        _PASS_MANAGERS.add(self)
 
-    def go_on_in_a_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Other threads' passes, locks and scopes are not in the new process."""
         self.lock.reset()
-        self.scopes = weakref.WeakSet(scopes_here().intersection(self.scopes))
-        self.scopes_of_tasks = sum(scope.in_event_loop for scope in self.scopes)
+        self.scopes = weakref.WeakSet(open_scopes_here().intersection(self.scopes))
+        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither a copy nor a pickle is inside of a pass or a scope."""
@@ -135,8 +137,8 @@ class PassManager:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.scopes_of_tasks = 0
-        self._begin_empty(PassLock())
+        self.scopes_in_event_loops = 0
+        self._reset(PassLock())
         self.state.lock = self.lock
 
     # -- what hooks look up
@@ -147,46 +149,46 @@ class PassManager:
             running = current_pass(self)
             if running is not None:
                 return running.assignment
-        return self.assigned()
+        return self.assignment_of_new_pass()
 
-    def assigned(self) -> RowAssignment:
+    def assignment_of_new_pass(self) -> RowAssignment:
         """What a pass that begins here uses."""
         carried = carried_scope(self)
         assignment = None if carried is None else carried.assignment
-        return self.in_use if assignment is None else assignment
+        return self.default_assignment if assignment is None else assignment
 
-    def notes(self) -> ForwardPass:
+    def current_pass(self) -> ForwardPass:
         """Where hooks note something for each other: the pass under way, outside of one nothing that anybody reads."""
         if torch.compiler.is_dynamo_compiling():
-            return self.traced
-        return current_pass(self) or ForwardPass(self, self.in_use)
+            return self.compiled_pass
+        return current_pass(self) or ForwardPass(self, self.default_assignment)
 
     # -- passes
 
     def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, in a forward pass of its own unless one is under way that it belongs to."""
         if torch.compiler.is_dynamo_compiling():
-            if entry.opens:
-                assignment = self.assigned()
+            if entry.always_begins:
+                assignment = self.assignment_of_new_pass()
                 refuse_closed(carried_scope(self))
-                assignment.check_batch(entry.named(args, kwargs))
-                if self.state.standing != assignment.standing:
+                assignment.check_batch(entry.named_arguments(args, kwargs))
+                if self.state.placed_delta != assignment.placed_delta:
                     raise DeltuneError(
                         "a compiled pass cannot wait for others: another thread is inside rows() or disable(), for "
                         "which other tensors stand in the model; run it when that is left, or do not compile"
                     )
-                self.follow_attention()
-            return entry.inner(*args, **kwargs)
+                self.update_prefix_attention()
+            return entry.call_original(*args, **kwargs)
         outer = current_pass(self)
-        if outer is not None and not entry.opens:
-            return entry.inner(*args, **kwargs)
-        this = self._begin(entry.named(args, kwargs) if entry.opens else {})
-        output = self._run_in(this, entry.inner, args, kwargs)
+        if outer is not None and not entry.always_begins:
+            return entry.call_original(*args, **kwargs)
+        forward_pass = self._begin(entry.named_arguments(args, kwargs) if entry.always_begins else {})
+        output = self._run_in(forward_pass, entry.call_original, args, kwargs)
         if outer is None and torch.is_grad_enabled():
-            remember_for_backward(self, this.assignment, output)
+            remember_for_backward(self, forward_pass.assignment, output)
         return output
 
-    def again(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def recompute(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a part of the model under gradient checkpointing.
 
         Args:
@@ -206,7 +208,7 @@ class PassManager:
         Args:
             in_threads: It runs its passes in other threads and waits for them.
         """
-        self.assigned().check_prompts(args, kwargs)
+        self.assignment_of_new_pass().check_prompts(args, kwargs)
         return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
 
     def read(self, reader: Callable[[], T], to_copy: bool = False) -> T:
@@ -226,11 +228,15 @@ class PassManager:
                 return reader()
 
         with self.lock.mutex:
-            if self.lock.taken or current_pass(self) is not None:
+            if self.lock.held_by_change or current_pass(self) is not None:
                 return reader()
-        this = ForwardPass(self, self.in_use, carried_scope(self), innermost_pass())
-        self._admit(this, (lambda: self.in_use) if to_copy else self.assigned, with_labels=to_copy)
-        result: T = self._run_in(this, steadily, (), {})
+        forward_pass = ForwardPass(self, self.default_assignment, carried_scope(self), innermost_pass())
+        self._admit(
+            forward_pass,
+            (lambda: self.default_assignment) if to_copy else self.assignment_of_new_pass,
+            with_labels=to_copy,
+        )
+        result: T = self._run_in(forward_pass, steadily, (), {})
         return result
 
     def _begin(
@@ -244,38 +250,38 @@ class PassManager:
                 whose backward pass is under way, or what is in use here.
             joins: Whether it may come before its turn.
         """
-        carried, outer, around = carried_scope(self), current_pass(self), innermost_pass()
+        carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
-            return ForwardPass(self, outer.assignment, carried, around, outer)
+            return ForwardPass(self, outer.assignment, carried, enclosing, outer)
         fixed = assignment or recomputed_assignment(self)
         if fixed is not None:
-            refuse_at_rest(fixed.uses)
+            refuse_frozen(fixed.groups)
         elif outer is None and carried is None and backward_id() is not None and self.scopes:
             raise DeltuneError(
                 "the model is computed again in a backward pass, in a thread that is not inside of rows() or disable() "
                 "while another one is, and nothing tells which of them its forward pass was in: give your checkpoint a "
                 "function that returns the model's own output, and use_reentrant=False"
             )
-        this = ForwardPass(self, fixed or self.in_use, carried, around)
+        forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing)
 
         def choose() -> RowAssignment:
             if fixed is not None:
                 return fixed
-            chosen = self.assigned()
+            chosen = self.assignment_of_new_pass()
             refuse_closed(carried)  # after it, for the scope may be left at any moment
-            if chosen is not this.assignment:
+            if chosen is not forward_pass.assignment:
                 chosen.check_batch(arguments)
             return chosen
 
-        this.assignment = choose()
-        self.check_premises()
-        self.follow_attention()
-        self._admit(this, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
-        return this
+        forward_pass.assignment = choose()
+        self.check_model()
+        self.update_prefix_attention()
+        self._admit(forward_pass, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
+        return forward_pass
 
     def _admit(
         self,
-        this: ForwardPass,
+        forward_pass: ForwardPass,
         choose: Callable[[], RowAssignment],
         outer: ForwardPass | None = None,
         with_labels: bool = True,
@@ -290,54 +296,54 @@ class PassManager:
         state = self.state
 
         def fits() -> bool:
-            this.assignment = choose()
-            labels = this.assignment.labels
+            forward_pass.assignment = choose()
+            labels = forward_pass.assignment.labels
             same = not with_labels or labels is state.labels or labels == state.labels
-            return same and state.standing == this.assignment.standing
+            return same and state.placed_delta == forward_pass.assignment.placed_delta
 
         def prepare() -> None:
-            state.stand(this.assignment.standing)
-            state.give(this.assignment.labels)
+            state.place_tensors(forward_pass.assignment.placed_delta)
+            state.set_labels(forward_pass.assignment.labels)
 
         if outer is None:
-            self.lock.admit(this, fits, prepare, joins)
+            self.lock.admit(forward_pass, fits, prepare, joins)
         elif not fits():
             with self.lock.mutex:
                 self.lock.refuse_others(outer)
-                this.restore = (state.standing, state.labels)
-                self.lock.lend(this)
+                forward_pass.restore = (state.placed_delta, state.labels)
+                self.lock.set_nested_pass(forward_pass)
                 prepare()
 
     def _run_in(
-        self, this: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward_pass: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call something inside of a pass that has begun, and finish the pass."""
         try:
-            return run_in_pass(this, call, args, kwargs)
+            return run_in_pass(forward_pass, call, args, kwargs)
         finally:
-            self._finish(this)
+            self._finish(forward_pass)
 
-    def _finish(self, this: ForwardPass) -> None:
+    def _finish(self, forward_pass: ForwardPass) -> None:
         try:
-            self._end(this)
+            self._end(forward_pass)
         except BaseException:  # interrupted: a pass that stayed admitted would be waited for
-            self._end(this)
+            self._end(forward_pass)
             raise
 
-    def _end(self, this: ForwardPass) -> None:
+    def _end(self, forward_pass: ForwardPass) -> None:
         with self.lock.mutex:
-            if this.restore is not None:
-                self.state.stand(this.restore[0])
-                self.state.give(this.restore[1])
-                self.lock.lend(None)
-            elif self.lock.release(this):
-                if this.report:
-                    self.report = this.report
+            if forward_pass.restore is not None:
+                self.state.place_tensors(forward_pass.restore[0])
+                self.state.set_labels(forward_pass.restore[1])
+                self.lock.set_nested_pass(None)
+            elif self.lock.release(forward_pass):
+                if forward_pass.report:
+                    self.report = forward_pass.report
                 if self.lock.idle and not self.scopes:
-                    self.state.stand(self.in_use.standing)
-                    self.state.give(self.in_use.labels)
+                    self.state.place_tensors(self.default_assignment.placed_delta)
+                    self.state.set_labels(self.default_assignment.labels)
 
-    def check_premises(self) -> None:
+    def check_model(self) -> None:
         """Check that deltas can act: their modules are in the model, and its weights are not kept elsewhere."""
         self.modules.check()
         if "_hf_hook" in self.model.__dict__:  # accelerate's, at the root of whatever it offloads
@@ -345,24 +351,24 @@ class PassManager:
 
     # -- attention
 
-    def wire_attention(self, inside: bool) -> None:
+    def set_prefix_attention(self, inside: bool) -> None:
         """Let the attention function take prefixes, or no more. inside: whether any delta has one."""
-        self.inside_attention = inside
-        for number, (config, implementation) in enumerate(self.attentions):
+        self.has_prefixes = inside
+        for number, (config, implementation) in enumerate(self.attention_configs):
             now = config._attn_implementation
             if now not in (
                 implementation,
                 prefix_implementation(implementation, check=False),
             ):  # chosen anew since then
-                self.attentions[number] = (config, implementation := now)
+                self.attention_configs[number] = (config, implementation := now)
             config._attn_implementation = prefix_implementation(implementation) if inside else implementation
 
-    def follow_attention(self) -> None:
+    def update_prefix_attention(self) -> None:
         """Follow a change of the attention implementation after attaching, which knows nothing of prefixes."""
-        if self.inside_attention and not all(
-            (c._attn_implementation or "").startswith(PREFIX) for c, _ in self.attentions
+        if self.has_prefixes and not all(
+            (c._attn_implementation or "").startswith(PREFIX) for c, _ in self.attention_configs
         ):
-            self.wire_attention(True)
+            self.set_prefix_attention(True)
 
     # -- scopes and changes
 
@@ -376,31 +382,33 @@ class PassManager:
             assignment = make()  # whatever is wrong is said before anything changes
             self.scopes.add(scope)
             scope.open(assignment)
-            self.settle(assignment)
-            for use in assignment.uses if assignment.rows else ():
-                refuse_late_gradients(use.delta)
+            self.update_model(assignment)
+            for group in assignment.groups if assignment.rows else ():
+                refuse_late_gradients(group.delta)
 
     def leave_scope(self, scope: Scope) -> None:
         with self.lock.mutex:
             self.scopes.discard(scope)
-            self.settle(self.assigned())
+            self.update_model(self.assignment_of_new_pass())
 
-    def own_tensors(self) -> set[str]:
+    def overridden_modules(self) -> set[str]:
         """Paths of the modules that run with tensors of deltas in some scope."""
         assignments = [scope.assignment for scope in list(self.scopes)]
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
-    def settle(self, assignment: RowAssignment) -> None:
+    def update_model(self, assignment: RowAssignment) -> None:
         """Let train what is in use anywhere, and, unless a pass runs, put the tensors of an assignment in place."""
         scopes = [scope.assignment for scope in list(self.scopes)]
-        self.scopes_of_tasks = sum(scope.in_event_loop for scope in list(self.scopes))
+        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in list(self.scopes))
         if self.lock.idle:
-            self.state.stand(assignment.standing)
-            self.state.give(assignment.labels)
-        self.state.train_only(use.delta for a in (self.in_use, *scopes) if a is not None for use in a.uses)
+            self.state.place_tensors(assignment.placed_delta)
+            self.state.set_labels(assignment.labels)
+        self.state.train_only(
+            group.delta for a in (self.default_assignment, *scopes) if a is not None for group in a.groups
+        )
 
     @contextlib.contextmanager
-    def changing(self, what: str) -> Iterator[None]:
+    def exclusive(self, what: str) -> Iterator[None]:
         """Wait until no pass runs, for a change of what the whole model does.
 
         Raises:
@@ -432,12 +440,12 @@ class PassManager:
             )
 
 
-_EVERY: weakref.WeakSet[PassManager] = weakref.WeakSet()
+_PASS_MANAGERS: weakref.WeakSet[PassManager] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for passes in list(_EVERY):
-        passes.go_on_in_a_fork()
+    for passes in list(_PASS_MANAGERS):
+        passes.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -44,16 +44,16 @@ class PositionHook:
         cache = arguments.get("past_key_values")
         seen = int(cache.get_seq_length()) if cache is not None else 0
         if self.table is not None:
-            self.passes.notes().rows_of_batch = tokens.shape[0]
+            self.passes.current_pass().batch_size = tokens.shape[0]
             self.check(self.table, seen + tokens.shape[1], max(shift for _, shift in shifts))
             return None
         positions = arguments.get("position_ids")
         if positions is None:
             positions = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
-        for use, shift in shifts:
-            if use.rows is not None:
+        for group, shift in shifts:
+            if group.rows is not None:
                 positions = positions.expand(tokens.shape[0], -1)
-            positions = use.put(positions, use.pick(positions) + shift)
+            positions = group.replace(positions, group.select(positions) + shift)
         return (), {**arguments, "position_ids": positions}
 
     def looked_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
@@ -63,11 +63,11 @@ class PositionHook:
             return None
         weight = module._parameters["weight"]
         assert weight is not None
-        for use, shift in shifts:
+        for group, shift in shifts:
             moved = forward_with(module, {"weight": weight[shift:]}, *args, **kwargs)
-            if use.rows is not None:  # it may have looked up one row, (n, d) or (1, n, d), for all
-                output = output.expand(self.passes.notes().rows_of_batch, *output.shape[-2:])
-            output = use.put(output, use.pick(moved.expand(output.shape)))
+            if group.rows is not None:  # it may have looked up one row, (n, d) or (1, n, d), for all
+                output = output.expand(self.passes.current_pass().batch_size, *output.shape[-2:])
+            output = group.replace(output, group.select(moved.expand(output.shape)))
         return output
 
     def check(self, table: nn.Module, tokens: int, longest: int) -> None:

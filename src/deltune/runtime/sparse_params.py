@@ -25,7 +25,7 @@ class SparseParameter(nn.Module):
             self.register_buffer("values", torch.empty(0), persistent=False)
         self.register_buffer("index", torch.from_numpy(index))
 
-    def start(self, dense: torch.Tensor) -> None:
+    def initialize(self, dense: torch.Tensor) -> None:
         """Take the initial values from a dense weight; on the meta device there are none."""
         if self.values.is_meta:
             return
@@ -33,13 +33,13 @@ class SparseParameter(nn.Module):
             flat = dense.reshape(-1)
             self.values.copy_(flat[self.index.to(flat.device)])
 
-    def on(self, rest: torch.Tensor) -> torch.Tensor:
+    def on(self, base: torch.Tensor) -> torch.Tensor:
         """`rest` with the values in their places."""
-        return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
+        return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
 
-    def final(self, rest: torch.Tensor) -> torch.Tensor:
+    def final(self, base: torch.Tensor) -> torch.Tensor:
         """The same: nothing of it depends on the mode."""
-        return self.on(rest)
+        return self.on(base)
 
 
 class SharedParameter(nn.Module):
@@ -54,11 +54,11 @@ class SharedParameter(nn.Module):
         else:
             self.dense = nn.Parameter(torch.empty(shape))
 
-    def start(self, compose: Composition, name: str) -> None:
+    def initialize(self, compose: Composition, name: str) -> None:
         dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
         compose.start({name: dense})
         if self.sparse is not None:
-            self.sparse.start(dense)
+            self.sparse.initialize(dense)
 
     def value(self) -> torch.Tensor:
         if self.sparse is None:
@@ -68,11 +68,11 @@ class SharedParameter(nn.Module):
 
 def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """For every parameter, all the places that hold it; a tied tensor has several."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                held.setdefault(id(parameter), []).append((module, leaf))
+                slots.setdefault(id(parameter), []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = id(parameter)
-    return {name: held[key] for name, key in names.items()}
+    return {name: slots[key] for name, key in names.items()}

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from ..errors import DeltuneError
 from ..runtime.attaching import tuned
 from ..runtime.frozen_layers import FrozenLayers
+from ..runtime.handle import base_value
 from ..tasks import token_cache
 from ..tasks.base import InferenceContext, autocast_to
 from ..tasks.encoding import EncodedRows, Row, collate, count_tokens, non_padding_mask
@@ -228,13 +229,13 @@ def _tried(
         return "without an attention_mask nobody can tell tokens from padding"
     try:
         with torch.no_grad(), torch.random.fork_rng(), autocast_to(device, use.precision):
-            expected = logits(lambda: trunk.study(whole))
-            if not trunk.keeps:
+            expected = logits(lambda: trunk.examine(whole))
+            if not trunk.kept_states:
                 return "each of its layers gives something besides its state that is read above"
             model.eval()
             states = trunk.states(whole)
             spoken = any(_of_labels(trunk, name, rows[0]) for name in states)
-            able: tuple[Reads, ...] = ("all",) if trunk.frontier.above or spoken else ("first", "last", "all")
+            able: tuple[Reads, ...] = ("all",) if trunk.boundary.above or spoken else ("first", "last", "all")
             for reads in able:
                 parts = _parts(trunk, rows, whole, reads, states)
                 short = batch([{**_cut(row, reads), "states": part} for row, part in zip(rows, parts, strict=True)])
@@ -279,7 +280,7 @@ def _parts(
 
 def _of_labels(trunk: FrozenLayers, name: str, row: Row) -> bool:
     """Whether the states of an argument are of the labels' tokens: a decoder's that is told them."""
-    return trunk.second(name) and isinstance(row.get("labels"), list)
+    return trunk.is_decoder_argument(name) and isinstance(row.get("labels"), list)
 
 
 def _lengths(row: Row, labels: bool, reads: Reads) -> list[int]:
@@ -324,9 +325,16 @@ def _identity(trunk: FrozenLayers, precision: str) -> str:
     content = hashlib.sha256()
     model, anatomy = trunk.model, trunk.anatomy
     said = {name: value for name, value in model.config.to_dict().items() if name not in LABELS}
-    facts = [VERSION, transformers.__version__, type(model).__name__, precision, sorted(trunk.keeps.items()), said]
+    facts = [
+        VERSION,
+        transformers.__version__,
+        type(model).__name__,
+        precision,
+        sorted(trunk.kept_states.items()),
+        said,
+    ]
     content.update(json.dumps(facts, sort_keys=True, default=str).encode())
     for tensor in anatomy.tensors:
-        if tensor.area not in ("head", "pooler", "vocabulary") and (tensor.layer or 0) < len(trunk.frontier.layers):
-            content.update(tensor.name.encode() + _bytes(tuned(model).original(tensor.name)))
+        if tensor.area not in ("head", "pooler", "vocabulary") and (tensor.layer or 0) < len(trunk.boundary.layers):
+            content.update(tensor.name.encode() + _bytes(base_value(tuned(model), tensor.name)))
     return content.hexdigest()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import set_seed
 
 from ..errors import DeltuneError
-from ..runtime.handle import NAME, Tuned
+from ..runtime.handle import MODULE_NAME, Tuned, remember_base_metadata
 
 Found = TypeVar("Found")
 
@@ -131,9 +131,9 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
     """
     if not is_distributed():
         raise DeltuneError("sharding=fsdp shares a model among processes, here is one: deltune train --launch N")
-    handle.know_base()  # reads the whole base
+    remember_base_metadata(handle)  # reads the whole base
     model = handle.model
-    if uncut := [name for name, parameter in handle.trained() if not parameter.dim()]:
+    if uncut := [name for name, parameter in handle.named_trainable_parameters() if not parameter.dim()]:
         raise DeltuneError(f"sharding=fsdp cannot cut {', '.join(uncut)}, single numbers; give sharding=none")
     apart = {parameter for parameter in model.parameters() if not parameter.dim()}
     mesh = init_device_mesh(device.type, (world_size(),))
@@ -153,11 +153,11 @@ def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
 
     All processes must come here together.
     """
-    own = set(handle.delta().owned)
+    own = set(handle.delta().owned_tensors)
     wanted: dict[nn.Parameter, nn.Parameter] = {
         parameter: nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
         for name, parameter in handle.model.named_parameters()
-        if isinstance(parameter, DTensor) and (name in own or name.startswith(f"{NAME}.deltas."))
+        if isinstance(parameter, DTensor) and (name in own or name.startswith(f"{MODULE_NAME}.deltas."))
     }
     slots = [
         (module, leaf, parameter)

@@ -140,7 +140,7 @@ def _job(
         check_causal(model)
     set_seed(spec.seed)
     tuned = attach(model, spec.method, head=spec.head)
-    if not any(True for _ in tuned.trained()):
+    if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{spec.method!r} with head={spec.head!r} trains nothing")
     trunk = None if spec.trunk_dropout == "on" else FrozenLayers(tuned)
     check_length(model, kind.positions(limits))

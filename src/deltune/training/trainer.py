@@ -44,7 +44,7 @@ class DeltaTrainer(Trainer):
         with torch.random.fork_rng():
             model = self.job.model.train()
             model(**self._prepare_inputs(self._batch([self.job.encoded["train"][0]]))).loss.backward()
-        unused = any(parameter.grad is None for _, parameter in self.job.tuned.trained())
+        unused = any(parameter.grad is None for _, parameter in self.job.tuned.named_trainable_parameters())
         model.zero_grad()
         return unused
 
@@ -127,7 +127,7 @@ class DeltaTrainer(Trainer):
         checkpoints.save_checkpoint(
             self.job.run.checkpoint,
             self.state.global_step,
-            dict(self.job.tuned.trained()),
+            dict(self.job.tuned.named_trainable_parameters()),
             self.optimizer,
             self.lr_scheduler,
             self.job.facts(),
@@ -136,7 +136,7 @@ class DeltaTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with distributed.unsharded(self.job.tuned, write=True):
-            checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.trained()))
+            checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.job.tuned.named_trainable_parameters()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -148,7 +148,7 @@ def turn(model: str, kind: str, method: str | None, rows: int, tokens: int) -> t
     ids = torch.randint(words // 20, words, (rows, tokens))
     batch = {"input_ids": ids, "attention_mask": torch.ones(rows, tokens, dtype=torch.long)}
     targets = torch.randint(0, 2, (rows,)) if kind == "classification" else ids
-    trained = [] if tuned is None else list(tuned.parameters())
+    trained = [] if tuned is None else list(tuned.trainable_parameters())
     return TimedModel(made, batch, targets, trained), 0.0 if tuned is None else tuned.count().percent
 
 
