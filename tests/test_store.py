@@ -211,8 +211,8 @@ def test_what_it_was_tuned_on(saved: Path) -> None:
         (other, "another base model .*the layers of this one"),
         (wider, "another base model .*layers and pooler of this one"),
         (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
-        (_as("base"), "holds a head for BertForSequenceClassification .*BertModel has none"),
-        (_as("masked"), "holds a head for BertForSequenceClassification .*BertForMaskedLM has none"),
+        (_as("base"), "holds a head of BertForSequenceClassification .*BertModel has none"),
+        (_as("masked"), "holds a head of BertForSequenceClassification .*BertForMaskedLM has none"),
     ):
         known = facts(model)
         with pytest.raises(deltune.DeltuneError, match=says):

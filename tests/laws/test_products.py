@@ -362,7 +362,7 @@ def test_a_tensor_that_an_edit_has_no_place_for() -> None:
             return super().shapes(widths) | {"factor": (1,)}
 
     model = build(FAMILIES["bert"], "base")
-    with pytest.raises(deltune.DeltuneError, match="no tensor can be called factor"):
+    with pytest.raises(deltune.DeltuneError, match="a tensor cannot be called factor"):
         deltune.attach(model, Modification("query", Named(2)))
     assert "deltune" not in model._modules
 

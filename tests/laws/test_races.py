@@ -412,11 +412,11 @@ def test_a_thread_that_outlives_its_block() -> None:
         entered.set()
         left.wait(PATIENCE)
         for _ in range(2):
-            with pytest.raises(deltune.DeltuneError, match="has been left meanwhile"):
+            with pytest.raises(deltune.DeltuneError, match="has been left in the meantime"):
                 run(model, inputs)
         with tuned.rows(["d0", "d1"]):
             seen.append(run(model, inputs))
-        with pytest.raises(deltune.DeltuneError, match="has been left meanwhile"):
+        with pytest.raises(deltune.DeltuneError, match="has been left in the meantime"):
             model(**inputs)
         with tuned.disable():
             seen.append(run(model, inputs))
@@ -459,14 +459,14 @@ def test_a_task_that_outlives_its_block() -> None:
             asyncio.get_running_loop().call_soon(callback)
         left.set()
         results = await asyncio.gather(task, later, return_exceptions=True)
-        with pytest.raises(deltune.DeltuneError, match="has been left meanwhile"):
+        with pytest.raises(deltune.DeltuneError, match="has been left in the meantime"):
             kept.run(run, model, inputs)
         run(model, inputs)
         return results
 
     results = asyncio.run(main())
     assert all(isinstance(one, deltune.DeltuneError) for one in results)
-    assert all("has been left meanwhile" in str(one) for one in results)
+    assert all("has been left in the meantime" in str(one) for one in results)
 
 
 def test_a_pass_goes_on_with_what_it_began_with() -> None:
@@ -524,7 +524,7 @@ def test_a_block_that_is_left_while_a_pass_waits() -> None:
         release.set()
     thread.join(PATIENCE)
     hook.remove()
-    assert len(errors) == 1 and "has been left meanwhile" in str(errors[0])
+    assert len(errors) == 1 and "has been left in the meantime" in str(errors[0])
 
 
 def test_a_block_that_was_dropped_leaves_nothing() -> None:

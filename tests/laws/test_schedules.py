@@ -194,7 +194,7 @@ def test_a_nested_pass_does_not_take_tensors_from_others(nested: str) -> None:
             come(leave)
         elif not refused:
             refused.append(None)
-            with WAYS[nested](tuned), pytest.raises(deltune.DeltuneError, match="a pass inside of another one needs"):
+            with WAYS[nested](tuned), pytest.raises(deltune.DeltuneError, match="inside another one needs"):
                 run(model, inputs)
 
     with another_thread() as start, called(model.bert.encoder.layer[0], step):
@@ -405,7 +405,7 @@ def test_a_compiled_pass_beside_a_scope(whole: bool) -> None:
     for way in SCOPES:
         with held_elsewhere(lambda way=way: WAYS[way](tuned)):
             if whole:
-                with pytest.raises(RuntimeError, match="a compiled pass cannot wait for others"):
+                with pytest.raises(RuntimeError, match="a compiled forward pass cannot wait"):
                     run(compiled, inputs)
             else:
                 assert equal(run(compiled, inputs), expected)

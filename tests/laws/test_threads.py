@@ -253,7 +253,7 @@ def test_what_cannot_wait_is_an_error() -> None:
         tuned.use("d2")
 
     hook = model.bert.encoder.register_forward_pre_hook(inside)
-    with pytest.raises(deltune.DeltuneError, match="use inside a forward pass"):
+    with pytest.raises(deltune.DeltuneError, match="use cannot be called inside a forward pass"):
         model(**batch(model))
     hook.remove()
     assert tuned.active == "d3"

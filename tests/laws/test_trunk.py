@@ -92,7 +92,7 @@ def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method:
         value[padding] = 0  # as on the disk, where it is not kept
         assert value.shape[2] == len(trunk.kept_states[name.removeprefix("trunk_")]), "what is read, and no more"
     ran: list[str] = []
-    for station in trunk.stations:
+    for station in trunk.layer_hooks:
         if station.skipped:
             for inner in station.module.modules():
                 if not list(inner.children()) and list(inner.parameters()):
@@ -127,7 +127,7 @@ def test_the_trunk_has_no_dropout_and_what_is_above_has(name: str) -> None:
     trunk = FrozenLayers(tuned)
     inputs = batch(model)
     seen: list[tuple[str, bool]] = []
-    half = {id(station.module) for station in trunk.stations}
+    half = {id(station.module) for station in trunk.layer_hooks}
     for layer in tuned.anatomy.layers:
         module = model.get_submodule(layer.path)
         module.register_forward_pre_hook(lambda m, *_: seen.append(("below" if id(m) in half else "above", m.training)))

@@ -10,9 +10,9 @@ from deltune.methods.registry import TABLE
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
-    "_version", "errors", "compat", "notebook", "filesystem", "tensor_files", "anatomy", "methods", "interop", "runtime", "models",
-    "data", "metrics", "tasks", "training", "studies.engine", "studies.claims", "studies.report", "studies", "cli",
-    "__main__",
+    "_version", "errors", "compat", "notebook", "filesystem", "tensor_files", "anatomy", "methods", "interop",
+    "runtime", "models", "data", "metrics", "tasks", "training", "studies.engine", "studies.claims", "studies.report",
+    "studies", "cli", "__main__",
 )  # fmt: skip
 """From the bottom up; a package imports only from those before it. CONTRIBUTING.md has the same table."""
 

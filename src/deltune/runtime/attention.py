@@ -1,8 +1,9 @@
-"""The one attention function: a model's own attention with trained keys and values before its own (UV eq. 5).
+"""Attention with prefixes: trained keys and values before the model's own (UV eq. 5).
 
-Registered once for each implementation it extends; a module without a prefix in use runs the original untouched. A
-prefix is no cache entry: it joins after the cache was read, so positions, cache lengths and beams do not see it. It is
-joined to the model's keys (eq. 5), or, where that is faster, attended to apart and merged (eq. 7): the same function.
+There is one attention function for each implementation that it extends, registered with transformers; a module without
+a prefix in use runs the original. A prefix is no part of the cache: it is added after the cache was read, so positions,
+cache lengths and beams are not affected. It is concatenated with the model's keys (eq. 5), or, where that is faster,
+attended to separately and merged (eq. 7), which is the same function.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .rows import DeltaRows, stack_by_row
 PREFIX = "deltune_"
 
 HOOK_ATTRIBUTE = "_deltune_port"
-"""Where an attention module keeps its port: in __dict__, so that it is no sub-module and deepcopy carries it over."""
+"""Where an attention module keeps its AttentionHook: in __dict__, so that it is no sub-module, and copies have it."""
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -43,13 +44,21 @@ _thread = _ThreadChoice()
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
-    """Choose how this thread attends to prefixes inside the block; the result is the same to rounding.
+    """Choose how attention to prefixes is computed inside a `with` block, in this thread. Results differ by rounding
+    only.
+
+    `prefix_report` says how it was computed.
 
     Args:
-        how: "joined": prefixes are joined to the model's keys. "merged": they are attended to apart and merged (a
-            warning says where that cannot be). "auto", the default: whichever was measured to be faster.
+        how: "joined" concatenates prefixes with the model's keys. "merged" attends to them separately and merges the
+            results, with a warning where that is not possible. "auto", which holds outside of any block, takes
+            whichever was measured to be faster.
 
-    `prefix_report` says what was done.
+    Returns:
+        A context manager.
+
+    Raises:
+        DeltuneError: `how` is none of the three.
     """
     if how not in ("auto", "joined", "merged"):
         raise DeltuneError(unknown_name("prefix attention", how, ("auto", "joined", "merged")))
@@ -61,7 +70,17 @@ def prefix_attention(how: How) -> Iterator[None]:
 
 
 def prefix_report(model: torch.nn.Module) -> dict[str, str]:
-    """Path of each attention -> how its prefix was served in its last pass: "merged", or "joined: " and why."""
+    """Report how attention to prefixes was computed in the last forward pass.
+
+    Args:
+        model: A model with attached deltas.
+
+    Returns:
+        For the path of each attention with a prefix: "merged", or "joined: " and the reason.
+
+    Raises:
+        DeltuneError: `model` is no model.
+    """
     if not isinstance(model, torch.nn.Module):
         raise DeltuneError(f"prefix_report takes a model, not {excerpt(model)}")
     hooks = (module.__dict__.get(HOOK_ATTRIBUTE) for module in model.modules())
@@ -77,7 +96,7 @@ times as long at any length (12 heads of 32 and 64, 16 prefix keys)."""
 
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The family's own eager attention, which transformers keeps beside each attention module's class."""
+    """The eager attention of a model family, which transformers defines in the module of the attention class."""
     tensors: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if tensors is None:
         raise DeltuneError(f"{type(module).__name__} has no eager attention; load the model with sdpa attention")
@@ -85,7 +104,12 @@ def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Te
 
 
 def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunction:
-    """`original` with prefixes. additive: it adds its masks to the scores (eager) instead of reading truth values."""
+    """Return an attention function with prefixes.
+
+    Args:
+        original: The function that it extends.
+        additive: Whether that adds masks to the scores (eager), instead of taking boolean masks.
+    """
 
     def attention(
         module: torch.nn.Module,
@@ -114,14 +138,14 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
                 delta = edit.modification.form.per_head(edit.tensors(), group.select(query), scaling)
                 x = edit.resolve_input(hook.inputs(), None)
                 output = group.replace(output, edit.compose(group.select(output), delta, x))
-        # the caller's picture has a column a token; the mass on the prefix is what is missing to one
+        # callers expect a column for each token; what a row lacks to 1 is the weight on the prefix
         return output, weights[..., length:] if weights is not None and length else weights
 
     return attention
 
 
 class Call(NamedTuple):
-    """What an attention function is called with."""
+    """The arguments of an attention function."""
 
     module: torch.nn.Module
     query: torch.Tensor
@@ -132,14 +156,14 @@ class Call(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether the causal order is left to the kernel, as transformers decides it."""
+        """Whether the kernel applies the causal mask itself, as transformers decides it."""
         is_causal = self.options.get("is_causal")
         causal: bool = getattr(self.module, "is_causal", True) if is_causal is None else is_causal
         return self.mask is None and self.query.shape[2] > 1 and causal
 
 
 class PrefixRows(NamedTuple):
-    """The prefix of every row: keys and values (B, N_kv, l, d), and which are there, (B, l) or None for all."""
+    """The prefix of every row: keys and values (B, N_kv, l, d), and which are no padding, (B, l), or None for all."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -147,7 +171,7 @@ class PrefixRows(NamedTuple):
 
 
 def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], like: torch.Tensor) -> PrefixRows:
-    """In the precision of the model's keys; those of one use one after the other."""
+    """The prefix of every row in the dtype of the model's keys; several prefixes of a group are concatenated."""
     groups = list(dict.fromkeys(group for group, _ in prefixes))
     rows, present = [], None
     for name in ("keys", "values"):
@@ -166,7 +190,7 @@ def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], l
 def _attend_with_prefix(
     prefix: PrefixRows, call: Call, original: AttentionFunction, additive: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """Output (B, n, N_h, d_v) and weights with the prefix, and how it was served."""
+    """Return the output (B, n, N_h, d_v), the attention weights, and how the prefix was computed."""
     why = (
         "asked"
         if _thread.how == "joined"
@@ -183,7 +207,9 @@ def _attend_with_prefix(
             return output.transpose(1, 2).contiguous(), None, "merged"
         why = why or f"no fused kernel gives log-sum-exps of these {call.query.dtype} tensors"
         if _thread.how == "merged":
-            warnings.warn(f"prefix attention is joined where merged was asked for: {why}", stacklevel=2)
+            warnings.warn(
+                f"prefix_attention('merged') is not possible here, so the prefix is joined: {why}", stacklevel=2
+            )
     mask, options = _extended_mask(prefix, call), call.options
     if additive and mask is not None and mask.dtype == torch.bool:
         mask = finite_mask(mask, call.query.dtype)
@@ -194,7 +220,7 @@ def _attend_with_prefix(
 
 
 def _merging_is_faster(call: Call) -> bool:
-    """Whether merging takes less time than joining, by `LONG`; elsewhere than on a CPU nothing was measured."""
+    """Whether merging is faster than joining, by `MERGE_ABOVE`; it was measured on CPUs only."""
     if call.query.device.type != "cpu":
         return False
     rows, _, keys, _ = call.key.shape
@@ -202,7 +228,7 @@ def _merging_is_faster(call: Call) -> bool:
 
 
 def _reason_to_join(call: Call) -> str | None:
-    """Why a prefix cannot be attended to apart, or None."""
+    """Why a prefix cannot be attended to separately, or None."""
     if dropout := call.options.get("dropout"):
         return f"attention dropout of {dropout}, with which the fused kernel gives no log-sum-exp"
     if call.options.get("position_bias") is not None:
@@ -219,7 +245,7 @@ def _reason_to_join(call: Call) -> str | None:
 
 
 def _blocks(prefix: PrefixRows, call: Call) -> tuple[Block, Block]:
-    """The model's own keys and the prefix."""
+    """The model's own keys and the prefix, as blocks."""
     mask, present = call.mask, prefix.present
     if mask is not None:
         limit = torch.finfo(call.query.dtype).min
@@ -229,8 +255,10 @@ def _blocks(prefix: PrefixRows, call: Call) -> tuple[Block, Block]:
 
 
 def _extended_mask(prefix: PrefixRows, call: Call) -> torch.Tensor | None:
-    """The mask with columns before it that every query sees, or those of its row that are there. A causal order left
-    to the kernel is written out: the kernel would align it to the first key, which is the prefix's."""
+    """The mask with columns for the prefix before it, which every query sees, except for padding.
+
+    A causal mask that is left to the kernel is written out, since the kernel would align it to the prefix's first key.
+    """
     mask, present, query, key = call.mask, prefix.present, call.query, call.key
     if mask is None:
         if not call.causal and (present is None or bool(present.all())):
@@ -255,17 +283,17 @@ for _name, (_function, _own_mask) in _EXTENDED.items():
 
 
 def prefix_implementation(name: str | None, check: bool = True) -> str:
-    """The name under which an implementation is registered with prefixes.
+    """Return the name under which an attention implementation is registered with prefixes.
 
     Raises:
-        DeltuneError: with `check`, an implementation that cannot take them.
+        DeltuneError: `check` is set, and there is no such implementation.
     """
     if name is not None and name.startswith(PREFIX):
         return name
     plain = name or "eager"
     if check and plain not in _EXTENDED:
         raise DeltuneError(
-            f"a prefix cannot join attention {plain!r}; load the model with attn_implementation= one of "
+            f"attention {plain!r} does not support prefixes; load the model with attn_implementation= one of "
             f"{', '.join(sorted(_EXTENDED))}"
         )
     return PREFIX + plain

@@ -1,4 +1,4 @@
-"""Which taps a model's deltas need, and where."""
+"""The hooks through which edits act on a model, and which of them a set of deltas needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .tensor_overrides import ForwardOverride, runs_class_forward
 
 
 class CheckpointFunction:
-    """Stands as the checkpoint function of a module, so that what is computed again uses what it used before."""
+    """Replaces a module's gradient checkpointing function, so that recomputed layers use the same deltas as before."""
 
     of_live_model = True
 
@@ -49,12 +49,14 @@ class CheckpointFunction:
 
 
 class ForwardEntry:
-    """Surrounds the call of a module at which a forward pass may begin.
+    """Wraps the call of a module at which a forward pass may begin.
 
     Args:
-        opens: A pass of its own begins at every call (the model, and the entry of each stack), so that a model that is
-            called inside of its own pass notes nothing for the outer one. Else only where no pass is under way, as
-            when a layer is computed again for its gradients.
+        passes: The pass manager of the model.
+        path: The module's path.
+        always_begins: Whether every call begins a pass of its own (the model, and the entry of each stack), so that a
+            model that is called inside its own pass keeps nothing for the outer one. Otherwise a call begins one only
+            if none is running, as when a layer is recomputed for its gradients.
     """
 
     def __init__(self, passes: PassManager, path: str, always_begins: bool) -> None:
@@ -68,7 +70,7 @@ class ForwardEntry:
         set_call_override(self.module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = get_checkpoint_function(self.module)  # it may be enabled at any time
+        checkpoint = get_checkpoint_function(self.module)  # checkpointing may be enabled at any time
         if (
             checkpoint is not None
             and not isinstance(checkpoint, CheckpointFunction)
@@ -78,11 +80,11 @@ class ForwardEntry:
         return self.passes.run(self, args, kwargs)
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """The call that this one surrounds."""
+        """Call the module as it was called before."""
         return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name."""
+        """Return the arguments of a call by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def remove(self) -> None:
@@ -92,7 +94,7 @@ class ForwardEntry:
 
 
 class InputHook:
-    """The edits that read or write what a module is given."""
+    """Applies the edits that read or change the input of a module."""
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path = passes, path
@@ -102,18 +104,18 @@ class InputHook:
         self.module.register_forward_pre_hook(self.before, with_kwargs=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
+        """Change the module's input, then keep it for the edits that read it: x is what the module really reads."""
         assignment = self.passes.assignment()
         readers, writes = assignment.inputs.get(self.path, ()), assignment.writes.get((self.path, "input"))
         if not readers and writes is None:
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        notes = self.passes.current_pass()
+        this_pass = self.passes.current_pass()
         if writes is not None:
-            h = writes.apply(h, module, notes.inputs)
+            h = writes.apply(h, module, this_pass.inputs)
         for edit, group in readers:
-            notes.inputs[edit] = group.select(h)
+            this_pass.inputs[edit] = group.select(h)
         if writes is None:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
@@ -144,7 +146,7 @@ class OutputHook:
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
-        """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
+        """Whether the output may be overwritten: no other hook or wrapper has it, and autograd does not need it."""
         if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
             return False
         if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
@@ -156,7 +158,7 @@ class OutputHook:
 
 
 class AttentionHook:
-    """Leads from an attention module, which the attention function is called with, to the edits inside it."""
+    """Gives the attention function, which is called with an attention module, the edits inside that module."""
 
     of_live_model = True
 
@@ -172,16 +174,16 @@ class AttentionHook:
     def inputs(self) -> dict[Edit, torch.Tensor]:
         return self.passes.current_pass().inputs
 
-    def report(self, served: str) -> None:
-        """Say how this pass attended to a prefix."""
-        self.passes.current_pass().report[self.path] = served
+    def report(self, how: str) -> None:
+        """Record how this pass computed attention to a prefix."""
+        self.passes.current_pass().report[self.path] = how
 
     def remove(self) -> None:
         self.module.__dict__.pop(HOOK_ATTRIBUTE, None)
 
 
 class HiddenStatesHook:
-    """The edits that read all hidden states of a stack and change the last, at the module around its layers."""
+    """Applies the edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path = passes, path
@@ -201,13 +203,13 @@ class HiddenStatesHook:
             self.passes.current_pass().states[self.path] = []
 
     def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A layer's input is the state before it; outside the container's own call (recomputation) nothing is kept."""
+        """Keep a layer's input, the state before it; nothing is kept outside the container's call, in recomputation."""
         states = self.passes.current_pass().states.get(self.path)
         if states is not None:
             states.append(args[0] if args else next(iter(kwargs.values())))
 
     def close(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The container's first output is the last state."""
+        """Apply the edits to the last state, which is the container's first output."""
         states = self.passes.current_pass().states.pop(self.path, None)
         if not states:
             return None
@@ -226,7 +228,7 @@ class HiddenStatesHook:
 
 
 def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
-    """The output with one tensor in place of another wherever it stands: alone, in a tuple, among the hidden states."""
+    """Return the output with a tensor replaced everywhere: alone, in a tuple, among the hidden states."""
     if output is before:
         return after
     if isinstance(output, tuple | list):
@@ -238,7 +240,7 @@ def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> An
 
 
 class Hook(Protocol):
-    """What stands in a model while deltas are attached; `remove` is right wherever `install` was interrupted."""
+    """What is installed in a model while deltas are attached. `remove` also undoes an interrupted `install`."""
 
     def install(self) -> None: ...
 
@@ -249,13 +251,13 @@ HOOK_CLASSES: dict[str, Any] = {
     "input": InputHook, "output": OutputHook, "attention": AttentionHook, "states": HiddenStatesHook,
     "tokens": PromptHook,
 }  # fmt: skip
-"""What serves a side of a place."""
+"""The hook for each side of a module that a place may be at."""
 
 
 def required_hooks(
     passes: PassManager, anatomy: Anatomy, deltas: Iterable[Delta]
 ) -> dict[tuple[str, str], Callable[[], Hook]]:
-    """What must stand where: by path and what it serves there, how it is made."""
+    """Return what must be installed for some deltas: a function that makes the hook, by path and kind of the hook."""
     needed: dict[tuple[str, str], Callable[[], Hook]] = {}
     entries = {path: False for layer in anatomy.layers for path in [layer.path]}
     entries |= {stack.container: False for stack in anatomy.stacks}
@@ -278,17 +280,17 @@ def required_hooks(
         (path, "pass"): partial(ForwardEntry, passes, path, always_begins) for path, always_begins in entries.items()
     }
     for path, module in base_modules(passes.model):
-        if isinstance(module, PreTrainedModel):  # also one inside the model, such as its encoder
+        if isinstance(module, PreTrainedModel):  # also a model inside the model, such as its encoder
             kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
             needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
     needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
     return needed
 
 
-def _common_parent(one: str, other: str) -> str:
-    """The innermost module that holds both."""
+def _common_parent(first: str, second: str) -> str:
+    """The path of the innermost module that contains both."""
     shared = []
-    for name, same in zip(one.split("."), other.split("."), strict=False):
+    for name, same in zip(first.split("."), second.split("."), strict=False):
         if name != same:
             break
         shared.append(name)
@@ -296,12 +298,12 @@ def _common_parent(one: str, other: str) -> str:
 
 
 def unreached_edits(trace: Trace, delta: Delta) -> list[str]:
-    """The places of a delta that a pass does not reach, by name."""
+    """Return the names of the places of a delta that a forward pass does not reach."""
     return [edit.place.name for edit in delta.all_edits() if not _reached(trace, edit)]
 
 
 def _reached(trace: Trace, edit: Edit) -> bool:
-    """Whether the module that an edit is at runs, and after the one that it reads, if that is another."""
+    """Whether an edit's module runs, and after the module whose input it reads, if that is another."""
     target = edit.place.target
     if target.side == "attention":
         ran = target.path in trace.attended

@@ -1,4 +1,4 @@
-"""The forward passes of one tuned model: what each of them uses, and who may run beside whom."""
+"""`PassManager`: starts and ends the forward passes of a tuned model, with the tensors that each of them needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .rows import refuse_frozen, refuse_late_gradients
 
 
 class AttachedModules:
-    """The modules that deltas act at, each by its parent and its name there, with all that they are inside of."""
+    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
 
     def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
@@ -46,49 +46,61 @@ class AttachedModules:
             self.entries.append((path, model.get_submodule(outer), leaf, model.get_submodule(path)))
 
     def check(self) -> None:
-        """Error: one of them is no longer in the model, or its weight is stored in another way."""
-        exporting = torch.compiler.is_compiling()  # torch.export puts tensors without numbers in place of all weights
+        """Check that all of them are still in the model, with plain weights.
+
+        Raises:
+            DeltuneError: A module was replaced, or its weight was quantised.
+        """
+        exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
         for path, parent, leaf, module in self.entries:
             weight = module._parameters.get("weight")
-            plain = weight is None or exporting or is_unquantized(weight)
-            if parent._modules.get(leaf) is not module or not plain:
+            is_plain = weight is None or exporting or is_unquantized(weight)
+            if parent._modules.get(leaf) is not module or not is_plain:
                 raise DeltuneError(
-                    f"{path} was replaced or quantised after deltas were attached that act there (quantising, resizing "
-                    "and other libraries' adapters do that): detach, change the model, and attach or load again; to "
+                    f"{path} was replaced or quantised after deltas were attached to it (quantising, resizing and "
+                    "other libraries' adapters do that): detach, change the model, and attach or load again; to "
                     "quantise a tuned model, merge() first"
                 )
 
 
 def check_not_offloaded(model: nn.Module) -> None:
-    """Error: accelerate keeps weights of the model elsewhere and brings them only for a module's own call."""
+    """Check that no weights of the model are offloaded by accelerate.
+
+    Raises:
+        DeltuneError: Some are: accelerate loads them only for their module's own call.
+    """
     for path, module in model.named_modules():
         if _offloads(module.__dict__.get("_hf_hook")):
             raise DeltuneError(
                 f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
-                "with cpu or disk), where deltas cannot reach them: take that off with accelerate.hooks."
-                "remove_hook_from_submodules(model), or load the model on devices that hold it"
+                "with cpu or disk), where deltas cannot reach them: call accelerate.hooks."
+                "remove_hook_from_submodules(model), or load the model on devices that can hold it"
             )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
-    """Error: the model was made inside of torch.inference_mode(), so that nothing trains through its weights."""
+    """Check that the model was not made inside torch.inference_mode().
+
+    Raises:
+        DeltuneError: It was, so torch cannot compute gradients through its weights.
+    """
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise DeltuneError(
-            f"the weights of this {type(model).__name__} were made inside of torch.inference_mode(), and torch cannot "
-            "train through such tensors: make or load the model outside of it (attaching, loading a delta and running "
-            "the model inside of it are fine)"
+            f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
+            "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
+            "running the model inside of it work)"
         )
 
 
 def _offloads(hook: Any) -> bool:
-    return bool(getattr(hook, "offload", False)) or any(_offloads(one) for one in getattr(hook, "hooks", ()))
+    return bool(getattr(hook, "offload", False)) or any(_offloads(inner) for inner in getattr(hook, "hooks", ()))
 
 
 T = TypeVar("T")
 
 
 class Entry(Protocol):
-    """A module at which a pass may begin."""
+    """The wrapped call of a module at which a forward pass may begin."""
 
     always_begins: bool
 
@@ -98,12 +110,12 @@ class Entry(Protocol):
 
 
 class PassManager:
-    """What hooks look up: which delta each row uses, and the notes of the pass under way.
+    """The forward passes of one tuned model. Hooks ask it which delta each row uses.
 
     Attributes:
-        in_use: What passes outside of `rows()` and `disable()` use.
-        is_pickled: The model is a copy that was made to be pickled, so that it is pickled as it is.
-        report: How each attention served its prefix in the last pass, by path.
+        default_assignment: What passes outside `rows()` and `disable()` use.
+        is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
+        report: How each attention computed its prefix in the last pass, by path.
     """
 
     def __init__(
@@ -119,21 +131,21 @@ class PassManager:
 
     def _reset(self, lock: PassLock) -> None:
         self.lock = lock
-        self.compiled_pass = ForwardPass(self, self.default_assignment)  # torch.compile's notes
+        self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.is_pickled = False
         _PASS_MANAGERS.add(self)
 
     def reset_after_fork(self) -> None:
-        """Other threads' passes, locks and scopes are not in the new process."""
+        """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
         self.lock.reset()
         self.scopes = weakref.WeakSet(open_scopes_here().intersection(self.scopes))
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Neither a copy nor a pickle is inside of a pass or a scope."""
-        own = ("lock", "traced", "scopes", "is_pickled")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
+        excluded = ("lock", "traced", "scopes", "is_pickled")
+        return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -144,7 +156,7 @@ class PassManager:
     # -- what hooks look up
 
     def assignment(self) -> RowAssignment:
-        """What is in use in the pass under way, or here outside of one."""
+        """Return the assignment of the running pass, or outside of one that of a pass which would begin here."""
         if not torch.compiler.is_dynamo_compiling():
             running = current_pass(self)
             if running is not None:
@@ -152,13 +164,13 @@ class PassManager:
         return self.assignment_of_new_pass()
 
     def assignment_of_new_pass(self) -> RowAssignment:
-        """What a pass that begins here uses."""
+        """Return the assignment that a pass uses which begins in this thread or task now."""
         carried = carried_scope(self)
         assignment = None if carried is None else carried.assignment
         return self.default_assignment if assignment is None else assignment
 
     def current_pass(self) -> ForwardPass:
-        """Where hooks note something for each other: the pass under way, outside of one nothing that anybody reads."""
+        """Return the running pass, where hooks keep data for each other; outside of one, an object that is dropped."""
         if torch.compiler.is_dynamo_compiling():
             return self.compiled_pass
         return current_pass(self) or ForwardPass(self, self.default_assignment)
@@ -166,7 +178,7 @@ class PassManager:
     # -- passes
 
     def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, in a forward pass of its own unless one is under way that it belongs to."""
+        """Call a module in a forward pass of its own, unless it is a part of a running one."""
         if torch.compiler.is_dynamo_compiling():
             if entry.always_begins:
                 assignment = self.assignment_of_new_pass()
@@ -174,8 +186,8 @@ class PassManager:
                 assignment.check_batch(entry.named_arguments(args, kwargs))
                 if self.state.placed_delta != assignment.placed_delta:
                     raise DeltuneError(
-                        "a compiled pass cannot wait for others: another thread is inside rows() or disable(), for "
-                        "which other tensors stand in the model; run it when that is left, or do not compile"
+                        "a compiled forward pass cannot wait for other threads, and another thread is inside rows() or "
+                        "disable(), which needs other tensors in the model: run it after that, or do not compile"
                     )
                 self.update_prefix_attention()
             return entry.call_original(*args, **kwargs)
@@ -189,11 +201,15 @@ class PassManager:
         return output
 
     def recompute(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of the model under gradient checkpointing.
+        """Run a part of the model for gradient checkpointing.
+
+        The first time it runs in the forward pass, and later, in the backward pass, in a pass of its own.
 
         Args:
-            assignment: What the pass used that called the checkpoint function. The part is computed in that pass the
-                first time, and in one of its own when it is computed again in the backward pass.
+            assignment: The assignment of the forward pass.
+            function: The part of the model.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
         """
         running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
         if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
@@ -203,27 +219,28 @@ class PassManager:
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
     ) -> Any:
-        """Run `generate` as one long pass: what is in use stays so from its first step to its last.
+        """Run `generate` as one long pass, so that the deltas in use are the same from its first step to its last.
 
         Args:
-            in_threads: It runs its passes in other threads and waits for them.
+            in_threads: Whether it runs its passes in other threads and waits for them.
         """
         self.assignment_of_new_pass().check_prompts(args, kwargs)
         return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
 
     def read(self, reader: Callable[[], T], to_copy: bool = False) -> T:
-        """Run what reads the model as a whole, like a pass: in the slots stand the tensors of what is in use here.
+        """Run a function that reads the whole model, with the tensors of the delta in use here, while no tensor moves.
 
-        No tensor moves meanwhile. Inside of a pass, or of a change, what stands there is read.
+        Inside a pass or a change of the model the tensors are read as they are.
 
         Args:
-            to_copy: What is in use outside of `rows()` and `disable()` is meant, since a copy is not inside of them,
-                and the labels in the model's configuration are read too.
+            reader: The function.
+            to_copy: Whether it makes a copy, which is not inside `rows()` or `disable()`. It then sees the delta in
+                use outside of them, and that delta's labels.
         """
         if torch.compiler.is_dynamo_compiling():
             return reader()
 
-        def steadily() -> T:
+        def read_locked() -> T:
             with self.lock.mutex:
                 return reader()
 
@@ -236,19 +253,19 @@ class PassManager:
             (lambda: self.default_assignment) if to_copy else self.assignment_of_new_pass,
             with_labels=to_copy,
         )
-        result: T = self._run_in(forward_pass, steadily, (), {})
+        result: T = self._run_in(forward_pass, read_locked, (), {})
         return result
 
     def _begin(
         self, arguments: dict[str, Any], assignment: RowAssignment | None = None, joins: bool = True
     ) -> ForwardPass:
-        """Begin a pass once the model holds the tensors that it needs.
+        """Begin a pass as soon as the model holds the tensors that it needs.
 
         Args:
-            arguments: Those of the model's call, by name.
-            assignment: What the pass uses. By default what the pass around it uses, or what the forward pass used
-                whose backward pass is under way, or what is in use here.
-            joins: Whether it may come before its turn.
+            arguments: The arguments of the model's call, by name.
+            assignment: What the pass uses. Default: the assignment of the pass around it, or of the forward pass whose
+                backward pass is running, or what is in use here.
+            joins: Whether it may start before passes that wait longer.
         """
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
@@ -258,8 +275,8 @@ class PassManager:
             refuse_frozen(fixed.groups)
         elif outer is None and carried is None and backward_id() is not None and self.scopes:
             raise DeltuneError(
-                "the model is computed again in a backward pass, in a thread that is not inside of rows() or disable() "
-                "while another one is, and nothing tells which of them its forward pass was in: give your checkpoint a "
+                "a backward pass recomputes the model in a thread that is not inside rows() or disable() while another "
+                "thread is, and deltune cannot tell in which of them its forward pass ran: give your checkpoint a "
                 "function that returns the model's own output, and use_reentrant=False"
             )
         forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing)
@@ -268,7 +285,7 @@ class PassManager:
             if fixed is not None:
                 return fixed
             chosen = self.assignment_of_new_pass()
-            refuse_closed(carried)  # after it, for the scope may be left at any moment
+            refuse_closed(carried)  # checked last, since the scope may be left at any moment
             if chosen is not forward_pass.assignment:
                 chosen.check_batch(arguments)
             return chosen
@@ -287,11 +304,14 @@ class PassManager:
         with_labels: bool = True,
         joins: bool = True,
     ) -> None:
-        """Let the model hold the tensors, and `with_labels` the labels, that a pass needs.
+        """Wait until a pass may run, and put the tensors that it needs into the model.
 
         Args:
-            choose: Gives what the pass uses, which may change while others go before.
-            outer: The pass of the same model that it is inside of.
+            forward_pass: The pass.
+            choose: Returns what the pass uses, which may change while it waits.
+            outer: The pass of the same model that it is a part of.
+            with_labels: Whether it also needs its labels in the model's configuration.
+            joins: Whether it may start before passes that wait longer.
         """
         state = self.state
 
@@ -317,7 +337,7 @@ class PassManager:
     def _run_in(
         self, forward_pass: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call something inside of a pass that has begun, and finish the pass."""
+        """Call a function inside a pass that has begun, then end the pass."""
         try:
             return run_in_pass(forward_pass, call, args, kwargs)
         finally:
@@ -326,7 +346,7 @@ class PassManager:
     def _finish(self, forward_pass: ForwardPass) -> None:
         try:
             self._end(forward_pass)
-        except BaseException:  # interrupted: a pass that stayed admitted would be waited for
+        except BaseException:  # if it was interrupted, others would wait forever for this pass
             self._end(forward_pass)
             raise
 
@@ -344,27 +364,31 @@ class PassManager:
                     self.state.set_labels(self.default_assignment.labels)
 
     def check_model(self) -> None:
-        """Check that deltas can act: their modules are in the model, and its weights are not kept elsewhere."""
+        """Check that the modules deltas act at are in the model, and its weights not offloaded."""
         self.modules.check()
-        if "_hf_hook" in self.model.__dict__:  # accelerate's, at the root of whatever it offloads
+        if "_hf_hook" in self.model.__dict__:  # accelerate puts it on the root of a model that it offloads
             check_not_offloaded(self.model)
 
     # -- attention
 
-    def set_prefix_attention(self, inside: bool) -> None:
-        """Let the attention function take prefixes, or no more. inside: whether any delta has one."""
-        self.has_prefixes = inside
+    def set_prefix_attention(self, enabled: bool) -> None:
+        """Switch the attention functions to the versions with prefixes, or back.
+
+        Args:
+            enabled: Whether any delta acts inside attentions.
+        """
+        self.has_prefixes = enabled
         for number, (config, implementation) in enumerate(self.attention_configs):
             now = config._attn_implementation
             if now not in (
                 implementation,
                 prefix_implementation(implementation, check=False),
-            ):  # chosen anew since then
+            ):  # the user has chosen another one since
                 self.attention_configs[number] = (config, implementation := now)
-            config._attn_implementation = prefix_implementation(implementation) if inside else implementation
+            config._attn_implementation = prefix_implementation(implementation) if enabled else implementation
 
     def update_prefix_attention(self) -> None:
-        """Follow a change of the attention implementation after attaching, which knows nothing of prefixes."""
+        """Apply `set_prefix_attention` again if the user has changed the attention implementation after attaching."""
         if self.has_prefixes and not all(
             (c._attn_implementation or "").startswith(PREFIX) for c, _ in self.attention_configs
         ):
@@ -372,14 +396,16 @@ class PassManager:
 
     # -- scopes and changes
 
-    def enter_scope(self, scope: Scope, make: Callable[[], RowAssignment]) -> None:
-        """Let a scope hold; in the model's slots stand what it needs, if nobody needs anything else right now.
+    def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None:
+        """Begin a scope, and put its tensors into the model if no pass is running.
 
         Args:
-            make: Makes what is in use inside. Nobody attaches or detaches between that and the scope's beginning.
+            scope: The scope.
+            make_assignment: Returns the assignment inside the scope. No delta is attached or detached between this
+                call and the scope's beginning.
         """
         with self.lock.mutex:
-            assignment = make()  # whatever is wrong is said before anything changes
+            assignment = make_assignment()  # raises before anything has changed
             self.scopes.add(scope)
             scope.open(assignment)
             self.update_model(assignment)
@@ -392,12 +418,12 @@ class PassManager:
             self.update_model(self.assignment_of_new_pass())
 
     def overridden_modules(self) -> set[str]:
-        """Paths of the modules that run with tensors of deltas in some scope."""
+        """The paths of the modules that run with tensors of deltas in some scope."""
         assignments = [scope.assignment for scope in list(self.scopes)]
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
     def update_model(self, assignment: RowAssignment) -> None:
-        """Let train what is in use anywhere, and, unless a pass runs, put the tensors of an assignment in place."""
+        """Make all deltas in use trainable, and put the tensors of an assignment in place if no pass runs."""
         scopes = [scope.assignment for scope in list(self.scopes)]
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in list(self.scopes))
         if self.lock.idle:
@@ -408,35 +434,43 @@ class PassManager:
         )
 
     @contextlib.contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:
-        """Wait until no pass runs, for a change of what the whole model does.
+    def exclusive(self, operation: str) -> Iterator[None]:
+        """Wait until no pass runs, and keep passes from starting inside the block, in which the model is changed.
+
+        Args:
+            operation: The name of the change, for error messages.
 
         Raises:
-            DeltuneError: inside of rows(), or inside of a pass of this model, which it would wait for.
+            DeltuneError: The call is inside `rows()`, or inside a pass of this model, for which it would wait forever.
         """
         scope = current_scope(self)
         if scope is not None and scope.assignment is not None and scope.assignment.rows:
-            raise DeltuneError(f"{what} inside rows(): leave it first")
+            raise DeltuneError(f"{operation} cannot be called inside rows(): leave the block first")
         if current_pass(self) is not None:
-            raise DeltuneError(f"{what} inside a forward pass of the same model: wait until it has returned")
+            raise DeltuneError(
+                f"{operation} cannot be called inside a forward pass of the same model: wait until it has returned"
+            )
         if "_hf_hook" in self.model.__dict__:
             check_not_offloaded(self.model)
         with self.lock.alone():
             yield
 
-    def refuse_other_scopes(self, what: str) -> None:
-        """Error where another thread or task is inside of rows() or disable()."""
-        own = current_scope(self)
-        if any(scope is not own for scope in list(self.scopes)):
-            raise DeltuneError(f"{what}: another thread or task is inside rows() or disable(); leave it there first")
-
-    def refuse_in_scopes(self, what: str, names: Sequence[str]) -> None:
-        """Error where a scope of another thread or task uses one of the deltas."""
-        own = current_scope(self)
-        elsewhere = [scope.assignment for scope in list(self.scopes) if scope is not own]
-        if used := [name for name in names if any(a is not None and name in a.rows for a in elsewhere)]:
+    def refuse_other_scopes(self, operation: str) -> None:
+        """Raise an error if another thread or task is inside `rows()` or `disable()`."""
+        this_scope = current_scope(self)
+        if any(scope is not this_scope for scope in list(self.scopes)):
             raise DeltuneError(
-                f"{what}: {', '.join(used)} is used inside rows() by another thread or task; leave it there first"
+                f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
+            )
+
+    def refuse_in_scopes(self, operation: str, names: Sequence[str]) -> None:
+        """Raise an error if a scope of another thread or task uses one of the deltas."""
+        this_scope = current_scope(self)
+        other_assignments = [scope.assignment for scope in list(self.scopes) if scope is not this_scope]
+        if used := [name for name in names if any(a is not None and name in a.rows for a in other_assignments)]:
+            raise DeltuneError(
+                f"{operation}: {', '.join(used)} is used inside rows() by another thread or task, which must leave "
+                "it first"
             )
 
 

@@ -137,12 +137,12 @@ class RowAssignment:
         is_multi_label = isinstance(labels, torch.Tensor) and labels.is_floating_point() and self.unequal_labels
         if labels is not None and (self.no_common_loss or is_multi_label):
             raise DeltuneError(
-                "the rows of this batch have different kinds of labels (classes, numbers, several classes at once), for "
-                "which the model has no common loss: leave labels out, and compute the loss from each row's logits"
+                "the rows of this batch have different kinds of labels (classes, numbers, several classes at once), "
+                "for which the model has no common loss: leave labels out, and compute the loss from each row's logits"
             )
 
     def check_prompts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check the arguments of `generate`, before beams are assignment.
+        """Check the arguments of `generate`, before beams are made.
 
         Raises:
             DeltuneError: The number of prompts is not the number of names.
