@@ -1,4 +1,4 @@
-"""Attention over two blocks of keys without joining them: each block's fused kernel, merged by their log-sum-exps.
+"""Attention over two blocks of keys: a fused kernel runs on each, and their outputs are merged by log-sum-exps.
 
 With out_i (B, N_h, n, d_v) and z_i = log Σ_j exp(s_ij) (B, N_h, n) of a block's scores s_i = q K_iᵀ · scale + mask_i,
 
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 Extra = tuple[torch.Tensor | None, ...]
-"""What a kernel's backward wants of its forward besides out and z."""
+"""What a kernel's backward needs of its forward besides out and z."""
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -39,7 +39,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused attention that gives z. grouped: it takes fewer heads of keys than of queries."""
+    """A fused attention that returns z.
+
+    Attributes:
+        forward: Returns out, z and what backward needs.
+        backward: Returns the gradients of query, key and value.
+        grouped: Whether it accepts fewer heads of keys than of queries.
+    """
 
     forward: Callable[[torch.Tensor, Block, float], tuple[torch.Tensor, torch.Tensor, Extra]]
     backward: Callable[[torch.Tensor, torch.Tensor, Block, torch.Tensor, torch.Tensor, Extra, float], Grads]
@@ -136,7 +142,7 @@ EFFICIENT = Kernel(_efficient, _efficient_backward, grouped=False)
 
 
 def kernel_for(query: torch.Tensor, blocks: tuple[Block, Block]) -> Kernel | None:
-    """The kernel that takes both blocks, or None. On a GPU by what torch says of the tensors (not run on one yet)."""
+    """Return a kernel that accepts both blocks, or None. On a GPU torch decides which one does (not run on one yet)."""
     kinds = {tensor.dtype for block in blocks for tensor in (block.key, block.value)} | {query.dtype}
     widths = {block.value.shape[-1] for block in blocks} | {query.shape[-1]}
     if len(kinds) > 1 or len(widths) > 1 or query.device.type not in ("cpu", "cuda"):
@@ -159,7 +165,7 @@ def _takes(query: torch.Tensor, block: Block, flash: bool) -> bool:
 
 
 def _repeated(block: Block, heads: int) -> Block:
-    """Each head of keys and values once for every query head that it serves."""
+    """Repeat each head of keys and values for every query head that uses it."""
     times = heads // block.key.shape[1]
     if times == 1:
         return block
@@ -182,14 +188,14 @@ def merged_attention(
 
 
 def finite_mask(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An additive mask, with the least finite number for what is not shown: of -inf alone a kernel gives no z."""
+    """Return an additive mask with the least finite number for hidden keys; a kernel returns no z for -inf alone."""
     return torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
 
 
 def _forward(
     query: torch.Tensor, first: Block, second: Block, scale: float, kernel: Kernel, may_see_nothing: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Extra, Extra]:
-    """out and z of the whole, and what the blocks' backwards want."""
+    """Return out and z of both blocks together, and what the backward of each block needs."""
     out_1, z_1, extra_1 = kernel.forward(query, first, scale)
     out_2, z_2, extra_2 = kernel.forward(query, second, scale)
     z = torch.logaddexp(z_1, z_2)

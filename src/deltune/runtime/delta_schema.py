@@ -1,4 +1,4 @@
-"""The tensors that a method keeps on one model, by arithmetic alone: nothing is allocated for a file to be compared."""
+"""The format of delta.json, and checks of a saved delta against a model before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..tensor_files import NUMBERS, POSITIONS, TensorFacts
 FORMAT = 1
 
 LONGEST_NUMBER = 40
-"""Digits of the longest number in a method. Beyond Python's own limit, a number cannot even be printed."""
+"""The number of digits that a number in a method may have. Python cannot print numbers beyond its own limit."""
 
 Text = Annotated[str, Field(max_length=4096)]
 Expression = Annotated[str, Field(max_length=1 << 20)]
@@ -121,13 +121,13 @@ def read_metadata_file(path: Path) -> DeltaMetadata:
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]
-"""Shapes by the names of tensors; None where any shape may be right."""
+"""Shapes by the names of tensors; None where any shape is allowed."""
 
 SPARE_PARTS = 64
 """Parts of a method beyond one for each tensor of its file: terms that overlap, or that this model has no place for."""
 
 SMALL = ("F8_E4M3", "F8_E5M2")
-"""Types that a tensor of the model itself may have besides."""
+"""Additional types that are allowed for tensors of the model itself."""
 
 LEAST_SPAN = 1 << 24
 """Scalars that a masked method may always span; beyond, four times those of the model. A mask is drawn over all of
@@ -136,7 +136,7 @@ them, and they are made in every forward pass, though the file holds a few of th
 
 @dataclass(frozen=True)
 class Drawn:
-    """Scalars of several tensors under one mask. The file holds STEM LEAF.values and .index, `count` of them in all."""
+    """`count` entries of several tensors under one mask. The file has STEM LEAF.values and STEM LEAF.index."""
 
     stem: str
     count: int
@@ -145,21 +145,28 @@ class Drawn:
 
 @dataclass
 class Expected:
-    """The tensors that a file should hold: those of a known shape, and those of which masks draw some scalars."""
+    """The tensors that a file should hold: those of a known shape, and those of which a mask selects some entries."""
 
     shapes: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
 
     @property
     def bounds(self) -> dict[str, int]:
-        """How many scalars each tensor of positions counts through."""
+        """The number of entries of the tensor that each tensor of positions refers to."""
         return {f"{d.stem}{leaf}.index": size for d in self.drawn for leaf, size in d.leaves.items()}
 
 
 def expected_tensors(
     anatomy: Anatomy, planned: ResolvedMethod, owned: tuple[str, ...], head: tuple[str, ...]
 ) -> Expected:
-    """What the file of a plan holds on one model. owned: tensors of the model that the delta has its own values of."""
+    """Return the tensors that the file of a resolved method holds.
+
+    Args:
+        anatomy: The model's anatomy.
+        planned: The resolved method.
+        owned: The names of the model's tensors for which the delta has its own values.
+        head: The names of those that belong to the head, whose shapes may differ.
+    """
     needed = Expected()
     masks = dict(planned.tied)
     for edit in planned.edits:
@@ -226,7 +233,11 @@ def _misfits(shapes: Shapes, facts: Mapping[str, TensorFacts], source: str = "th
 
 
 def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorFacts], where: Path) -> None:
-    """Compare the tensors of a file with those that delta.json describes. Raises DeltuneError where they differ."""
+    """Compare the tensors of a file with those that delta.json describes.
+
+    Raises:
+        DeltuneError: They differ.
+    """
     shapes: Shapes = {name: tuple(shape) for name, shape in described.tensors.items()}
     check_shapes(shapes, facts, where, "is not the file that delta.json describes", "delta.json says")
 
@@ -234,7 +245,11 @@ def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorF
 def check_shapes(
     shapes: Shapes, facts: Mapping[str, TensorFacts], where: Path, title: str = "", source: str = "this model needs"
 ) -> None:
-    """Compare names and shapes alone. Raises DeltuneError where they differ."""
+    """Compare names and shapes only.
+
+    Raises:
+        DeltuneError: They differ.
+    """
     problems = [*_misfits(shapes, facts, source)]
     problems += [f"extra tensor {name[:200]}" for name in facts if name not in shapes]
     if problems:
@@ -242,16 +257,16 @@ def check_shapes(
 
 
 def misfit(where: Path, problems: list[str], title: str = "does not fit this model") -> DeltuneError:
-    """The error of a file whose tensors are not those that are needed, ten of its problems listed."""
+    """Return the error for a file with the wrong tensors, which lists up to ten problems."""
     more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
     return error_from_problems(f"{where} {title}", [*problems[:10], *more])
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
-    """Check that positions under masks rise, each once, within the tensor that they are in.
+    """Check that the positions under masks are sorted, unique and inside their tensors.
 
     Raises:
-        DeltuneError: Positions of some tensor do not.
+        DeltuneError: The positions of some tensor are not.
     """
     problems = []
     for name, size in needed.bounds.items():
@@ -284,7 +299,7 @@ def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
 
 
 def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, where: Path) -> tuple[Method, Method]:
-    """The method of a file as it was written by the user, and with every argument.
+    """Parse the method of a file, as the user wrote it and with every argument.
 
     Args:
         tensors: The number of tensors in the file, which bounds the number of parts that its method can have.
@@ -324,7 +339,7 @@ def _masks(method: Method) -> list[tuple[Any, ...]]:
 
 
 def _check_spans(anatomy: Anatomy, method: Method, where: Path) -> None:
-    """Error where a mask lies over many more scalars than the model has."""
+    """Raise an error if a mask spans far more entries than the model has parameters."""
     limit = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
     for term in method.terms:
         if isinstance(term, MaskedMethod):

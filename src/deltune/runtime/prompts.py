@@ -1,4 +1,4 @@
-"""Prompt vectors around a stack: rows before its input embeddings, and everything that counts tokens made to agree.
+"""Prompt tuning: puts trained rows before a stack's input embeddings, and adapts masks, positions and outputs.
 
 Encoder or decoder alone: the rows' outputs are removed before pooler, head and loss. Encoder of an encoder-decoder: the
 decoder attends to the rows' outputs (Lester et al. 2021), so they stay and its mask grows. With a cache the rows enter
@@ -24,19 +24,19 @@ from .row_assignment import parameter_names, prompt_form
 from .rows import DeltaRows, stack_by_row
 
 Prompts = list[tuple[DeltaRows, list[Edit]]]
-"""The prompts of each use."""
+"""The prompts of each group of rows."""
 
 
 @dataclass
 class PromptPass:
-    """What a prompt did at the entry of a stack, for its positions and its exit.
+    """What the prompt hook did at the entry of a stack, for its positions and its outputs.
 
     Attributes:
-        prompts: The prompts of each use.
-        added: Rows that the pass has before its tokens: those of the longest prompt, or none after the first step.
-        total: The pass's length with them.
-        order: Where its positions read, if not rows first and then tokens.
-        shifts: Whether the rows have positions, and move those of the text on.
+        prompts: The prompts of each group.
+        added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
+        total: The number of rows and tokens.
+        order: For each position what it holds, where rows and tokens were reordered.
+        shifts: Whether the rows take up positions, so that those of the text are shifted.
     """
 
     prompts: list[tuple[DeltaRows, list[Edit]]]
@@ -47,7 +47,7 @@ class PromptPass:
 
 
 class PromptHook:
-    """The prompt edits in use at one model's first stack.
+    """Applies the prompts in use at the first stack of a model.
 
     Every row of a batch has as many rows before its tokens as the longest prompt has; those that its own prompt lacks
     are masked. Before a pass they are put in order: what is masked stands at the left of a causal stack, like padding,
@@ -185,7 +185,7 @@ class PromptHook:
         return torch.cat([rows.expand(shifted.shape[0], -1), shifted], dim=1)
 
     def current_prompt(self) -> PromptPass | None:
-        """The pass under way, where it has rows before its tokens."""
+        """The running pass, if it has rows before its tokens."""
         prompt_pass = self.passes.current_pass().prompt
         return prompt_pass if prompt_pass is not None and prompt_pass.added else None
 
@@ -212,7 +212,7 @@ class PromptHook:
         return _reordered(whole.expand(prompt_pass.order.shape[0], -1, -1), prompt_pass.order)
 
     def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The decoder's view of the encoder grows with the rows."""
+        """Lengthen the mask through which the decoder attends to the encoder by the rows."""
         prompts = self.passes.assignment().prompts
         if not prompts:
             return None
@@ -229,7 +229,7 @@ class PromptHook:
         return (), {**arguments, "encoder_attention_mask": self.arrange(longer, is_present, length)[0]}
 
     def after_stack(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Outputs without the rows."""
+        """Remove the rows from the outputs."""
         prompt_pass = self.current_prompt()
         if prompt_pass is None:
             return None
@@ -240,7 +240,7 @@ class PromptHook:
         return output
 
     def check_length(self, cached_tokens: int, prompt_pass: PromptPass) -> None:
-        """Rows and text must fit the position table."""
+        """Raise an error if rows and text do not fit into the position table."""
         if self.positions is None or not prompt_pass.shifts:
             return
         rows, needed = (
@@ -265,7 +265,7 @@ def _shifts_positions(prompts: Prompts) -> bool:
 
 
 def _presence(prompts: Prompts, size: int, device: torch.device) -> torch.Tensor | None:
-    """Which of the rows (size, l) are a prompt's; None: all."""
+    """Which of the rows (size, l) belong to a prompt, or None if all do."""
     ones = [
         (group, torch.ones(sum(prompt_form(e).length for e in edits), 1, device=device)) for group, edits in prompts
     ]
@@ -342,8 +342,8 @@ def _for_fixed_cache(
 
 
 def _lengthen_cache(cache: Any, length: int) -> None:
-    """Room for the rows in a cache of fixed size that is still empty."""
+    """Make room for the rows in a cache of fixed size that is still empty."""
     for layer in getattr(cache, "layers", ()):
         if getattr(layer, "max_cache_len", None) and not getattr(layer, "is_sliding", False):
             layer.max_cache_len += length
-            layer.is_initialized = False  # it was allocated for less; the first write does it again
+            layer.is_initialized = False  # the first write allocates it again, with the new length

@@ -1,4 +1,4 @@
-"""Weights of which only drawn entries are parameters, weights that several edits share, and where a model holds its."""
+"""Weights with few trainable entries, weights that several edits share, and the slots of a model's parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SparseParameter(nn.Module):
         self.register_buffer("index", torch.from_numpy(index))
 
     def initialize(self, dense: torch.Tensor) -> None:
-        """Take the initial values from a dense weight; on the meta device there are none."""
+        """Take the initial values from a dense weight, unless this is on the meta device."""
         if self.values.is_meta:
             return
         with torch.no_grad():
@@ -34,16 +34,16 @@ class SparseParameter(nn.Module):
             self.values.copy_(flat[self.index.to(flat.device)])
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
-        """`rest` with the values in their places."""
+        """Return `base` with the trained values in their positions."""
         return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
 
     def final(self, base: torch.Tensor) -> torch.Tensor:
-        """The same: nothing of it depends on the mode."""
+        """Return the same as `on`: it does not depend on the training mode."""
         return self.on(base)
 
 
 class SharedParameter(nn.Module):
-    """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
+    """A tensor that several edits share: dense, or under a mask, then 0 at all other entries."""
 
     def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
         super().__init__()
@@ -61,13 +61,14 @@ class SharedParameter(nn.Module):
             self.sparse.initialize(dense)
 
     def value(self) -> torch.Tensor:
+        """Return the dense tensor."""
         if self.sparse is None:
             return self.dense
         return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
 
 
 def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For every parameter, all the places that hold it; a tied tensor has several."""
+    """Return all modules, with the parameter's name in them, that hold each parameter; a tied tensor has several."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
     for path, module in model.named_modules():
