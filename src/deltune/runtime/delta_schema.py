@@ -170,11 +170,11 @@ def expected_tensors(
     needed = Expected()
     masks = dict(planned.tied)
     for edit in planned.edits:
-        kept = kept_shapes(edit.modification, edit.place)
+        saved_shapes = kept_shapes(edit.modification, edit.place)
         if edit.mask is None:
-            needed.shapes |= {f"edit.{edit.key}.{leaf}": shape for leaf, shape in kept.items()}
+            needed.shapes |= {f"edit.{edit.key}.{leaf}": shape for leaf, shape in saved_shapes.items()}
         else:
-            sizes = {leaf: math.prod(shape) for leaf, shape in kept.items()}
+            sizes = {leaf: math.prod(shape) for leaf, shape in saved_shapes.items()}
             needed.drawn.append(Drawn(f"edit.{edit.key}.", edit.mask.count, sizes))
         for leaf, shape in edit.modification.compose.tied(edit.place.widths).items():
             stem, mask = f"tied.{edit.tied}.", masks.get(edit.tied)

@@ -117,14 +117,16 @@ class EditChain:
     """
 
     def __init__(self, edits: Sequence[tuple[Edit, DeltaRows]]) -> None:
-        own = {
+        edits_of_groups = {
             group: [edit for edit, its in edits if its is group] for group in dict.fromkeys(group for _, group in edits)
         }
-        alike = all_rows_alike(tuple(own))
-        self.for_all_rows = [one for some in own.values() for one in group_fused(some)] if alike else []
+        alike = all_rows_alike(tuple(edits_of_groups))
+        self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
         # with whether any of its edits reads the module's own input
         self.by_group = (
-            [] if alike else [(u, any(e.reads_own_input for e in some), group_fused(some)) for u, some in own.items()]
+            []
+            if alike
+            else [(u, any(e.reads_own_input for e in some), group_fused(some)) for u, some in edits_of_groups.items()]
         )
 
     def apply(

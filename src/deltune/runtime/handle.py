@@ -443,8 +443,8 @@ class Tuned(nn.Module):
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
         with torch.no_grad():
-            own = {f"base.{name}": self._delta_value(delta, name) for name in delta.owned_tensors}
-            tensors = delta.tensors_to_save() | own
+            values = {f"base.{name}": self._delta_value(delta, name) for name in delta.owned_tensors}
+            tensors = delta.tensors_to_save() | values
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     # -- attaching

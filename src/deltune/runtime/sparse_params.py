@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 import torch
 from torch import nn
@@ -77,3 +80,26 @@ def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
                 slots.setdefault(id(parameter), []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = id(parameter)
     return {name: slots[key] for name, key in names.items()}
+
+
+@contextlib.contextmanager
+def replaced_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Replace parameters in every module that holds them, inside the block.
+
+    Args:
+        model: The model.
+        replacements: For each parameter, the one to use instead.
+    """
+    slots = [
+        (module, leaf, parameter)
+        for module in (model.modules() if replacements else ())
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter in replacements
+    ]
+    try:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = replacements[parameter]
+        yield
+    finally:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = parameter

@@ -20,6 +20,7 @@ from transformers import set_seed
 
 from ..errors import DeltuneError
 from ..runtime.handle import MODULE_NAME, Tuned, remember_base_metadata
+from ..runtime.sparse_params import replaced_parameters
 
 Found = TypeVar("Found")
 
@@ -159,19 +160,8 @@ def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
         for name, parameter in handle.model.named_parameters()
         if isinstance(parameter, DTensor) and (name in own or name.startswith(f"{MODULE_NAME}.deltas."))
     }
-    slots = [
-        (module, leaf, parameter)
-        for module in (handle.model.modules() if wanted else ())
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None and parameter in wanted
-    ]
-    try:
-        for module, leaf, parameter in slots:
-            module._parameters[leaf] = wanted[parameter]
+    with replaced_parameters(handle.model, wanted):
         yield
-    finally:
-        for module, leaf, parameter in slots:
-            module._parameters[leaf] = parameter
     if write:
         with torch.no_grad():
             for parameter, value in wanted.items():
