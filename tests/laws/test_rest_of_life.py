@@ -806,3 +806,24 @@ def test_other_labels_are_not_saved_with_the_base(tmp_path: Path) -> None:
     assert run(model, inputs)["logits"].shape[-1] == model.config.num_labels == 5
     again = type(model).from_pretrained(tmp_path / "base", dtype=torch.float64).eval()
     assert again.config.num_labels == 2 and equal(run(again, inputs), before)
+
+
+def test_parameters_keep_their_meaning_in_torch() -> None:
+    """`parameters()` has everything that is registered in the handle; `trainable_parameters()` what is in use."""
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora(rank=2)", name="one")
+    deltune.attach(tuned.model, "layernorm", name="two")
+    assert {id(p) for p in tuned.parameters()} == {id(p) for _, p in tuned.named_parameters()}
+    in_model = dict(tuned.model.named_parameters())
+    assert all(in_model[name] is parameter for name, parameter in tuned.named_trainable_parameters())
+    selected = tuned.delta("two").selected
+    assert set(selected) <= {name for name, _ in tuned.named_trainable_parameters()}
+    assert not {id(in_model[name]) for name in selected} & {id(p) for p in tuned.parameters()}
+
+
+def test_the_table_of_a_notebook() -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora(rank=2)", name="one", head="freeze")
+    deltune.attach(tuned.model, "layernorm", name="two", head="freeze")
+    rows = [f"{tuned.count(name=name).trained:,}" for name in ("one", "two")]
+    table = tuned._repr_html_()
+    assert f"<td>one</td><td>lora(rank=2)</td><td>{rows[0]}</td><td>no</td>" in table
+    assert f"<td>two</td><td>layernorm</td><td>{rows[1]}</td><td>yes</td>" in table
