@@ -88,7 +88,7 @@ def ours(method: str, shape: Shape, like: nn.Module) -> TimedModel:
     """Our side."""
     model = build(shape, like)
     tuned = deltune.attach(model, method)
-    return TimedModel(model, *batch(shape), list(tuned.parameters()))
+    return TimedModel(model, *batch(shape), list(tuned.trainable_parameters()))
 
 
 def bare(shape: Shape, like: nn.Module) -> TimedModel:
@@ -107,7 +107,7 @@ def merged(method: str, shape: Shape, like: nn.Module) -> TimedModel:
     made = ours(method, shape, like)
     tuned = deltune.tuned(made.model)
     with torch.no_grad():
-        for parameter in tuned.parameters():
+        for parameter in tuned.trainable_parameters():
             parameter.add_(0.01)
     tuned.merge()
     return made

@@ -211,8 +211,8 @@ def test_what_it_was_tuned_on(saved: Path) -> None:
         (other, "another base model .*the layers of this one"),
         (wider, "another base model .*layers and pooler of this one"),
         (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
-        (_as("base"), "holds a head for BertForSequenceClassification .*BertModel has none"),
-        (_as("masked"), "holds a head for BertForSequenceClassification .*BertForMaskedLM has none"),
+        (_as("base"), "holds a head of BertForSequenceClassification .*BertModel has none"),
+        (_as("masked"), "holds a head of BertForSequenceClassification .*BertForMaskedLM has none"),
     ):
         known = facts(model)
         with pytest.raises(deltune.DeltuneError, match=says):
@@ -241,7 +241,7 @@ def test_a_name_in_use(saved: Path) -> None:
     model = specimen("bert")
     tuned = stir(deltune.attach(model, "adapter(rank=2)", name="one"))
     known = facts(model)
-    for name, says in (("one", "'one' is attached already"), ("a.b", "name 'a.b'"), ("values", "name 'values'")):
+    for name, says in (("one", "'one' is already attached"), ("a.b", "name 'a.b'"), ("values", "name 'values'")):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.load(model, saved, name=name)
     assert differences(known, facts(model)) == []

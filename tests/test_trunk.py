@@ -274,7 +274,7 @@ def test_what_cannot_be_kept_is_told(
 
 
 def test_a_run_without_a_trunk_is_an_error_that_leaves_nothing(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DeltuneError, match="trunk_dropout=off is for a frozen trunk"):
+    with pytest.raises(DeltuneError, match="trunk_dropout=off needs frozen layers"):
         train(spec(root, method="layernorm"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -75,7 +75,7 @@ class Bench:
     def __init__(
         self, make: Callable[[], PreTrainedModel], beside: str | None = None, inputs: dict[str, Any] | None = None
     ) -> None:
-        """beside: the method of a delta that is attached already; inputs: where the usual ones do not fit."""
+        """beside: the method of a delta that is already attached; inputs: where the usual ones do not fit."""
         self.make, self.beside, self.usual = make, beside, inputs
         self.begin()
 

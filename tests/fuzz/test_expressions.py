@@ -166,9 +166,9 @@ def check(name: str, text: str) -> None:
         assert differences(before, facts(model)) == []
         assert refused is not None or "of memory" in str(error), f"counted and refused: {error}"
     if tuned is not None:
-        assert count is not None, f"attached and not counted: {refused}"
-        assert count.trained == tuned.count().trained == sum(p.numel() for p in tuned.parameters())
-        _step(tuned, count.trained)
+        assert counted is not None, f"attached and not counted: {refused}"
+        assert counted.trained == tuned.count().trained == sum(p.numel() for p in tuned.trainable_parameters())
+        _step(tuned, counted.trained)
         assert tuned.detach() is model
         assert differences(before, facts(model)) == []
     assert time.monotonic() - began < MOMENT
@@ -184,7 +184,7 @@ def _step(tuned: deltune.Tuned, trained: int) -> None:
     if trained:
         loss(outputs).backward()
         with torch.no_grad():
-            for parameter in tuned.parameters():
+            for parameter in tuned.trainable_parameters():
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.01)
         model.zero_grad(set_to_none=True)

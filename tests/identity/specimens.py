@@ -150,7 +150,7 @@ def move(tuned: deltune.Tuned) -> None:
     """Move every trained tensor, as training would."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in tuned.parameters():
+        for parameter in tuned.trainable_parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.3)
 
 

@@ -22,7 +22,7 @@ from .behaviours import BEHAVIOURS, ROWS, Behaviour, prepared, results, unequal
 from .specimens import VARIANTS, Entry, attach, build, entries, move, specimen, variants
 from .tables import HIDDEN, NORMLESS, REFUSED, UNMADE, limit, looked_up
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*in which small steps are lost")
+pytestmark = pytest.mark.filterwarnings("ignore:.*where small updates are lost")
 
 SAMPLE = (
     "BertForSequenceClassification", "RobertaForMaskedLM", "ModernBertForTokenClassification",

@@ -112,7 +112,7 @@ def saves(model: str, disk: str) -> None:
     tuned.save(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with torch.no_grad():
-        for _, parameter in tuned.trained():
+        for _, parameter in tuned.named_trainable_parameters():
             parameter.add_(1.0)
     for left in range(64):
         filler.unlink(missing_ok=True)

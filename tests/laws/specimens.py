@@ -213,6 +213,6 @@ def stir(tuned: deltune.Tuned, seed: int = 1, size: float = 0.2) -> deltune.Tune
     """Move every trained tensor, as training would."""
     made = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in tuned.parameters():
+        for parameter in tuned.trainable_parameters():
             parameter.add_(torch.randn(parameter.shape, generator=made).to(parameter), alpha=size)
     return tuned

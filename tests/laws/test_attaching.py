@@ -77,7 +77,7 @@ def test_every_auto_class(family: Family, role: str, text: str) -> None:
     tuned = deltune.attach(model, text.format(prefix="prefix(length=3) + " if family.interface else ""))
     base = {id(p) for p in of_the_base(model).values()}
     outside = {n for n, p in model.named_parameters() if id(p) not in base and not n.startswith("deltune.")}
-    trained = {name for name, _ in tuned.trained()}
+    trained = {name for name, _ in tuned.named_trainable_parameters()}
     head = {t.name for t in tuned.anatomy.tensors if t.area == "head"}
     assert head == (outside if role in HEADS else set())
     assert outside & trained == (outside if role in HEADS or text == "full" else set())
@@ -85,7 +85,7 @@ def test_every_auto_class(family: Family, role: str, text: str) -> None:
     assert shapes(outputs) == shapes(before, grown=3 if "prompt" in text else 0)
     assert not equal(outputs, before)
     loss(forward(model, inputs)).backward()
-    assert all(torch.isfinite(p.grad).all() for p in tuned.parameters() if p.grad is not None)
+    assert all(torch.isfinite(p.grad).all() for p in tuned.trainable_parameters() if p.grad is not None)
     model.zero_grad()
     tuned.detach()
     assert equal(run(model, inputs), before) and differences(known, facts(model)) == []
@@ -163,7 +163,7 @@ def test_a_prompt_starts_from_given_tokens(family: Family) -> None:
         wanted = wanted[:, 3:]
     if family.kind != "encoder":  # where a head reads the first position, the written text moves it
         assert torch.allclose(found, wanted, rtol=1e-5 if not family.exact else 1e-9, atol=1e-7)
-    rows = next(p for n, p in tuned.trained() if n.startswith("deltune."))
+    rows = next(p for n, p in tuned.named_trainable_parameters() if n.startswith("deltune."))
     embedded = model.get_input_embeddings()(torch.tensor([7, 8, 7]))
     assert torch.equal(rows, embedded)
     tuned.detach()
@@ -206,7 +206,7 @@ def test_a_handle_that_was_taken_off_says_so() -> None:
 def test_a_name_in_use_and_a_name_unknown() -> None:
     model = specimen("bert")
     tuned = deltune.attach(model, "layernorm", name="one")
-    with pytest.raises(deltune.DeltuneError, match="'one' is attached already"):
+    with pytest.raises(deltune.DeltuneError, match="'one' is already attached"):
         deltune.attach(model, "lora", name="one")
     with pytest.raises(deltune.DeltuneError, match=r"(?s)unknown delta 'on'.*'one'"):
         tuned.use("on")

@@ -38,7 +38,7 @@ SAME: tuple[tuple[str, str], ...] = (
 
 def numbers(tuned: deltune.Tuned, name: str) -> list[torch.Tensor]:
     delta = tuned.delta(name)
-    return [*delta.kept().values(), *(tuned.value(delta, owned) for owned in delta.owned)]
+    return [*delta.tensors_to_save().values(), *(tuned._delta_value(delta, owned) for owned in delta.owned_tensors)]
 
 
 @pytest.mark.parametrize("family", FAMILIES_HERE, ids=lambda f: f.name)
@@ -49,7 +49,7 @@ def test_two_ways_to_say_one_thing(family: Family, one: str, two: str) -> None:
     tuned = stir(deltune.attach(model, one, name="one"))
     outputs = forward(model, inputs)
     loss(outputs).backward()
-    gradients = [p.grad.clone() for p in tuned.parameters()]
+    gradients = [p.grad.clone() for p in tuned.trainable_parameters()]
     deltune.attach(model, two, name="two")
     try:
         mine, theirs = numbers(tuned, "two"), numbers(tuned, "one")
@@ -60,7 +60,7 @@ def test_two_ways_to_say_one_thing(family: Family, one: str, two: str) -> None:
         again = forward(model, inputs)
         loss(again).backward()
         assert equal(again, outputs)
-        assert all(torch.equal(p.grad, g) for p, g in zip(tuned.parameters(), gradients, strict=True))
+        assert all(torch.equal(p.grad, g) for p, g in zip(tuned.trainable_parameters(), gradients, strict=True))
     finally:
         model.zero_grad()
         tuned.detach()
@@ -73,11 +73,11 @@ def test_pfeiffer_is_the_second_half_of_houlsby(family: Family) -> None:
     inputs = batch(model)
     tuned = stir(deltune.attach(model, "adapter(style='pfeiffer', rank=3)", name="pfeiffer", head="freeze"))
     expected = forward(model, inputs)
-    values = iter([t.clone() for t in tuned.delta().kept().values()])
+    values = iter([t.clone() for t in tuned.delta().tensors_to_save().values()])
     deltune.attach(model, "adapter(rank=3)", name="houlsby", head="freeze")
     try:
         with torch.no_grad():
-            for name, tensor in tuned.delta().kept().items():  # the first half's up projection is still zero
+            for name, tensor in tuned.delta().tensors_to_save().items():  # the first half's up projection is still zero
                 if "_ffn." in name:
                     tensor.copy_(next(values))
         assert next(values, None) is None

@@ -117,7 +117,7 @@ def test_raised_in_a_backward_pass(scope: str, error: type[BaseException]) -> No
             for context in scopes(tuned)[scope]():
                 stack.enter_context(context)
             loss(forward(model, inputs)).backward()
-            return [p.grad.clone() for p in tuned.parameters() if p.grad is not None]
+            return [p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None]
 
     expected = gradients()
     module = model.get_submodule(layer.attentions[0].output.path)

@@ -23,7 +23,7 @@ def trained(share: float = 1.0, steps: int = 20) -> tuple[deltune.Tuned, dict[st
     model = build(FAMILIES["bert"], "sequence")
     torch.manual_seed(0)
     tuned = deltune.attach(model, "diff_pruning(sparsity=0.01)").model.train().deltune
-    optimiser = torch.optim.AdamW(tuned.parameters(), lr=1e-2)
+    optimiser = torch.optim.AdamW(tuned.trainable_parameters(), lr=1e-2)
     inputs = batch(model, rows=4)
     for step in range(int(steps * share)):
         tuned.advance(step / steps)
@@ -73,19 +73,19 @@ def test_fixing_the_gates_leaves_the_outputs() -> None:
 
 def test_after_half_the_training_the_mask_is_fixed() -> None:
     tuned, _ = trained(0.5)
-    assert not gates(tuned).settled
+    assert not gates(tuned).is_fixed
     tuned.advance(0.5)
     found = gates(tuned)
-    assert found.settled and found.strength == 0
-    index = found.kept()["index"]
+    assert found.is_fixed and found.strength == 0
+    index = found.tensors_to_save()["index"]
     before = found.delta.detach().clone()
     model = tuned.model
-    optimiser = torch.optim.SGD(tuned.parameters(), lr=1.0)
+    optimiser = torch.optim.SGD(tuned.trainable_parameters(), lr=1.0)
     loss(forward(model, batch(model, rows=4))).backward()
     optimiser.step()
     moved = (found.delta != before).nonzero().flatten()
     assert len(moved) and set(moved.tolist()) <= set(index.tolist())
-    assert torch.equal(found.kept()["index"], index)
+    assert torch.equal(found.tensors_to_save()["index"], index)
     train, evaluate = run(model, batch(model)), run(model.eval(), batch(model))
     assert distance(train, evaluate) < 1e-12  # nothing is drawn any more
 
@@ -133,7 +133,7 @@ def test_the_penalty_is_that_of_a_step(family: str) -> None:
 def test_a_training_that_never_tells_its_progress_is_warned(tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "base")
     tuned = stir(deltune.attach(model, "diff_pruning"))
-    with pytest.warns(UserWarning, match="was not told of its training's progress"):
+    with pytest.warns(UserWarning, match="needs tuned.advance"):
         tuned.save(tmp_path / "one")
     tuned.advance(1.0)
     with warnings.catch_warnings():

@@ -100,7 +100,7 @@ class Stage:
         for name in ("a", "b", None):
             if name is None or name in names:
                 assert equal(run(tuned.use(name).model, self.inputs), self.outputs[name]), name
-                assert any(True for _ in tuned.parameters()) == (name is not None)
+                assert any(True for _ in tuned.trainable_parameters()) == (name is not None)
         with tuned.disable():
             assert equal(run(model, self.inputs), self.outputs[None])
         if {"a", "b"} <= names:
@@ -108,7 +108,7 @@ class Stage:
                 assert equal(run(model, self.inputs), self.outputs["rows"])
                 loss(forward(model, self.inputs)).backward()
             model.zero_grad()
-            assert {id(p) for p in tuned.use("b").parameters()} == {
+            assert {id(p) for p in tuned.use("b").trainable_parameters()} == {
                 id(p) for n, p in model.named_parameters() if p.requires_grad
             }
         tuned.detach()
@@ -207,7 +207,9 @@ def test_no_tensor_is_lost_while_tensors_move(texts: str, name: str | None, tmp_
     """Also where the interruption comes inside of torch's own containers, whose steps are not ours."""
     stage = Stage(TEXTS[texts], tmp_path)
     numbers = {id(p) for p in stage.model.parameters()}
-    for tuned, _ in at_every_line(stage, lambda tuned: tuned.state.stand(name), ModelState.stand, points):
+    for tuned, _ in at_every_line(
+        stage, lambda tuned: tuned._state.place_tensors(name), ModelState.place_tensors, points
+    ):
         assert len(set(map(id, tuned.model.parameters()))) == len(numbers)
         stage.check(tuned, {"a", "b"}, {"a"})
 
@@ -241,7 +243,7 @@ def test_interrupted_while_a_pass_ends(kind: str, tmp_path: Path, points: int) -
     kept = []
     for tuned, error in at_every_line(stage, lambda tuned: PASSES[kind](stage, tuned), PassManager._end, points):
         kept.append(error)
-        lock = tuned.passes.lock
-        assert lock.idle and not lock._lent(), "a pass that has ended is waited for"
+        lock = tuned._passes.lock
+        assert lock.idle and not lock._nested_pass_runs(), "a pass that has ended is waited for"
         stage.check(tuned, {"a", "b"}, {"a", "b"})
     assert kept

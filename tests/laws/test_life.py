@@ -78,7 +78,7 @@ def law_keys_and_values(cell: Cell) -> None:
         assert [key for key in after if not key.startswith("deltune.")] == list(cell.state)
         assert all(torch.equal(after[name], value) for name, value in cell.state.items())
     stir(tuned.use("default"))
-    trained = {id(p) for p in tuned.parameters()}
+    trained = {id(p) for p in tuned.trainable_parameters()}
     named = dict(other.named_parameters(remove_duplicate=False))
     after = other.state_dict()
     for name, value in cell.state.items():
@@ -93,11 +93,11 @@ def law_identity(cell: Cell) -> None:
     assert equal(cell.at_start, cell.before) == cell.row.identity
     if any(word in cell.row.text for word in ("prefix", "prompt", "mam")) and "gate=False" not in cell.row.text:
         with torch.no_grad():
-            for name, parameter in tuned.trained():
+            for name, parameter in tuned.named_trainable_parameters():
                 if name.startswith("deltune."):
                     parameter.zero_()
         assert not equal(cell.outputs(other), cell.before)
-    if any(True for _ in tuned.parameters()):
+    if any(True for _ in tuned.trainable_parameters()):
         stir(tuned)
         assert distance(cell.outputs(other), cell.at_start) > 1e-6
 
@@ -105,7 +105,7 @@ def law_identity(cell: Cell) -> None:
 def law_count(cell: Cell) -> None:
     """What is counted is what the optimiser sees, what the file holds, and what the configuration alone tells."""
     count = cell.tuned.count(denominator=1000)  # a number: the sizes of bases have a law of their own
-    assert count.trained == sum(p.numel() for p in cell.tuned.parameters())
+    assert count.trained == sum(p.numel() for p in cell.tuned.trainable_parameters())
     assert count.trained == sum(p.numel() for p in cell.model.parameters() if p.requires_grad)
     numbers = load_file(cell.tuned.save(cell.folder / "start") / "delta.safetensors")
     assert count.stored == sum(tensor.numel() for tensor in numbers.values())
@@ -114,14 +114,16 @@ def law_count(cell: Cell) -> None:
     assert described == deltune.count(whole, cell.row.text, denominator=1000)
     if [n for n, _ in whole.named_parameters()] == [n for n, _ in cell.model.base_model.named_parameters()]:
         base = {id(p) for p in cell.model.base_model.parameters()}
-        outside = sum(p.numel() for p in cell.tuned.parameters() if id(p) not in base and id(p) not in cell.added())
+        outside = sum(
+            p.numel() for p in cell.tuned.trainable_parameters() if id(p) not in base and id(p) not in cell.added()
+        )
         assert described.method == count.method - (outside - count.head)
 
 
 def law_gradients(cell: Cell) -> None:
     """Gradients reach all that is trained and only that; in place, they are those of the plain model."""
     other, tuned = cell.copied()
-    trained = dict(tuned.trained())
+    trained = dict(tuned.named_trainable_parameters())
     used = [name for name in trained if cell.plain.get(name, 0) is not None]
     if cell.row.text == "head" and cell.family.kind != "encoder":  # a language model has no new head to train
         assert not trained and not loss(forward(other, cell.inputs)).requires_grad
@@ -151,7 +153,7 @@ def law_copies(cell: Cell) -> None:
     """deepcopy, pickle and torch.save give models of their own, which detach on their own."""
     original, tuned = cell.copied()
     stir(tuned)
-    loss(forward(original, cell.inputs)).backward() if list(tuned.parameters()) else None
+    loss(forward(original, cell.inputs)).backward() if list(tuned.trainable_parameters()) else None
     outputs = cell.outputs(original)
     file = io.BytesIO()
     torch.save(original, file)
@@ -217,7 +219,7 @@ def law_merging(cell: Cell) -> None:
 
 def law_detaching(cell: Cell) -> None:
     """Outputs, values, the parameters themselves, flags, hooks and configurations are as before, bit for bit."""
-    if any(True for _ in cell.tuned.parameters()):
+    if any(True for _ in cell.tuned.trainable_parameters()):
         loss(forward(cell.model, cell.inputs)).backward()
     cell.model.zero_grad()
     stir(cell.tuned).save(cell.folder / "one")
@@ -237,8 +239,8 @@ def law_loading(cell: Cell) -> None:
     handle = deltune.load(cell.model, cell.folder / "one", name="one")
     assert (handle.names, handle.active, handle.method) == (("one",), "one", deltune.parse(cell.row.text))
     assert equal(cell.outputs(), one)
-    assert handle.count(denominator=1000).trained == sum(p.numel() for p in handle.parameters())
-    loss(forward(cell.model, cell.inputs)).backward() if any(True for _ in handle.parameters()) else None
+    assert handle.count(denominator=1000).trained == sum(p.numel() for p in handle.trainable_parameters())
+    loss(forward(cell.model, cell.inputs)).backward() if any(True for _ in handle.trainable_parameters()) else None
     cell.model.zero_grad()
     stir(deltune.attach(cell.model, "layernorm + adapter(rank=2)", name="two"), seed=2)
     wanted = {"one": one, "two": cell.outputs(), None: cell.before}

@@ -155,11 +155,11 @@ def test_what_is_counted_is_what_trains(name: str, text: str) -> None:
     for number in (2, 20, 120):
         masked = f"apet({text}, parameters={number}, seed=1)"
         tuned = deltune.attach(model, masked, head="freeze")
-        assert deltune.count(model, masked).method == sum(p.numel() for p in tuned.parameters()) == number
+        assert deltune.count(model, masked).method == sum(p.numel() for p in tuned.trainable_parameters()) == number
         stir(tuned)
         for one in inputs:
             loss(forward(model, one)).backward()
-        still = [n for n, p in tuned.trained() if p.grad is None or (p.grad == 0).any()]
+        still = [n for n, p in tuned.named_trainable_parameters() if p.grad is None or (p.grad == 0).any()]
         model.zero_grad(set_to_none=True)
         tuned.detach()
         assert not still, masked
@@ -195,7 +195,7 @@ def test_what_the_model_computes_is_not_trained(name: str) -> None:
     """Sinusoids stand in parameters that have no gradient."""
     model = specimen(name)
     tuned = deltune.attach(model, "full")
-    trained = dict(tuned.trained())
+    trained = dict(tuned.named_trainable_parameters())
     assert not any("embed_positions" in tensor for tensor in trained)
     assert sum(p.numel() for p in trained.values()) == tuned.count().method
     tuned.detach()
@@ -213,7 +213,7 @@ def test_attached_on_the_meta_device() -> None:
         model = build(FAMILIES["llama"], "causal", torch.float32)
     for method in ("lora(rank=2)", "layernorm", "adapter(rank=2)", "full"):
         tuned = deltune.attach(model, f"apet({method}, parameters=40)")
-        assert sum(p.numel() for p in tuned.parameters()) == 40
+        assert sum(p.numel() for p in tuned.trainable_parameters()) == 40
         tuned.detach()
 
 
@@ -231,7 +231,7 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
             for parameter in edit.parameters():
                 parameter.normal_()
     expected = forward(model, inputs)
-    values = {k: t.clone() for k, t in tuned.delta().kept().items()}
+    values = {k: t.clone() for k, t in tuned.delta().tensors_to_save().items()}
     tuned.detach()
     masked = deltune.attach(model, MaskedMethod(deltune.parse(method), unmasked))
     assert masked.count().method == unmasked == sum(p.numel() for p in masked.parameters()) - masked.count().head
@@ -265,15 +265,15 @@ def test_every_scalar_learns_within_two_steps(method: str) -> None:
     """Plain SGD moves every trained scalar that this batch can reach."""
     model = build(FAMILIES["bert"], "sequence")
     tuned = deltune.attach(model, f"apet({method}, parameters=60, seed=5)")
-    before = copy.deepcopy({name: p for name, p in tuned.trained()})
+    before = copy.deepcopy({name: p for name, p in tuned.named_trainable_parameters()})
     inputs = batch(model, rows=8, length=20)
     for _ in range(3):
         model.zero_grad()
         loss(forward(model, inputs)).backward()
         with torch.no_grad():
-            for parameter in tuned.parameters():
+            for parameter in tuned.trainable_parameters():
                 parameter -= 0.5 * parameter.grad
-    still = [n for n, p in tuned.trained() if "embeddings" not in n and (p == before[n]).any()]
+    still = [n for n, p in tuned.named_trainable_parameters() if "embeddings" not in n and (p == before[n]).any()]
     assert not still
 
 

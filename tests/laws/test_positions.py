@@ -45,10 +45,10 @@ def test_positions_start_after_the_prefix(family: Family, left: bool) -> None:
         inputs |= {name: inputs[name].flip(1) for name in ("input_ids", "attention_mask")}
     tuned = stir(deltune.attach(model, "prefix(length=3)", name="plain", head="freeze"))
     wanted, unmoved = moved_by_hand(model, family, inputs), run(model, inputs)
-    values = {name: t.clone() for name, t in tuned.delta().kept().items()}
+    values = {name: t.clone() for name, t in tuned.delta().tensors_to_save().items()}
     deltune.attach(model, ALL, name="moved", head="freeze")
     with torch.no_grad():
-        for name, tensor in tuned.delta("moved").kept().items():
+        for name, tensor in tuned.delta("moved").tensors_to_save().items():
             tensor.copy_(values[name])
     assert equal(run(model, inputs), wanted)
     if family.table:

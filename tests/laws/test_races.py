@@ -203,8 +203,8 @@ def test_copied_together_with_the_handle() -> None:
         for copied in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
             model, handle = sorted(copied, key=lambda one: isinstance(one, deltune.Tuned))
             assert deltune.tuned(model) is handle and handle.model is model is not tuned.model
-    model, parameters = pickle.loads(pickle.dumps((tuned.model, list(tuned.parameters()))))
-    mine = {id(parameter) for parameter in deltune.tuned(model).parameters()}
+    model, parameters = pickle.loads(pickle.dumps((tuned.model, list(tuned.trainable_parameters()))))
+    mine = {id(parameter) for parameter in deltune.tuned(model).trainable_parameters()}
     assert mine == {id(parameter) for parameter in parameters}
     again = pickle.loads(pickle.dumps(model))  # one that was pickled before is as good as the first
     assert all(equal(*pair) for pair in zip(answers(again, batch(again)), answers(model, batch(again)), strict=True))
@@ -293,7 +293,7 @@ def _detaches(tuned: deltune.Tuned) -> bool:
 
 def waiting(tuned: deltune.Tuned) -> int:
     """How many wait for their turn."""
-    return len(tuned.passes.lock._queue)
+    return len(tuned._passes.lock._queue)
 
 
 def test_generate_batch_with_a_change_that_waits() -> None:
@@ -412,11 +412,11 @@ def test_a_thread_that_outlives_its_block() -> None:
         entered.set()
         left.wait(PATIENCE)
         for _ in range(2):
-            with pytest.raises(deltune.DeltuneError, match="has been left meanwhile"):
+            with pytest.raises(deltune.DeltuneError, match="has been left in the meantime"):
                 run(model, inputs)
         with tuned.rows(["d0", "d1"]):
             seen.append(run(model, inputs))
-        with pytest.raises(deltune.DeltuneError, match="has been left meanwhile"):
+        with pytest.raises(deltune.DeltuneError, match="has been left in the meantime"):
             model(**inputs)
         with tuned.disable():
             seen.append(run(model, inputs))
@@ -459,14 +459,14 @@ def test_a_task_that_outlives_its_block() -> None:
             asyncio.get_running_loop().call_soon(callback)
         left.set()
         results = await asyncio.gather(task, later, return_exceptions=True)
-        with pytest.raises(deltune.DeltuneError, match="has been left meanwhile"):
+        with pytest.raises(deltune.DeltuneError, match="has been left in the meantime"):
             kept.run(run, model, inputs)
         run(model, inputs)
         return results
 
     results = asyncio.run(main())
     assert all(isinstance(one, deltune.DeltuneError) for one in results)
-    assert all("has been left meanwhile" in str(one) for one in results)
+    assert all("has been left in the meantime" in str(one) for one in results)
 
 
 def test_a_pass_goes_on_with_what_it_began_with() -> None:
@@ -524,7 +524,7 @@ def test_a_block_that_is_left_while_a_pass_waits() -> None:
         release.set()
     thread.join(PATIENCE)
     hook.remove()
-    assert len(errors) == 1 and "has been left meanwhile" in str(errors[0])
+    assert len(errors) == 1 and "has been left in the meantime" in str(errors[0])
 
 
 def test_a_block_that_was_dropped_leaves_nothing() -> None:
@@ -569,7 +569,7 @@ def test_compiled_in_an_event_loop() -> None:
 
 
 def gradients(tuned: deltune.Tuned) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in tuned.parameters() if p.grad is not None]
+    found = [p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None]
     tuned.model.zero_grad()
     return found
 

@@ -122,9 +122,9 @@ def law_the_bases_state_dict(cell: Cell) -> None:
     moved = copy.deepcopy(cell.base)
     moved.load_state_dict(other)
     expected = run(moved, cell.inputs)
-    own = {name: p.detach().clone() for name, p in cell.tuned.trained()}
+    own = {name: p.detach().clone() for name, p in cell.tuned.named_trainable_parameters()}
     cell.model.load_state_dict(other, strict=False)
-    assert all(torch.equal(p, own[name]) for name, p in cell.tuned.trained())
+    assert all(torch.equal(p, own[name]) for name, p in cell.tuned.named_trainable_parameters())
     with cell.tuned.disable():
         assert equal(cell.now(), expected)
     cell.tuned.detach()
@@ -174,7 +174,7 @@ def _in(dtype: torch.dtype, move: Callable[[PreTrainedModel], Any]) -> Callable[
             assert (found[name].double() - value).norm() < 0.1 * value.norm(), name
         assert not equal(found, before)
         loss(forward(cell.model, cell.inputs)).backward()
-        assert any(p.grad is not None for p in cell.tuned.parameters())
+        assert any(p.grad is not None for p in cell.tuned.trainable_parameters())
         with cell.tuned.disable():
             assert equal(cell.now(), before)
         assert cell.tuned.detach() is cell.model
@@ -264,7 +264,7 @@ def law_the_state_dict_of_an_inner_model(cell: Cell) -> None:
     """Refused where deltas have values of their own in it, since it does not say whose values it has."""
     path, inner = next(iter(inner_models(cell.model).items()))
     state = cell.base.get_submodule(path).state_dict()
-    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned):
+    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned_tensors):
         refused(cell, lambda: inner.load_state_dict(state), f"load_state_dict of {path}: delta 'default' has values")
     else:
         other = {name: value * 1.5 if value.is_floating_point() else value for name, value in state.items()}
@@ -284,7 +284,7 @@ def law_tying(cell: Cell) -> None:
 
 def law_a_part_replaced(cell: Cell) -> None:
     """A module that a delta acts at is another one: refused at the next pass."""
-    path = next(path for path, side in cell.tuned.taps if path and "." in path)
+    path = next(path for path, side in cell.tuned._installed_hooks if path and "." in path)
     outer, _, leaf = path.rpartition(".")
     parent = cell.model.get_submodule(outer)
     own = parent._modules[leaf]
@@ -312,8 +312,12 @@ def law_attention(cell: Cell) -> None:
         report = deltune.prefix_report(cell.model)
         assert report and all(how.startswith("joined") for how in report.values())
     loss(forward(cell.model, cell.inputs)).backward()
-    assert any(p.grad is not None and p.grad.any() for _, p in cell.tuned.trained())
-    assert all(p.grad is not None and p.grad.any() for n, p in cell.tuned.trained() if n.endswith((".keys", ".values")))
+    assert any(p.grad is not None and p.grad.any() for _, p in cell.tuned.named_trainable_parameters())
+    assert all(
+        p.grad is not None and p.grad.any()
+        for n, p in cell.tuned.named_trainable_parameters()
+        if n.endswith((".keys", ".values"))
+    )
     cell.tuned.detach()
     assert cell.model.config._attn_implementation == "eager"
 
@@ -322,9 +326,9 @@ def law_attention_without_prefixes(cell: Cell) -> None:
     if "prefix" not in repr(cell.tuned.method):
         return
     cell.model.config._attn_implementation = "flex_attention"
-    with pytest.raises(deltune.DeltuneError, match="a prefix cannot join attention 'flex_attention'"):
+    with pytest.raises(deltune.DeltuneError, match="attention 'flex_attention' does not support prefixes"):
         cell.now()
-    with pytest.raises(deltune.DeltuneError, match="a prefix cannot join attention 'flex_attention'"):
+    with pytest.raises(deltune.DeltuneError, match="attention 'flex_attention' does not support prefixes"):
         cell.now()
     cell.model.set_attn_implementation("sdpa")
     assert cell.is_untouched()
@@ -341,7 +345,7 @@ def law_attention_without_prefixes(cell: Cell) -> None:
 def _gradients(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
     model.zero_grad()
     loss(forward(model, inputs)).backward()
-    return {name: p.grad for name, p in deltune.tuned(model).trained()}
+    return {name: p.grad for name, p in deltune.tuned(model).named_trainable_parameters()}
 
 
 def law_checkpointing(cell: Cell) -> None:
@@ -366,7 +370,7 @@ def law_checkpointing(cell: Cell) -> None:
             run(first, cell.inputs)
         first.zero_grad()
         total.backward()
-        for name, p in deltune.tuned(first).trained():
+        for name, p in deltune.tuned(first).named_trainable_parameters():
             assert p.grad is None or torch.equal(p.grad, other[name]), name
     deltune.tuned(first).detach()
     assert not any("deltune" in type(v).__module__ for m in first.modules() for v in m.__dict__.values())
@@ -384,7 +388,7 @@ def law_prepare(cell: Cell) -> None:
     for state in (accelerate.state.AcceleratorState, accelerate.state.GradientState, accelerate.state.PartialState):
         state._reset_state()
     accelerator = accelerate.Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(cell.tuned.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(cell.tuned.trainable_parameters(), lr=0.1)
     prepared, optimizer = accelerator.prepare(cell.model, optimizer)
     assert equal(run(prepared, cell.inputs), cell.outputs)
     accelerator.backward(loss(forward(prepared, cell.inputs)))
@@ -453,7 +457,7 @@ def law_quantize_dynamic(cell: Cell) -> None:
     outputs = cell.now()
     quantised = quantise(model)
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    touched = any(path in linears for path, _, _, _ in deltune.tuned(model).passes.modules.known)
+    touched = any(path in linears for path, _, _, _ in deltune.tuned(model)._passes.modules.entries)
     if touched:
         with pytest.raises(deltune.DeltuneError, match=r"was replaced .*quantise a tuned model, merge\(\) first"):
             run(quantised, cell.inputs)
@@ -517,7 +521,7 @@ def law_distributed(cell: Cell) -> None:
                 assert equal(outputs(), cell.before)
         cell.model.zero_grad()
         loss(outputs()).backward()
-        for name, p in cell.tuned.trained():
+        for name, p in cell.tuned.named_trainable_parameters():
             assert plain[name] is None or torch.allclose(p.grad, plain[name], rtol=1e-9, atol=1e-12), name
     finally:
         torch.distributed.destroy_process_group()
@@ -779,7 +783,7 @@ def test_made_in_inference_mode(family: Family, row: Row, way: str, tmp_path: Pa
     assert equal(inside, outside) and (way == "attach" or equal(outside, outputs))
     for training in (False, True):
         loss(forward(model.train(training), inputs)).backward()
-    assert all(p.grad is not None for n, p in tuned.trained() if n.startswith("deltune."))
+    assert all(p.grad is not None for n, p in tuned.named_trainable_parameters() if n.startswith("deltune."))
     model.eval()
     with torch.inference_mode():
         tuned.merge() if row.merges else tuned.detach()
@@ -812,3 +816,24 @@ def test_other_labels_are_not_saved_with_the_base(tmp_path: Path) -> None:
     assert run(model, inputs)["logits"].shape[-1] == model.config.num_labels == 5
     again = type(model).from_pretrained(tmp_path / "base", dtype=torch.float64).eval()
     assert again.config.num_labels == 2 and equal(run(again, inputs), before)
+
+
+def test_parameters_keep_their_meaning_in_torch() -> None:
+    """`parameters()` has everything that is registered in the handle; `trainable_parameters()` what is in use."""
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora(rank=2)", name="one")
+    deltune.attach(tuned.model, "layernorm", name="two")
+    assert {id(p) for p in tuned.parameters()} == {id(p) for _, p in tuned.named_parameters()}
+    in_model = dict(tuned.model.named_parameters())
+    assert all(in_model[name] is parameter for name, parameter in tuned.named_trainable_parameters())
+    selected = tuned.delta("two").selected
+    assert set(selected) <= {name for name, _ in tuned.named_trainable_parameters()}
+    assert not {id(in_model[name]) for name in selected} & {id(p) for p in tuned.parameters()}
+
+
+def test_the_table_of_a_notebook() -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora(rank=2)", name="one", head="freeze")
+    deltune.attach(tuned.model, "layernorm", name="two", head="freeze")
+    rows = [f"{tuned.count(name=name).trained:,}" for name in ("one", "two")]
+    table = tuned._repr_html_()
+    assert f"<td>one</td><td>lora(rank=2)</td><td>{rows[0]}</td><td>no</td>" in table
+    assert f"<td>two</td><td>layernorm</td><td>{rows[1]}</td><td>yes</td>" in table

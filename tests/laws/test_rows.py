@@ -61,8 +61,8 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
             squared(found).backward()
             for key, parameter in tuned.delta().named_parameters():
                 wanted[name, key] = None if parameter.grad is None else parameter.grad.clone()
-            for key in tuned.delta().owned:
-                grad = tuned.value(tuned.delta(), key).grad
+            for key in tuned.delta().owned_tensors:
+                grad = tuned._delta_value(tuned.delta(), key).grad
                 wanted[name, f"held.{key}"] = None if grad is None else grad.clone()
     model.zero_grad()
     with tuned.use(None).rows(names):
@@ -78,7 +78,7 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
         for (name, key), grad in wanted.items():
             delta = tuned.delta(name)
             held = key.startswith("held.")
-            found = (tuned.value(delta, key[5:]) if held else delta.get_parameter(key)).grad
+            found = (tuned._delta_value(delta, key[5:]) if held else delta.get_parameter(key)).grad
             assert (found is None) == (grad is None), (name, key)
             if grad is not None:
                 assert (found - grad).abs().max() <= tolerance(family) * scale, (name, key)
@@ -179,7 +179,7 @@ def test_labels_of_different_kinds_have_no_common_loss() -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=1)
     tuned = deltune.attach(model, "layernorm", name="number")
     tuned.delta().labels = HeadLabels(((0, "x"),), "regression")
-    tuned.base_labels = HeadLabels(((0, "a"), (1, "b")))
+    tuned._base_labels = HeadLabels(((0, "a"), (1, "b")))
     inputs = batch(model)
     with tuned.rows([None, "number"]):
         model(**inputs)
@@ -312,7 +312,7 @@ def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, given: str) 
         if given == "an output":  # generate takes nothing else
             assert torch.equal(model.generate(**encoded(2), **ways), answers)
         for rows, other in others.items():
-            with pytest.raises(deltune.DeltuneError, match=f"of 2 rows, and a batch of {rows} came"):
+            with pytest.raises(deltune.DeltuneError, match=f"was given 2 names, but the batch has {rows} rows"):
                 model(**other, labels=labels[:1].expand(rows, -1))
             for arguments in (other, {"encoder_outputs": other["encoder_outputs"]}):
                 with pytest.raises(deltune.DeltuneError, match=f"of 2 rows, and generate got {rows} prompts"):
@@ -323,7 +323,7 @@ def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, given: str) 
 def test_several_labels_at_once_have_no_common_loss() -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=2)
     tuned = deltune.attach(model, "layernorm", name="two")
-    tuned.base_labels = HeadLabels(((0, "x"), (1, "y"), (2, "z")))
+    tuned._base_labels = HeadLabels(((0, "x"), (1, "y"), (2, "z")))
     with tuned.rows(["two", None]), pytest.raises(deltune.DeltuneError, match="no common loss"):
         model(**batch(model), labels=torch.ones(2, 3, dtype=torch.float64))
 
@@ -342,14 +342,14 @@ def test_what_reads_nothing_of_the_batch_is_shared() -> None:
 def test_what_trains_is_remembered() -> None:
     model = build(FAMILIES["bert"], "sequence")
     tuned = deltune.attach(model, "lora(rank=2) + layernorm")
-    for name, parameter in tuned.trained():
+    for name, parameter in tuned.named_trainable_parameters():
         parameter.requires_grad_("LayerNorm" not in name)
-    chosen = [name for name, _ in tuned.trained()]
+    chosen = [name for name, _ in tuned.named_trainable_parameters()]
     with tuned.disable():
-        assert not list(tuned.trained())
+        assert not list(tuned.named_trainable_parameters())
     with tuned.rows(["default", None]):
-        assert len(list(tuned.trained())) == len(chosen)
-    assert [name for name, _ in tuned.trained()] == chosen
+        assert len(list(tuned.named_trainable_parameters())) == len(chosen)
+    assert [name for name, _ in tuned.named_trainable_parameters()] == chosen
 
 
 def test_every_method_is_tried() -> None:
@@ -435,7 +435,7 @@ def test_a_backward_pass_outside_its_rows_is_an_error() -> None:
         tuned = stir(deltune.attach(model, "lora(rank=2) + layernorm", name=name), seed=ord(name))
     for _ in range(2):
         with tuned.rows(["a", "b"]):
-            assert len(list(tuned.parameters())) == len(
+            assert len(list(tuned.trainable_parameters())) == len(
                 [*tuned.delta("a").parameters(), *tuned.delta("b").parameters()]
             )
             found = answer(model, inputs)

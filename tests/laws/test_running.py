@@ -25,7 +25,7 @@ CHECKPOINTED = (
 def gradients(model: PreTrainedModel, tuned: deltune.Tuned, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
     model.zero_grad()
     loss(forward(model, inputs)).backward()
-    found = {name: p.grad for name, p in tuned.trained()}
+    found = {name: p.grad for name, p in tuned.named_trainable_parameters()}
     model.zero_grad()
     return found
 
@@ -65,7 +65,7 @@ def test_autocast(family: Family, row: Row) -> None:
     model = specimen(family.name, dtype=torch.float32)
     inputs = batch(model)
     tuned = stir(deltune.attach(model, row.text), size=0.05)
-    assert {p.dtype for p in tuned.parameters()} == {torch.float32}
+    assert {p.dtype for p in tuned.trainable_parameters()} == {torch.float32}
     whole = run(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         half = run(model, inputs)
@@ -73,7 +73,7 @@ def test_autocast(family: Family, row: Row) -> None:
     training.backward()
     for name, value in whole.items():
         assert (half[name].float() - value).norm() < 0.05 * value.norm(), name
-    assert all(torch.isfinite(p.grad).all() for p in tuned.parameters() if p.grad is not None)
+    assert all(torch.isfinite(p.grad).all() for p in tuned.trainable_parameters() if p.grad is not None)
     model.zero_grad()
     tuned.detach()
 
@@ -88,9 +88,9 @@ def test_a_model_in_half_precision(family: Family, row: Row) -> None:
     after = run(model, inputs)
     assert [v.dtype for v in after.values()] == [v.dtype for v in before.values()]
     assert equal(after, before) == row.identity
-    assert all(p.dtype == torch.float32 for n, p in tuned.trained() if n.startswith("deltune."))
+    assert all(p.dtype == torch.float32 for n, p in tuned.named_trainable_parameters() if n.startswith("deltune."))
     loss(forward(model, inputs)).backward()
-    assert all(p.grad.dtype == p.dtype for p in tuned.parameters() if p.grad is not None)
+    assert all(p.grad.dtype == p.dtype for p in tuned.trainable_parameters() if p.grad is not None)
 
 
 def _backends() -> list[Any]:

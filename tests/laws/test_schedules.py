@@ -194,7 +194,7 @@ def test_a_nested_pass_does_not_take_tensors_from_others(nested: str) -> None:
             come(leave)
         elif not refused:
             refused.append(None)
-            with WAYS[nested](tuned), pytest.raises(deltune.DeltuneError, match="a pass inside of another one needs"):
+            with WAYS[nested](tuned), pytest.raises(deltune.DeltuneError, match="inside another one needs"):
                 run(model, inputs)
 
     with another_thread() as start, called(model.bert.encoder.layer[0], step):
@@ -224,14 +224,14 @@ def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: 
     if not first:
         deltune.attach(model, "lora(rank=2)", name="old")
     meeting = threading.Barrier(2, timeout=PATIENCE)
-    rehearse = handle.Tuned._rehearse
+    rehearse = handle.Tuned._check_reached
 
     def meet(tuned: deltune.Tuned, delta: Any) -> None:
         rehearse(tuned, delta)
         meeting.wait()
 
     with monkeypatch.context() as patch, another_thread() as start:
-        patch.setattr(handle.Tuned, "_rehearse", meet)
+        patch.setattr(handle.Tuned, "_check_reached", meet)
         jobs = [
             start(lambda n=n, t=t: outcome(lambda: deltune.attach(model, t, name=n)))
             for n, t in zip(names, texts, strict=True)
@@ -241,7 +241,7 @@ def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: 
     winners = [number for number in range(2) if outcomes[number] is tuned]
     assert len(winners) == (1 if first or names[0] == names[1] else 2)
     for number in {0, 1} - set(winners):
-        said = "another thread has attached" if first else "is attached already"
+        said = "another thread has attached" if first else "is already attached"
         assert isinstance(outcomes[number], deltune.DeltuneError) and said in str(outcomes[number])
         tuned = deltune.attach(model, texts[number], name="again")
     attached = {names[number] if number in winners else "again": number for number in range(2)}
@@ -257,7 +257,7 @@ def test_a_handle_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["bert"], "sequence")
     known = facts(model)
     inside, wanted = threading.Event(), threading.Event()
-    install = handle.Tuned._install
+    install = handle.Tuned._add_to_model
 
     def slowly(tuned: deltune.Tuned) -> None:
         if inside.is_set():
@@ -266,8 +266,8 @@ def test_a_handle_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         come(wanted)
         install(tuned)
 
-    monkeypatch.setattr(handle, "_INSTALLING", Watched(wanted))
-    monkeypatch.setattr(handle.Tuned, "_install", slowly)
+    monkeypatch.setattr(handle, "_INSTALL_LOCK", Watched(wanted))
+    monkeypatch.setattr(handle.Tuned, "_add_to_model", slowly)
     with another_thread() as start:
         jobs = [start(lambda n=n: outcome(lambda: deltune.attach(model, "layernorm", name=n))) for n in ("one", "two")]
         outcomes = [job.result(PATIENCE) for job in jobs]
@@ -405,7 +405,7 @@ def test_a_compiled_pass_beside_a_scope(whole: bool) -> None:
     for way in SCOPES:
         with held_elsewhere(lambda way=way: WAYS[way](tuned)):
             if whole:
-                with pytest.raises(RuntimeError, match="a compiled pass cannot wait for others"):
+                with pytest.raises(RuntimeError, match="a compiled forward pass cannot wait"):
                     run(compiled, inputs)
             else:
                 assert equal(run(compiled, inputs), expected)
@@ -433,9 +433,9 @@ HELD: dict[str, Callable[[deltune.Tuned, Callable[[], None]], None]] = {
     "a pass": in_a_pass,
     "disable": inside(WAYS["disable"]),
     "rows": inside(WAYS["rows"]),
-    "the lock of passes": inside(lambda tuned: tuned.passes.lock.mutex),
-    "the model, for a change": inside(lambda tuned: tuned.passes.changing("use")),
-    "the lock of installing": inside(lambda tuned: handle._INSTALLING),
+    "the lock of passes": inside(lambda tuned: tuned._passes.lock.mutex),
+    "the model, for a change": inside(lambda tuned: tuned._passes.exclusive("use")),
+    "the lock of installing": inside(lambda tuned: handle._INSTALL_LOCK),
 }
 """What another thread may be in the middle of when a process is forked."""
 

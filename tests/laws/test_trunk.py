@@ -84,15 +84,15 @@ def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method:
     own = inputs["decoder_input_ids"].new_ones(2, 4) if "decoder_input_ids" in inputs else inputs["attention_mask"]
     real = own.bool().flatten(0, -2)
     with torch.no_grad():
-        trunk.study(inputs)
-        assert trunk.keeps, "no state of this trunk can be kept"
+        trunk.examine(inputs)
+        assert trunk.kept_states, "no state of this trunk can be kept"
         states = trunk.states(inputs)
     for name, value in states.items():
-        padding = ~(real if trunk.second(name) else inputs["attention_mask"].bool().flatten(0, -2))
+        padding = ~(real if trunk.is_decoder_argument(name) else inputs["attention_mask"].bool().flatten(0, -2))
         value[padding] = 0  # as on the disk, where it is not kept
-        assert value.shape[2] == len(trunk.keeps[name.removeprefix("trunk_")]), "what is read, and no more"
+        assert value.shape[2] == len(trunk.kept_states[name.removeprefix("trunk_")]), "what is read, and no more"
     ran: list[str] = []
-    for station in trunk.stations:
+    for station in trunk.layer_hooks:
         if station.skipped:
             for inner in station.module.modules():
                 if not list(inner.children()) and list(inner.parameters()):
@@ -127,7 +127,7 @@ def test_the_trunk_has_no_dropout_and_what_is_above_has(name: str) -> None:
     trunk = FrozenLayers(tuned)
     inputs = batch(model)
     seen: list[tuple[str, bool]] = []
-    half = {id(station.module) for station in trunk.stations}
+    half = {id(station.module) for station in trunk.layer_hooks}
     for layer in tuned.anatomy.layers:
         module = model.get_submodule(layer.path)
         module.register_forward_pre_hook(lambda m, *_: seen.append(("below" if id(m) in half else "above", m.training)))
@@ -154,7 +154,7 @@ def test_the_trunk_has_no_dropout_and_what_is_above_has(name: str) -> None:
 )  # fmt: skip
 def test_without_a_frozen_layer_below_it_is_an_error(method: str, what: str) -> None:
     tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), method)
-    with pytest.raises(DeltuneError, match="trunk_dropout=off is for a frozen trunk") as error:
+    with pytest.raises(DeltuneError, match="trunk_dropout=off needs frozen layers") as error:
         FrozenLayers(tuned)
     assert what in str(error.value)
 
@@ -180,4 +180,4 @@ def test_where_the_trunk_ends(
 ) -> None:
     tuned = deltune.attach(deep(FAMILIES[name], role), method)
     trunk = FrozenLayers(tuned)
-    assert len(trunk.frontier.layers) == layers and trunk.keeps == keeps
+    assert len(trunk.boundary.layers) == layers and trunk.kept_states == keeps

@@ -51,9 +51,9 @@ def test_trainer_and_pipeline(method: str, tickets: loading.TaskData, tmp_path: 
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]  # every step sees the same 24 rows
-    after = {name: p.detach().clone() for name, p in tuned.trained()}
+    after = {name: p.detach().clone() for name, p in tuned.named_trainable_parameters()}
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    for name, parameter in tuned.trained():
+    for name, parameter in tuned.named_trainable_parameters():
         torch.testing.assert_close(parameter, after[name])
     model.eval()
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer)

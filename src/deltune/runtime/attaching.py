@@ -1,4 +1,4 @@
-"""Attaching a method to a live model, attaching what a folder holds, and writing one for others."""
+"""`attach`, `load`, `export` and `tuned`: put a method or a saved delta on a model, and write one for PEFT."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .delta_schema import (
     expected_tensors,
     parse_saved_method,
 )
-from .handle import NAME, Tuned
+from .handle import MODULE_NAME, Tuned
 from .modules import Delta, HeadLabels, parameter_key
 from .pass_manager import check_not_offloaded, refuse_inference_tensors
 
@@ -44,17 +44,28 @@ from .pass_manager import check_not_offloaded, refuse_inference_tensors
 def attach(
     model: PreTrainedModel, method: str | Method, name: str = "default", head: Literal["train", "freeze"] = "train"
 ) -> Tuned:
-    """Attach a method to a model in place, under a name, and put it in use; the rest of the model is frozen.
+    """Attach a method to a model and put it in use. The model is changed in place, and all other weights are frozen.
 
-    method: an expression ("prefix(length=16) + layernorm") or a method object. head: train the task head or freeze it;
-    it is saved with the delta either way. Initial values come from torch's global generator.
-    Errors (DeltuneError, the model unchanged): an unknown method, a site this model does not have, a name in use.
+    Initial values are drawn from torch's global random generator.
+
+    Args:
+        model: A model of transformers.
+        method: An expression, such as "prefix(length=16) + layernorm", or a method object.
+        name: The name of the delta on this model: letters, digits, "-" and "_".
+        head: "train" trains the task head, "freeze" does not. The head is saved with the delta either way.
+
+    Returns:
+        The handle of the model.
+
+    Raises:
+        DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
+            is quantised or offloaded, or there is too little memory. The model stays as it was.
     """
     _check_model(model)
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    with torch.inference_mode(False):  # parameters that are made in inference mode could not be trained later
+    with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
@@ -68,33 +79,33 @@ def attach(
 
 def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    delta = handle.settle(Delta(parsed, planned, heads, head))
-    delta.start()
-    for name_in_model, sparse in delta.masked():
-        sparse.start(handle.original(name_in_model).detach())
+    delta = handle._move_to_model(Delta(parsed, planned, heads, head))
+    delta.initialize()
+    for name_in_model, sparse in delta.masked_tensors():
+        sparse.initialize(handle._base_value(name_in_model).detach())
     _start_rows(handle, delta)
-    for owned in delta.owned:
-        delta.held[parameter_key(owned)] = nn.Parameter(handle.original(owned).detach().clone())
-    coarse = [n for n in delta.selected if handle.original(n).dtype in (torch.bfloat16, torch.float16)]
-    if coarse:
-        kind = handle.original(coarse[0]).dtype
+    for owned in delta.owned_tensors:
+        delta.held[parameter_key(owned)] = nn.Parameter(handle._base_value(owned).detach().clone())
+    low_precision = [n for n in delta.selected if handle._base_value(n).dtype in (torch.bfloat16, torch.float16)]
+    if low_precision:
+        dtype = handle._base_value(low_precision[0]).dtype
         warnings.warn(
-            f"{parsed!r} trains {len(coarse)} tensors of {kind} in place, in which small steps are lost: load the "
-            "model in float32 and use autocast",
+            f"{parsed!r} trains {len(low_precision)} tensors of {dtype} in place, where small updates are lost to "
+            "rounding: load the model in float32 and use autocast",
             stacklevel=4,
         )
-    handle.add(name, delta, handle.base_labels)
+    handle._add_delta(name, delta, handle._base_labels)
 
 
 @torch.no_grad()
 def _start_rows(handle: Tuned, delta: Delta) -> None:
-    """Prompt rows that start from the embeddings of given token ids, repeated up to the prompt's length."""
+    """Initialize prompt rows with the embeddings of given token ids, repeated up to the prompt's length."""
     for edit in delta.all_edits():
         form = edit.modification.form
         if isinstance(form, Prompt) and form.init_from:
-            words = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
+            embeddings = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
             ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
-            edit.begin_at("rows", words(torch.tensor(ids, device=next(words.parameters()).device)))
+            edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=next(embeddings.parameters()).device)))
 
 
 def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allow_nonfinite: bool = False) -> Tuned:
@@ -111,7 +122,7 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
         allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
 
     Returns:
-        The handle on the model.
+        The handle of the model.
 
     Raises:
         DeltuneError: The folder holds no delta; a file is truncated, altered or not what its format says; the delta is
@@ -120,7 +131,7 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
     """
     _check_model(model)
     where = user_path(folder, "folder")
-    with torch.inference_mode(False):  # parameters that are made in inference mode could not be trained later
+    with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
         if is_foreign(where) and not has_file(where, serialization.FACTS):
             return _load_foreign(model, where, name, allow_nonfinite)
         saved = serialization.open_delta(where)
@@ -128,33 +139,33 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
         check_name(name, handle.names if handle else ())
         handle = handle or Tuned(model)
         delta, labels = _read_delta(handle, saved, allow_nonfinite)
-        handle.add(name, delta, labels or handle.base_labels)
+        handle._add_delta(name, delta, labels or handle._base_labels)
     return handle
 
 
 def _read_delta(
     handle: Tuned, saved: serialization.SavedDelta, allow_nonfinite: bool
 ) -> tuple[Delta, HeadLabels | None]:
-    """The delta of a folder for this model, after every check."""
+    """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle.original))
+    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle._base_value))
     head = tuple(facts.head.tensors)
-    own = tuple(t.name for t in anatomy.tensors if t.area == "head")
-    if head and head != own:
+    head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
+    if head and head != head_tensors:
         raise DeltuneError(
-            f"{where} holds a head for {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
-            f"{', '.join(own) or 'none'}: load the base model as {facts.base.model}"
+            f"{where} holds a head of {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
+            f"{', '.join(head_tensors) or 'none'}: load the base model as {facts.base.model}"
         )
     method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
     planned = resolve(anatomy, explicit, lambda: base_size(handle.model)[1])
     labels = (
         None
-        if facts.labels is None or (own and not head)
+        if facts.labels is None or (head_tensors and not head)
         else HeadLabels(facts.labels.pairs, facts.labels.problem_type)
     )
     _check_file(handle, planned, head, saved.tensors, labels, where)
     check_memory(handle.model, anatomy, planned, explicit)
-    delta = handle.settle(Delta(method, planned, head, facts.head.mode, folded=True))
+    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
     _fill(handle, delta, saved.numbers(), where, allow_nonfinite)
     return delta, labels
 
@@ -167,13 +178,13 @@ def _check_file(
     labels: HeadLabels | None,
     where: Path,
 ) -> None:
-    """Error where a file's tensors are not those that a plan keeps on this model; before anything is allocated."""
+    """Check, before anything is allocated, that a file has the tensors of a resolved method on this model."""
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
     check_tensors(expected_tensors(handle.anatomy, planned, owned, head), facts, where)
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    known = handle.anatomy.answers == "labels"
+    has_labels = handle.anatomy.answers == "labels"
     _check_head(
-        len(labels.id2label) if labels else 0, len(handle.base_labels.id2label) if known and labels else None,
+        len(labels.id2label) if labels else 0, len(handle._base_labels.id2label) if has_labels and labels else None,
         {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
     )  # fmt: skip
 
@@ -181,63 +192,84 @@ def _check_file(
 def _fill(
     handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], where: Path, allow_nonfinite: bool = False
 ) -> None:
-    """Give a new delta the numbers of a file, which has the tensors that are expected."""
-    needed = expected_tensors(handle.anatomy, delta.planned, delta.owned, delta.head)
+    """Copy the tensors of a file, which has the expected ones, into a new delta."""
+    needed = expected_tensors(handle.anatomy, delta.planned, delta.owned_tensors, delta.head)
     check_positions(needed, numbers, where)
-    kept = delta.kept()
-    drawn: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in kept.items()}
-    check_shapes(drawn | {f"base.{name}": None for name in delta.owned}, tensor_infos(numbers), where)
-    filled = dict(kept)
+    parameters = delta.tensors_to_save()
+    shapes: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    check_shapes(shapes | {f"base.{name}": None for name in delta.owned_tensors}, tensor_infos(numbers), where)
+    filled = dict(parameters)
     with torch.no_grad():
-        for name, tensor in kept.items():
+        for name, tensor in parameters.items():
             tensor.copy_(numbers[name])
-        for name in delta.owned:
-            like = handle.original(name)
+        for name in delta.owned_tensors:
+            like = handle._base_value(name)
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
-            value = value.clone()  # the file's memory is unaligned: other last bits
+            value = value.clone()  # the file's memory is unaligned, which would change the last bits of results
             filled[f"base.{name}"] = delta.held[parameter_key(name)] = nn.Parameter(value)
         if not allow_nonfinite:
             check_finite(filled, where)
 
 
 def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool) -> Tuned:
-    """Attach what a folder of PEFT or AdapterHub says; a head that is not in it stays the model's own, and frozen."""
+    """Attach the adapter of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
     handle = find_tuned(model)
     check_name(name, handle.names if handle else ())
     handle = handle or Tuned(model)
-    found = read_foreign(handle, where)
-    planned = resolve(handle.anatomy, found.method, lambda: base_size(model)[1])
+    adapter = read_foreign(handle, where)
+    planned = resolve(handle.anatomy, adapter.method, lambda: base_size(model)[1])
     head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    if found.head and (missing := [n for n in head if n not in found.head]):
-        raise DeltuneError(f"{where} has a part of a head; missing: {', '.join(missing)}")
-    own = {n: found.head.get(n, handle.original(n).detach()) for n in head}
-    labels = handle.base_labels
-    if found.head:
-        width = next(iter(own[head[-1]].shape), 0)  # the last linear's outputs
-        named = found.labels or tuple(label for _, label in labels.id2label)
-        named = named if len(named) == width else tuple(f"LABEL_{i}" for i in range(width))
-        labels = HeadLabels(tuple(enumerate(named)), labels.problem_type)
-    numbers = found.tensors | {f"base.{n}": t for n, t in own.items()}
-    untouched = {f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in own.items() if n not in found.head}
+    if adapter.head and (missing := [n for n in head if n not in adapter.head]):
+        raise DeltuneError(f"{where} has only a part of a head; missing: {', '.join(missing)}")
+    head_tensors = {n: adapter.head.get(n, handle._base_value(n).detach()) for n in head}
+    labels = handle._base_labels
+    if adapter.head:
+        width = next(iter(head_tensors[head[-1]].shape), 0)  # the last linear's outputs
+        names = adapter.labels or tuple(label for _, label in labels.id2label)
+        names = names if len(names) == width else tuple(f"LABEL_{i}" for i in range(width))
+        labels = HeadLabels(tuple(enumerate(names)), labels.problem_type)
+    numbers = adapter.tensors | {f"base.{n}": t for n, t in head_tensors.items()}
+    untouched = {
+        f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in head_tensors.items() if n not in adapter.head
+    }
     _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
-    check_memory(model, handle.anatomy, planned, found.method)
-    delta = handle.settle(Delta(found.method, planned, head, "train" if found.head else "freeze", folded=True))
+    check_memory(model, handle.anatomy, planned, adapter.method)
+    delta = handle._move_to_model(
+        Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
+    )
     _fill(handle, delta, numbers, where, allow_nonfinite)
-    handle.add(name, delta, labels)
+    handle._add_delta(name, delta, labels)
     return handle
 
 
 def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
-    """Write the delta in use (or the one named) for another library, into a new folder, all or nothing.
+    """Write a delta in the format of another library, completely or not at all.
 
-    format: "peft". Errors: a folder that holds anything, everything that the format cannot express, with the reasons.
+    Args:
+        model: A model with attached deltas.
+        folder: A new or empty folder.
+        format: "peft", the adapter folder that PEFT loads.
+        name: The delta's name. Default: the delta in use.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DeltuneError: The folder is not empty, the format is unknown, nothing is attached under this name, or the
+            format cannot express a part of the method; the message lists all such parts with the reasons.
     """
     return export_delta(tuned(model), folder, format, name)
 
 
-def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
-    """Error when a head's tensors differ from this model's in more than the number of labels, the first axis of its
-    last linear. labels: how many the file names; known: how many this model has, where its outputs are labels."""
+def _check_head(labels: int, has_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+    """Check that a head fits this model; only its last linear may have another number of labels, its first axis.
+
+    Args:
+        labels: The number of labels that the file names.
+        known: The number of labels of this model, or None where its outputs are no labels.
+        shapes: For each tensor of the head, its shape in the file and its shape in this model.
+        where: The folder, for error messages.
+    """
     last = next(reversed(shapes), "").rpartition(".")[0]
     widths = {shape[:1] for name, (shape, _) in shapes.items() if name.rpartition(".")[0] == last}
     for name, (shape, here) in shapes.items():
@@ -247,14 +279,14 @@ def _check_head(labels: int, known: int | None, shapes: dict[str, tuple[Any, Any
                 f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
                 f"number of labels may differ, and the file names {labels}"
             )
-        if shape == here and relabelled and known not in (None, labels) and shape[0] == known:
+        if shape == here and relabelled and has_labels not in (None, labels) and shape[0] == has_labels:
             raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
     if len(widths) > 1:
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
 def _check_model(model: object) -> None:
-    """Errors for what is no model of transformers, such as one that PEFT has wrapped."""
+    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
         check_not_quantized(model)
         check_not_offloaded(model)
@@ -269,24 +301,38 @@ def _check_model(model: object) -> None:
 
 
 def check_name(name: str, taken: Iterable[str]) -> None:
-    """Errors for a delta name that cannot be a module's name or is in use."""
+    """Raise an error for a name that a delta cannot have, or that is taken."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name):
-        raise DeltuneError(f"name {excerpt(name)}: use letters, digits, '-' and '_' (and no name of a dict method)")
+        raise DeltuneError(
+            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no method name of dict"
+        )
     if name in taken:
-        raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
+        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
 
 
 def find_tuned(model: nn.Module) -> Tuned | None:
-    """The tuned object of a model, or None."""
-    found: Any = model._modules.get(NAME)
-    return found if isinstance(found, Tuned) else None
+    """Return the handle of a model, or None if nothing is attached."""
+    handle: Any = model._modules.get(MODULE_NAME)
+    return handle if isinstance(handle, Tuned) else None
 
 
 def tuned(model: nn.Module) -> Tuned:
-    """The handle of a model with deltas. Error: nothing is attached to it."""
+    """Return the handle of a model with attached deltas.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The handle, the same object that `attach` or `load` returned.
+
+    Raises:
+        DeltuneError: Nothing is attached to the model.
+    """
     if not isinstance(model, nn.Module):
         raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
-    found = find_tuned(model)
-    if found is None:
-        raise DeltuneError(f"nothing is attached to this {type(model).__name__}; deltune.attach(model, method) first")
-    return found
+    handle = find_tuned(model)
+    if handle is None:
+        raise DeltuneError(
+            f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"
+        )
+    return handle

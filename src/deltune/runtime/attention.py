@@ -1,8 +1,9 @@
-"""The one attention function: a model's own attention with trained keys and values before its own (UV eq. 5).
+"""Attention with prefixes: trained keys and values before the model's own (UV eq. 5).
 
-Registered once for each implementation it extends; a module without a prefix in use runs the original untouched. A
-prefix is no cache entry: it joins after the cache was read, so positions, cache lengths and beams do not see it. It is
-joined to the model's keys (eq. 5), or, where that is faster, attended to apart and merged (eq. 7): the same function.
+There is one attention function for each implementation that it extends, registered with transformers; a module without
+a prefix in use runs the original. A prefix is no part of the cache: it is added after the cache was read, so positions,
+cache lengths and beams are not affected. It is concatenated with the model's keys (eq. 5), or, where that is faster,
+attended to separately and merged (eq. 7), which is the same function.
 """
 
 from __future__ import annotations
@@ -26,30 +27,38 @@ from .rows import DeltaRows, stack_by_row
 
 PREFIX = "deltune_"
 
-PORT = "_deltune_port"
-"""Where an attention module keeps its port: in __dict__, so that it is no sub-module and deepcopy carries it over."""
+HOOK_ATTRIBUTE = "_deltune_port"
+"""Where an attention module keeps its AttentionHook: in __dict__, so that it is no sub-module, and copies have it."""
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 How = Literal["auto", "joined", "merged"]
 
 
-class _Thread(threading.local):  # a context variable would be lost on torch.compile
+class _ThreadChoice(threading.local):  # a context variable would be lost on torch.compile
     how: How = "auto"
 
 
-_thread = _Thread()
+_thread = _ThreadChoice()
 
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
-    """Choose how this thread attends to prefixes inside the block; the result is the same to rounding.
+    """Choose how attention to prefixes is computed inside a `with` block, in this thread. Results differ by rounding
+    only.
+
+    `prefix_report` says how it was computed.
 
     Args:
-        how: "joined": prefixes are joined to the model's keys. "merged": they are attended to apart and merged (a
-            warning says where that cannot be). "auto", the default: whichever was measured to be faster.
+        how: "joined" concatenates prefixes with the model's keys. "merged" attends to them separately and merges the
+            results, with a warning where that is not possible. "auto", which holds outside of any block, takes
+            whichever was measured to be faster.
 
-    `prefix_report` says what was done.
+    Returns:
+        A context manager.
+
+    Raises:
+        DeltuneError: `how` is none of the three.
     """
     if how not in ("auto", "joined", "merged"):
         raise DeltuneError(unknown_name("prefix attention", how, ("auto", "joined", "merged")))
@@ -61,15 +70,25 @@ def prefix_attention(how: How) -> Iterator[None]:
 
 
 def prefix_report(model: torch.nn.Module) -> dict[str, str]:
-    """Path of each attention -> how its prefix was served in its last pass: "merged", or "joined: " and why."""
+    """Report how attention to prefixes was computed in the last forward pass.
+
+    Args:
+        model: A model with attached deltas.
+
+    Returns:
+        For the path of each attention with a prefix: "merged", or "joined: " and the reason.
+
+    Raises:
+        DeltuneError: `model` is no model.
+    """
     if not isinstance(model, torch.nn.Module):
         raise DeltuneError(f"prefix_report takes a model, not {excerpt(model)}")
-    ports = (module.__dict__.get(PORT) for module in model.modules())
-    passes = next((port.passes for port in ports if port is not None), None)
+    hooks = (module.__dict__.get(HOOK_ATTRIBUTE) for module in model.modules())
+    passes = next((hook.passes for hook in hooks if hook is not None), None)
     return {} if passes is None else dict(passes.report)
 
 
-LONG = 512
+MERGE_ABOVE = 512
 """Above so many keys, in float32 on one core of a CPU, merging takes less time than joining where joining costs more
 than a few keys: a causal kernel is given up for a mask (0.7 at 1,024 tokens, 1.0 at 512, 1.1 at 64), or a cache is
 copied for a single query (0.68 at 1,024 keys, 0.96 at 256). With a mask, or without causal order, it takes 1.0 to 1.2
@@ -77,15 +96,20 @@ times as long at any length (12 heads of 32 and 64, 16 prefix keys)."""
 
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The family's own eager attention, which transformers keeps beside each attention module's class."""
-    own: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if own is None:
+    """The eager attention of a model family, which transformers defines in the module of the attention class."""
+    tensors: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if tensors is None:
         raise DeltuneError(f"{type(module).__name__} has no eager attention; load the model with sdpa attention")
-    return own(module, *args, **kwargs)
+    return tensors(module, *args, **kwargs)
 
 
-def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
-    """`original` with prefixes. additive: it adds its masks to the scores (eager) instead of reading truth values."""
+def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunction:
+    """Return an attention function with prefixes.
+
+    Args:
+        original: The function that it extends.
+        additive: Whether that adds masks to the scores (eager), instead of taking boolean masks.
+    """
 
     def attention(
         module: torch.nn.Module,
@@ -96,32 +120,32 @@ def _extended(original: AttentionFunction, additive: bool) -> AttentionFunction:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """query (B, N_h, n, d_h), key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
-        port = module.__dict__.get(PORT)
-        if port is None or not (edits := port.edits()):
+        hook = module.__dict__.get(HOOK_ATTRIBUTE)
+        if hook is None or not (edits := hook.edits()):
             return original(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         length, call = 0, Call(module, query, key, value, attention_mask, kwargs)
-        if prefixes := [(use, edit.tensors()) for edit, use in edits if edit.gated]:
-            prefix = _prefix(prefixes, key)
+        if prefixes := [(group, edit.tensors()) for edit, group in edits if edit.has_gate]:
+            prefix = _prefix_of_rows(prefixes, key)
             length = prefix.keys.shape[2]
-            output, weights, served = _with(prefix, call, original, additive, scaling)
-            port.report(served)
+            output, weights, served = _attend_with_prefix(prefix, call, original, additive, scaling)
+            hook.report(served)
         else:
             output, weights = original(module, query, key, value, attention_mask, **kwargs)
-        for edit, use in edits:
-            if not edit.gated:
-                delta = edit.modification.form.per_head(edit.tensors(), use.pick(query), scaling)
-                x = edit.input(port.inputs(), None)
-                output = use.put(output, edit.change(use.pick(output), delta, x))
-        # the caller's picture has a column a token; the mass on the prefix is what is missing to one
+        for edit, group in edits:
+            if not edit.has_gate:
+                delta = edit.modification.form.per_head(edit.tensors(), group.select(query), scaling)
+                x = edit.resolve_input(hook.inputs(), None)
+                output = group.replace(output, edit.compose(group.select(output), delta, x))
+        # callers expect a column for each token; what a row lacks to 1 is the weight on the prefix
         return output, weights[..., length:] if weights is not None and length else weights
 
     return attention
 
 
 class Call(NamedTuple):
-    """What an attention function is called with."""
+    """The arguments of an attention function."""
 
     module: torch.nn.Module
     query: torch.Tensor
@@ -132,48 +156,61 @@ class Call(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether the causal order is left to the kernel, as transformers decides it."""
-        given = self.options.get("is_causal")
-        causal: bool = getattr(self.module, "is_causal", True) if given is None else given
+        """Whether the kernel applies the causal mask itself, as transformers decides it."""
+        is_causal = self.options.get("is_causal")
+        causal: bool = getattr(self.module, "is_causal", True) if is_causal is None else is_causal
         return self.mask is None and self.query.shape[2] > 1 and causal
 
 
-class Rows(NamedTuple):
-    """The prefix of every row: keys and values (B, N_kv, l, d), and which are there, (B, l) or None for all."""
+class PrefixRows(NamedTuple):
+    """The prefix of every row: keys and values (B, N_kv, l, d), and which are no padding, (B, l), or None for all."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    there: torch.Tensor | None
+    present: torch.Tensor | None
 
 
-def _prefix(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], like: torch.Tensor) -> Rows:
-    """In the precision of the model's keys; those of one use one after the other."""
-    uses = list(dict.fromkeys(use for use, _ in prefixes))
-    rows, there = [], None
+def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], like: torch.Tensor) -> PrefixRows:
+    """The prefix of every row in the dtype of the model's keys; several prefixes of a group are concatenated."""
+    groups = list(dict.fromkeys(group for group, _ in prefixes))
+    rows, present = [], None
     for name in ("keys", "values"):
-        of = [[tensors[name].to(like.dtype) for other, tensors in prefixes if other is use] for use in uses]
-        parts = [(use, own[0] if len(own) == 1 else torch.cat(own)) for use, own in zip(uses, of, strict=True)]
-        row, there = stack_by_row(parts, like.shape[0])
+        tensors_of_groups = [
+            [tensors[name].to(like.dtype) for other, tensors in prefixes if other is group] for group in groups
+        ]
+        parts = [
+            (group, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
+            for group, tensors in zip(groups, tensors_of_groups, strict=True)
+        ]
+        row, present = stack_by_row(parts, like.shape[0])
         rows.append(row.transpose(1, 2))
-    return Rows(rows[0], rows[1], there)
+    return PrefixRows(rows[0], rows[1], present)
 
 
-def _with(
-    prefix: Rows, call: Call, original: AttentionFunction, additive: bool, scaling: float
+def _attend_with_prefix(
+    prefix: PrefixRows, call: Call, original: AttentionFunction, additive: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:
-    """Output (B, n, N_h, d_v) and weights with the prefix, and how it was served."""
-    why = "asked" if _thread.how == "joined" else "as fast" if _thread.how == "auto" and not _faster(call) else None
+    """Return the output (B, n, N_h, d_v), the attention weights, and how the prefix was computed."""
+    why = (
+        "asked"
+        if _thread.how == "joined"
+        else "as fast"
+        if _thread.how == "auto" and not _merging_is_faster(call)
+        else None
+    )
     if why is None:
-        why = "eager attention" if additive else _obstacle(call)
+        why = "eager attention" if additive else _reason_to_join(call)
         blocks = None if why else _blocks(prefix, call)
         kernel = None if blocks is None else kernel_for(call.query, blocks)
         if blocks is not None and kernel is not None:
-            output = merged_attention(call.query, *blocks, scaling, kernel, may_see_nothing=prefix.there is not None)
+            output = merged_attention(call.query, *blocks, scaling, kernel, may_see_nothing=prefix.present is not None)
             return output.transpose(1, 2).contiguous(), None, "merged"
         why = why or f"no fused kernel gives log-sum-exps of these {call.query.dtype} tensors"
         if _thread.how == "merged":
-            warnings.warn(f"prefix attention is joined where merged was asked for: {why}", stacklevel=2)
-    mask, options = _mask(prefix, call), call.options
+            warnings.warn(
+                f"prefix_attention('merged') is not possible here, so the prefix is joined: {why}", stacklevel=2
+            )
+    mask, options = _extended_mask(prefix, call), call.options
     if additive and mask is not None and mask.dtype == torch.bool:
         mask = finite_mask(mask, call.query.dtype)
     if (bias := options.get("position_bias")) is not None:
@@ -182,16 +219,16 @@ def _with(
     return *original(call.module, call.query, key, value, mask, **options), f"joined: {why}"
 
 
-def _faster(call: Call) -> bool:
-    """Whether merging takes less time than joining, by `LONG`; elsewhere than on a CPU nothing was measured."""
+def _merging_is_faster(call: Call) -> bool:
+    """Whether merging is faster than joining, by `MERGE_ABOVE`; it was measured on CPUs only."""
     if call.query.device.type != "cpu":
         return False
     rows, _, keys, _ = call.key.shape
-    return keys > LONG if call.causal else call.query.shape[2] == 1 and rows * keys > LONG
+    return keys > MERGE_ABOVE if call.causal else call.query.shape[2] == 1 and rows * keys > MERGE_ABOVE
 
 
-def _obstacle(call: Call) -> str | None:
-    """Why a prefix cannot be attended to apart, or None."""
+def _reason_to_join(call: Call) -> str | None:
+    """Why a prefix cannot be attended to separately, or None."""
     if dropout := call.options.get("dropout"):
         return f"attention dropout of {dropout}, with which the fused kernel gives no log-sum-exp"
     if call.options.get("position_bias") is not None:
@@ -207,35 +244,37 @@ def _obstacle(call: Call) -> str | None:
     return None
 
 
-def _blocks(prefix: Rows, call: Call) -> tuple[Block, Block]:
-    """The model's own keys and the prefix."""
-    mask, there = call.mask, prefix.there
+def _blocks(prefix: PrefixRows, call: Call) -> tuple[Block, Block]:
+    """The model's own keys and the prefix, as blocks."""
+    mask, present = call.mask, prefix.present
     if mask is not None:
         limit = torch.finfo(call.query.dtype).min
         mask = finite_mask(mask, call.query.dtype) if mask.dtype == torch.bool else mask.clamp(min=limit)
-    shown = None if there is None else finite_mask(there[:, None, None], call.query.dtype)
+    shown = None if present is None else finite_mask(present[:, None, None], call.query.dtype)
     return Block(call.key, call.value, mask, call.causal), Block(prefix.keys, prefix.values, shown, False)
 
 
-def _mask(prefix: Rows, call: Call) -> torch.Tensor | None:
-    """The mask with columns before it that every query sees, or those of its row that are there. A causal order left
-    to the kernel is written out: the kernel would align it to the first key, which is the prefix's."""
-    mask, there, query, key = call.mask, prefix.there, call.query, call.key
+def _extended_mask(prefix: PrefixRows, call: Call) -> torch.Tensor | None:
+    """The mask with columns for the prefix before it, which every query sees, except for padding.
+
+    A causal mask that is left to the kernel is written out, since the kernel would align it to the prefix's first key.
+    """
+    mask, present, query, key = call.mask, prefix.present, call.query, call.key
     if mask is None:
-        if not call.causal and (there is None or bool(there.all())):
+        if not call.causal and (present is None or bool(present.all())):
             return None
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)[None, None]
         mask = mask.tril() if call.causal else mask
-    if there is None:
+    if present is None:
         return F.pad(mask, (prefix.keys.shape[2], 0), value=True if mask.dtype == torch.bool else 0.0)
-    columns = there[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
+    columns = present[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
     columns = columns if mask.dtype == torch.bool else finite_mask(columns, mask.dtype)
-    return torch.cat([columns, mask.expand(there.shape[0], -1, -1, -1)], dim=-1)
+    return torch.cat([columns, mask.expand(present.shape[0], -1, -1, -1)], dim=-1)
 
 
 _EXTENDED: dict[str, tuple[AttentionFunction, Callable[..., Any]]] = {
-    "sdpa": (_extended(sdpa_attention_forward, additive=False), sdpa_mask),
-    "eager": (_extended(_eager, additive=True), eager_mask),
+    "sdpa": (_with_prefixes(sdpa_attention_forward, additive=False), sdpa_mask),
+    "eager": (_with_prefixes(_eager, additive=True), eager_mask),
 }
 
 for _name, (_function, _own_mask) in _EXTENDED.items():
@@ -244,17 +283,17 @@ for _name, (_function, _own_mask) in _EXTENDED.items():
 
 
 def prefix_implementation(name: str | None, check: bool = True) -> str:
-    """The name under which an implementation is registered with prefixes.
+    """Return the name under which an attention implementation is registered with prefixes.
 
     Raises:
-        DeltuneError: with `check`, an implementation that cannot take them.
+        DeltuneError: `check` is set, and there is no such implementation.
     """
     if name is not None and name.startswith(PREFIX):
         return name
     plain = name or "eager"
     if check and plain not in _EXTENDED:
         raise DeltuneError(
-            f"a prefix cannot join attention {plain!r}; load the model with attn_implementation= one of "
+            f"attention {plain!r} does not support prefixes; load the model with attn_implementation= one of "
             f"{', '.join(sorted(_EXTENDED))}"
         )
     return PREFIX + plain

@@ -1,4 +1,4 @@
-"""Attention over two blocks of keys without joining them: each block's fused kernel, merged by their log-sum-exps.
+"""Attention over two blocks of keys: a fused kernel runs on each, and their outputs are merged by log-sum-exps.
 
 With out_i (B, N_h, n, d_v) and z_i = log Σ_j exp(s_ij) (B, N_h, n) of a block's scores s_i = q K_iᵀ · scale + mask_i,
 
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 Extra = tuple[torch.Tensor | None, ...]
-"""What a kernel's backward wants of its forward besides out and z."""
+"""What a kernel's backward needs of its forward besides out and z."""
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -39,7 +39,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused attention that gives z. grouped: it takes fewer heads of keys than of queries."""
+    """A fused attention that returns z.
+
+    Attributes:
+        forward: Returns out, z and what backward needs.
+        backward: Returns the gradients of query, key and value.
+        grouped: Whether it accepts fewer heads of keys than of queries.
+    """
 
     forward: Callable[[torch.Tensor, Block, float], tuple[torch.Tensor, torch.Tensor, Extra]]
     backward: Callable[[torch.Tensor, torch.Tensor, Block, torch.Tensor, torch.Tensor, Extra, float], Grads]
@@ -64,10 +70,10 @@ def _cpu_backward(
     scale: float,
 ) -> Grads:
     options = {"attn_mask": block.mask, "scale": scale}
-    found: Grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    result: Grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, block.key, block.value, out, z, 0.0, block.causal, **options
     )
-    return found
+    return result
 
 
 def _flash(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
@@ -89,11 +95,11 @@ def _flash_backward(
 ) -> Grads:
     first_query, first_key, *state = extra
     sizes = (query.shape[2], block.key.shape[2])
-    found: Grads = aten._scaled_dot_product_flash_attention_backward(
+    result: Grads = aten._scaled_dot_product_flash_attention_backward(
         grad, query, block.key, block.value, out, z, first_query, first_key, *sizes, 0.0, block.causal, *state,
         scale=scale,
     )  # fmt: skip
-    return found
+    return result
 
 
 def _efficient(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
@@ -114,9 +120,9 @@ def _efficient_backward(
     extra: Extra,
     scale: float,
 ) -> Grads:
-    bias, wanted = _aligned(query, block), (True, True, True, False)
+    bias, needed = _aligned(query, block), (True, True, True, False)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, block.key, block.value, bias, out, z, *extra, 0.0, wanted, block.causal, scale=scale
+        grad, query, block.key, block.value, bias, out, z, *extra, 0.0, needed, block.causal, scale=scale
     )
     return dq, dk, dv
 
@@ -136,7 +142,7 @@ EFFICIENT = Kernel(_efficient, _efficient_backward, grouped=False)
 
 
 def kernel_for(query: torch.Tensor, blocks: tuple[Block, Block]) -> Kernel | None:
-    """The kernel that takes both blocks, or None. On a GPU by what torch says of the tensors (not run on one yet)."""
+    """Return a kernel that accepts both blocks, or None. On a GPU torch decides which one does (not run on one yet)."""
     kinds = {tensor.dtype for block in blocks for tensor in (block.key, block.value)} | {query.dtype}
     widths = {block.value.shape[-1] for block in blocks} | {query.shape[-1]}
     if len(kinds) > 1 or len(widths) > 1 or query.device.type not in ("cpu", "cuda"):
@@ -154,12 +160,12 @@ def _takes(query: torch.Tensor, block: Block, flash: bool) -> bool:
     from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
     grouped = block.key.shape[1] != query.shape[1]
-    asked = SDPAParams(query, block.key, block.value, block.mask, 0.0, block.causal, grouped)
-    return can_use_flash_attention(asked) if flash else can_use_efficient_attention(asked)
+    parameters = SDPAParams(query, block.key, block.value, block.mask, 0.0, block.causal, grouped)
+    return can_use_flash_attention(parameters) if flash else can_use_efficient_attention(parameters)
 
 
 def _repeated(block: Block, heads: int) -> Block:
-    """Each head of keys and values once for every query head that it serves."""
+    """Repeat each head of keys and values for every query head that uses it."""
     times = heads // block.key.shape[1]
     if times == 1:
         return block
@@ -168,30 +174,30 @@ def _repeated(block: Block, heads: int) -> Block:
 
 
 def merged_attention(
-    query: torch.Tensor, own: Block, other: Block, scale: float, kernel: Kernel, may_see_nothing: bool
+    query: torch.Tensor, first: Block, second: Block, scale: float, kernel: Kernel, may_see_nothing: bool
 ) -> torch.Tensor:
     """Attention of a query (B, N_h, n, d) over both blocks, (B, N_h, n, d), once differentiable in query, keys and
     values. may_see_nothing: a query may see no key of either block; its output is 0 then, with no gradient."""
     if not kernel.grouped:
-        own, other = _repeated(own, query.shape[1]), _repeated(other, query.shape[1])
-    tensors = (query, own.key, own.value, other.key, other.value)
+        first, second = _repeated(first, query.shape[1]), _repeated(second, query.shape[1])
+    tensors = (query, first.key, first.value, second.key, second.value)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        return _forward(query, own, other, scale, kernel, may_see_nothing)[0]
-    found: torch.Tensor = _Merged.apply(*tensors, own, other, scale, kernel, may_see_nothing)
-    return found
+        return _forward(query, first, second, scale, kernel, may_see_nothing)[0]
+    result: torch.Tensor = _Merged.apply(*tensors, first, second, scale, kernel, may_see_nothing)
+    return result
 
 
 def finite_mask(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An additive mask, with the least finite number for what is not shown: of -inf alone a kernel gives no z."""
+    """Return an additive mask with the least finite number for hidden keys; a kernel returns no z for -inf alone."""
     return torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
 
 
 def _forward(
-    query: torch.Tensor, own: Block, other: Block, scale: float, kernel: Kernel, may_see_nothing: bool
+    query: torch.Tensor, first: Block, second: Block, scale: float, kernel: Kernel, may_see_nothing: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Extra, Extra]:
-    """out and z of the whole, and what the blocks' backwards want."""
-    out_1, z_1, extra_1 = kernel.forward(query, own, scale)
-    out_2, z_2, extra_2 = kernel.forward(query, other, scale)
+    """Return out and z of both blocks together, and what the backward of each block needs."""
+    out_1, z_1, extra_1 = kernel.forward(query, first, scale)
+    out_2, z_2, extra_2 = kernel.forward(query, second, scale)
     z = torch.logaddexp(z_1, z_2)
     share = torch.sigmoid(z_2 - z_1)[..., : query.shape[2], None].to(out_1.dtype)
     out = torch.lerp(out_1, out_2, share)
@@ -211,31 +217,38 @@ class _Merged(torch.autograd.Function):
         value: torch.Tensor,
         other_key: torch.Tensor,
         other_value: torch.Tensor,
-        own: Block,
-        other: Block,
+        first: Block,
+        second: Block,
         scale: float,
         kernel: Kernel,
         may_see_nothing: bool,
     ) -> torch.Tensor:
-        out, z, extra, other_extra = _forward(query, own, other, scale, kernel, may_see_nothing)
-        masks = (own.mask, other.mask)
+        out, z, extra, other_extra = _forward(query, first, second, scale, kernel, may_see_nothing)
+        masks = (first.mask, second.mask)
         ctx.save_for_backward(query, key, value, other_key, other_value, *masks, out, z, *extra, *other_extra)
-        ctx.causal, ctx.scale, ctx.kernel, ctx.extras = own.causal, scale, kernel, len(extra)
+        ctx.causal, ctx.scale, ctx.kernel, ctx.extras = first.causal, scale, kernel, len(extra)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, other_key, other_value, mask, other_mask, out, z, *extra = ctx.saved_tensors
-        own, other = Block(key, value, mask, ctx.causal), Block(other_key, other_value, other_mask, False)
-        of_query, of_own, of_other = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3]), ctx.needs_input_grad[3:5]
+        first, second = Block(key, value, mask, ctx.causal), Block(other_key, other_value, other_mask, False)
+        needs_query, needs_first, needs_second = (
+            ctx.needs_input_grad[0],
+            any(ctx.needs_input_grad[1:3]),
+            ctx.needs_input_grad[3:5],
+        )
         dq, none = None, (None, None)
         grads: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
-        for block, wanted, more in ((own, of_own, extra[: ctx.extras]), (other, any(of_other), extra[ctx.extras :])):
-            if not (of_query or wanted):
+        for block, needed, more in (
+            (first, needs_first, extra[: ctx.extras]),
+            (second, any(needs_second), extra[ctx.extras :]),
+        ):
+            if not (needs_query or needed):
                 grads.append(none)
                 continue
-            mine, dk, dv = ctx.kernel.backward(grad, query, block, out, z, tuple(more), ctx.scale)
-            dq = mine if dq is None else dq + mine
+            dq_of_block, dk, dv = ctx.kernel.backward(grad, query, block, out, z, tuple(more), ctx.scale)
+            dq = dq_of_block if dq is None else dq + dq_of_block
             grads.append((dk, dv))
-        return (dq if of_query else None, *grads[0], *grads[1], None, None, None, None, None)
+        return (dq if needs_query else None, *grads[0], *grads[1], None, None, None, None, None)

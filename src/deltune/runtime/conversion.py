@@ -1,4 +1,4 @@
-"""Deltas from and to the folders of other libraries: the live model's side of it."""
+"""Reads adapter folders of PEFT and AdapterHub for a model, and writes the deltas of a model as such folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..interop.schemas import AdapterHubHead, AdapterHubOptions, PeftOptions, ch
 from .handle import Tuned
 
 FORMATS = ("peft",)
-"""What a delta can be written as."""
+"""The formats that `export` writes."""
 
 TASKS = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "SEQ_CLS",
@@ -31,20 +31,20 @@ TASKS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "CAUSAL_LM",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "SEQ_2_SEQ_LM",
 }
-"""transformers' tables of classes, with PEFT's word for each."""
+"""The tables of model classes in transformers, with PEFT's task type for each."""
 
 KINDS = {
     "SEQ_CLS": "classification", "TOKEN_CLS": "tagging", "QUESTION_ANS": "question-answering", "CAUSAL_LM": "causal-lm",
     "SEQ_2_SEQ_LM": "seq2seq-lm",
 }  # fmt: skip
-"""What a model is loaded as for each; "base" otherwise."""
+"""The kind of model that deltune loads for each task type; "base" for any other."""
 
 
 def open_folder(folder: str | Path) -> ForeignFolder:
-    """Everything in a folder of PEFT or AdapterHub, with its options validated.
+    """Read an adapter folder of PEFT or AdapterHub, and validate its options.
 
     Raises:
-        DeltuneError: The folder is neither's or incomplete, or a file is not what its format says.
+        DeltuneError: The folder belongs to neither or is incomplete, or a file is not in its format.
     """
     where = Path(folder)
     options = read_options(where)
@@ -63,25 +63,34 @@ def open_folder(folder: str | Path) -> ForeignFolder:
 
 
 def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
-    """What a folder of PEFT or AdapterHub says on this model. Errors: whatever has no translation, with the reason."""
-    found = open_folder(folder)
-    if "peft_type" in found.options:
-        return peft_read.read_peft(handle.anatomy, found, _windowed(handle.model))
+    """Translate an adapter folder of PEFT or AdapterHub into a method and tensors for this model.
+
+    Raises:
+        DeltuneError: An option has no translation; the message says why.
+    """
+    contents = open_folder(folder)
+    if "peft_type" in contents.options:
+        return peft_read.read_peft(handle.anatomy, contents, _has_sliding_window(handle.model))
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
-    return adapterhub.read_adapterhub(handle.anatomy, found, relative)
+    return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
 
 
 def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
-    """What a folder wants its model loaded as, and how many labels its head has."""
-    found = open_folder(folder)
-    task = found.options.get("task_type") or _task(str(found.options.get("model_class")))
+    """Return the kind of model that an adapter folder is for, and the number of labels of its head or None."""
+    contents = open_folder(folder)
+    task = contents.options.get("task_type") or _task(str(contents.options.get("model_class")))
     kind = KINDS.get(str(task), "base")
-    wide = [t for n, t in {**found.tensors, **found.head}.items() if n.endswith(".weight") and _of_head(n)]
-    return kind, next(iter(wide[0].shape), 1) if kind in ("classification", "tagging") and wide else None
+    head_weights = [
+        t for n, t in {**contents.tensors, **contents.head}.items() if n.endswith(".weight") and _of_head(n)
+    ]
+    return kind, next(iter(head_weights[0].shape), 1) if kind in (
+        "classification",
+        "tagging",
+    ) and head_weights else None
 
 
 def _of_head(name: str) -> bool:
-    """Whether a tensor is one of a classifier's last linear, by the names of transformers' classes."""
+    """Whether a tensor belongs to the last linear of a classification head, by the names that transformers gives it."""
     stem = name.removeprefix(peft_read.NAME_PREFIX).rpartition(".")[0]
     return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
         "." not in stem or stem.endswith("out_proj")
@@ -89,24 +98,21 @@ def _of_head(name: str) -> bool:
 
 
 def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
-    """The delta in use (or the one named), for a dialect to write."""
+    """Collect a delta for a writer of another format: the one of this name, or the one in use."""
     delta = handle.delta(name)
     with torch.no_grad():
-        own = {n: handle.value(delta, n).detach() for n in delta.selected if n not in delta.head}
-        own |= {n: sparse.final(handle.original(n).detach()) for n, sparse in delta.masked()}
+        values = {n: handle._delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
+        values |= {n: sparse.final(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
         dense = {key: {leaf: t.detach() for leaf, t in edit.dense().items()} for key, edit in delta.named_edits()}
-    head = {n: handle.value(delta, n).detach() for n in delta.head}
+    head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
-        handle.anatomy, delta.planned.edits, dense, own, head, lambda n: handle.original(n).detach(),
-        _windowed(handle.model),
+        handle.anatomy, delta.planned.edits, dense, values, head, lambda n: handle._base_value(n).detach(),
+        _has_sliding_window(handle.model),
     )  # fmt: skip
 
 
 def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
-    """Write the delta in use (or the one named) for another library, into a new folder, all or nothing.
-
-    Errors: an unknown format, a folder that holds anything, everything that the format cannot express.
-    """
+    """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
     options, tensors = peft_write.write_peft(content(handle, name))
@@ -125,7 +131,11 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
 
 @contextlib.contextmanager
 def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to fill, put in its place when all is well. Errors: one that holds anything, no space, no permission."""
+    """Give a temporary folder to fill, which is renamed to `folder` if the block succeeds.
+
+    Raises:
+        DeltuneError: The folder exists and is not empty, no space is left, or there is no permission.
+    """
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
@@ -137,7 +147,7 @@ def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def _task(name: str) -> str | None:
-    """PEFT's word for what a class of transformers is for."""
+    """PEFT's task type of a model class of transformers, or None."""
     for table, word in TASKS.items():
         names: Any = getattr(modeling_auto, table).values()
         if any(name in ((n,) if isinstance(n, str) else n) for n in names):
@@ -145,7 +155,7 @@ def _task(name: str) -> str | None:
     return None
 
 
-def _windowed(model: PreTrainedModel) -> bool:
+def _has_sliding_window(model: PreTrainedModel) -> bool:
     config: Any = model.config
     kinds = getattr(config, "layer_types", None) or ()
     return any("sliding" in kind for kind in kinds) if kinds else bool(getattr(config, "sliding_window", None))

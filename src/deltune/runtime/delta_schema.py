@@ -1,4 +1,4 @@
-"""The tensors that a method keeps on one model, by arithmetic alone: nothing is allocated for a file to be compared."""
+"""The format of delta.json, and checks of a saved delta against a model before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from ..filesystem import read_json
 from ..methods.counting import kept_shapes
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
-from ..methods.spec import MaskedMethod, Method
-from ..methods.spec import explicit_expression as complete
+from ..methods.spec import MaskedMethod, Method, explicit_expression
 from ..tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
 
 FORMAT = 1
 
 LONGEST_NUMBER = 40
-"""Digits of the longest number in a method. Beyond Python's own limit, a number cannot even be printed."""
+"""The number of digits that a number in a method may have. Python cannot print numbers beyond its own limit."""
 
 Text = Annotated[str, Field(max_length=4096)]
 Expression = Annotated[str, Field(max_length=1 << 20)]
@@ -122,13 +121,13 @@ def read_metadata_file(path: Path) -> DeltaMetadata:
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]
-"""Shapes by the names of tensors; None where any shape may be right."""
+"""Shapes by the names of tensors; None where any shape is allowed."""
 
 SPARE_PARTS = 64
 """Parts of a method beyond one for each tensor of its file: terms that overlap, or that this model has no place for."""
 
 SMALL = ("F8_E4M3", "F8_E5M2")
-"""Types that a tensor of the model itself may have besides."""
+"""Additional types that are allowed for tensors of the model itself."""
 
 LEAST_SPAN = 1 << 24
 """Scalars that a masked method may always span; beyond, four times those of the model. A mask is drawn over all of
@@ -137,7 +136,7 @@ them, and they are made in every forward pass, though the file holds a few of th
 
 @dataclass(frozen=True)
 class Drawn:
-    """Scalars of several tensors under one mask. The file holds STEM LEAF.values and .index, `count` of them in all."""
+    """`count` entries of several tensors under one mask. The file has STEM LEAF.values and STEM LEAF.index."""
 
     stem: str
     count: int
@@ -146,29 +145,36 @@ class Drawn:
 
 @dataclass
 class Expected:
-    """The tensors that a file should hold: those of a known shape, and those of which masks draw some scalars."""
+    """The tensors that a file should hold: those of a known shape, and those of which a mask selects some entries."""
 
     shapes: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
 
     @property
     def bounds(self) -> dict[str, int]:
-        """How many scalars each tensor of positions counts through."""
+        """The number of entries of the tensor that each tensor of positions refers to."""
         return {f"{d.stem}{leaf}.index": size for d in self.drawn for leaf, size in d.leaves.items()}
 
 
 def expected_tensors(
     anatomy: Anatomy, planned: ResolvedMethod, owned: tuple[str, ...], head: tuple[str, ...]
 ) -> Expected:
-    """What the file of a plan holds on one model. owned: tensors of the model that the delta has its own values of."""
+    """Return the tensors that the file of a resolved method holds.
+
+    Args:
+        anatomy: The model's anatomy.
+        planned: The resolved method.
+        owned: The names of the model's tensors for which the delta has its own values.
+        head: The names of those that belong to the head, whose shapes may differ.
+    """
     needed = Expected()
     masks = dict(planned.tied)
     for edit in planned.edits:
-        kept = kept_shapes(edit.modification, edit.place)
+        saved_shapes = kept_shapes(edit.modification, edit.place)
         if edit.mask is None:
-            needed.shapes |= {f"edit.{edit.key}.{leaf}": shape for leaf, shape in kept.items()}
+            needed.shapes |= {f"edit.{edit.key}.{leaf}": shape for leaf, shape in saved_shapes.items()}
         else:
-            sizes = {leaf: math.prod(shape) for leaf, shape in kept.items()}
+            sizes = {leaf: math.prod(shape) for leaf, shape in saved_shapes.items()}
             needed.drawn.append(Drawn(f"edit.{edit.key}.", edit.mask.count, sizes))
         for leaf, shape in edit.modification.compose.tied(edit.place.widths).items():
             stem, mask = f"tied.{edit.tied}.", masks.get(edit.tied)
@@ -191,13 +197,13 @@ def check_tensors(needed: Expected, facts: Mapping[str, TensorInfo], where: Path
     Raises:
         DeltuneError: A tensor is missing, extra, or of another shape or type; up to ten of them are listed.
     """
-    known = set(needed.shapes)
+    expected_names = set(needed.shapes)
     problems = list(_misfits(needed.shapes, facts))
     for drawn in needed.drawn:
         count = 0
         for leaf in drawn.leaves:
             values, index = (facts.get(f"{drawn.stem}{leaf}.{kind}") for kind in ("values", "index"))
-            known |= {f"{drawn.stem}{leaf}.values", f"{drawn.stem}{leaf}.index"}
+            expected_names |= {f"{drawn.stem}{leaf}.values", f"{drawn.stem}{leaf}.index"}
             if values is None and (index is None or not index.numel):
                 continue
             if values is None or index is None or len(values.shape) != 1 or values.shape != index.shape:
@@ -208,13 +214,13 @@ def check_tensors(needed: Expected, facts: Mapping[str, TensorInfo], where: Path
             leaves = f"{len(drawn.leaves)} tensors" if len(drawn.leaves) > 1 else next(iter(drawn.leaves))
             stem = drawn.stem.removesuffix(".")
             problems.append(f"{stem} ({leaves}) holds {count:,} masked values, this method has {drawn.count:,}")
-    problems += [f"extra tensor {name[:200]}" for name in facts if name not in known]
+    problems += [f"extra tensor {name[:200]}" for name in facts if name not in expected_names]
     for name, tensor in facts.items():
         positions = name.endswith(".index") and name.partition(".")[0] != "base"
         allowed = (
             [INDEX_DTYPE] if positions else [*FLOAT_DTYPES, *SMALL] if name.startswith("base.") else [*FLOAT_DTYPES]
         )
-        if name in known and tensor.dtype not in allowed:
+        if name in expected_names and tensor.dtype not in allowed:
             problems.append(f"tensor {name} is of type {tensor.dtype}, not {INDEX_DTYPE if positions else 'a float'}")
     if problems:
         raise misfit(where, problems)
@@ -229,7 +235,11 @@ def _misfits(shapes: Shapes, facts: Mapping[str, TensorInfo], source: str = "thi
 
 
 def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorInfo], where: Path) -> None:
-    """Compare the tensors of a file with those that delta.json describes. Raises DeltuneError where they differ."""
+    """Compare the tensors of a file with those that delta.json describes.
+
+    Raises:
+        DeltuneError: They differ.
+    """
     shapes: Shapes = {name: tuple(shape) for name, shape in described.tensors.items()}
     check_shapes(shapes, facts, where, "is not the file that delta.json describes", "delta.json says")
 
@@ -237,7 +247,11 @@ def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorI
 def check_shapes(
     shapes: Shapes, facts: Mapping[str, TensorInfo], where: Path, title: str = "", source: str = "this model needs"
 ) -> None:
-    """Compare names and shapes alone. Raises DeltuneError where they differ."""
+    """Compare names and shapes only.
+
+    Raises:
+        DeltuneError: They differ.
+    """
     problems = [*_misfits(shapes, facts, source)]
     problems += [f"extra tensor {name[:200]}" for name in facts if name not in shapes]
     if problems:
@@ -245,16 +259,16 @@ def check_shapes(
 
 
 def misfit(where: Path, problems: list[str], title: str = "does not fit this model") -> DeltuneError:
-    """The error of a file whose tensors are not those that are needed, ten of its problems listed."""
+    """Return the error for a file with the wrong tensors, which lists up to ten problems."""
     more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
     return error_from_problems(f"{where} {title}", [*problems[:10], *more])
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
-    """Check that positions under masks rise, each once, within the tensor that they are in.
+    """Check that the positions under masks are sorted, unique and inside their tensors.
 
     Raises:
-        DeltuneError: Positions of some tensor do not.
+        DeltuneError: The positions of some tensor are not.
     """
     problems = []
     for name, size in needed.bounds.items():
@@ -287,7 +301,7 @@ def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
 
 
 def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, where: Path) -> tuple[Method, Method]:
-    """The method of a file as it was written by the user, and with every argument.
+    """Parse the method of a file, as the user wrote it and with every argument.
 
     Args:
         tensors: The number of tensors in the file, which bounds the number of parts that its method can have.
@@ -295,11 +309,11 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
     Raises:
         DeltuneError: An expression is wrong, the two differ, or they mean more than a file of this size can hold.
     """
-    most = tensors + SPARE_PARTS
-    if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * most:
+    limit = tensors + SPARE_PARTS
+    if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * limit:
         raise DeltuneError(f"{where}: its method has far more terms than its file has tensors ({tensors})")
     short, explicit = parse(facts.method), parse(facts.explicit)
-    if len(explicit.parts) > most:
+    if len(explicit.parts) > limit:
         raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):
         raise DeltuneError(
@@ -312,9 +326,13 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
 
 def _difference(short: Method, full: Method) -> str:
     """The first term in which two methods differ, with every argument."""
-    pairs = list(zip_longest(*([complete(term) for term in method.terms] for method in (short, full)), fillvalue=""))
-    one, two = next((pair for pair in pairs if pair[0] != pair[1]), (complete(short), complete(full)))
-    shown = [excerpt(term, MAX_NAME_LENGTH) if term else "nothing more" for term in (one, two)]
+    pairs = list(
+        zip_longest(*([explicit_expression(term) for term in method.terms] for method in (short, full)), fillvalue="")
+    )
+    first, second = next(
+        (pair for pair in pairs if pair[0] != pair[1]), (explicit_expression(short), explicit_expression(full))
+    )
+    shown = [excerpt(term, MAX_NAME_LENGTH) if term else "nothing more" for term in (first, second)]
     return f"the first says {shown[0]} where the second says {shown[1]}"
 
 
@@ -323,11 +341,11 @@ def _masks(method: Method) -> list[tuple[Any, ...]]:
 
 
 def _check_spans(anatomy: Anatomy, method: Method, where: Path) -> None:
-    """Error where a mask lies over many more scalars than the model has."""
-    most = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
+    """Raise an error if a mask spans far more entries than the model has parameters."""
+    limit = max(LEAST_SPAN, 4 * sum(tensor.numel for tensor in anatomy.tensors))
     for term in method.terms:
         if isinstance(term, MaskedMethod):
             edits = resolve(anatomy, term.method, lambda: 0).edits
             span = sum(math.prod(s) for e in edits for s in kept_shapes(e.modification, e.place).values())
-            if span > most:
-                raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {most:,} do")
+            if span > limit:
+                raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {limit:,} do")

@@ -1,11 +1,12 @@
-"""The state of one forward pass: made when the model is called, dropped when that call returns or raises.
+"""The state of one forward pass, the scopes of `rows()` and `disable()`, and the lock that orders passes and changes.
 
-Nothing of a pass is kept on a module. What one hook notes for another lies in a `ForwardPass`, which a context variable
-leads to, so that threads, asyncio tasks, nested calls and exceptions cannot see each other's. The call owns the pass;
-everybody else refers to it weakly, so that whatever ends the call, a KeyboardInterrupt included, also ends the pass.
+Nothing of a pass is kept on a module. What one hook keeps for another is in a `ForwardPass`, which a context variable
+refers to, so that threads, asyncio tasks, nested calls and exceptions cannot see each other's. The call of the model
+owns the pass and everything else refers to it weakly, so whatever ends the call, a KeyboardInterrupt included, ends the
+pass.
 
-torch.compile cannot read context variables. While it traces, a pass's notes lie in one object of the handle (its
-writes are undone by the graph itself), and scopes are read from the thread.
+torch.compile cannot read context variables. While it traces, the data of a pass is in one object of the handle (the
+graph undoes its own writes), and scopes are read from the thread.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ from .row_assignment import RowAssignment
 
 
 class ForwardPass:
-    """What the hooks of one pass note for each other.
+    """One forward pass: which delta each row uses, and what its hooks keep for each other.
 
     Args:
-        outer: The pass of the same model that it is a part of: the encoder's inside the model's, for example.
+        owner: The pass manager of the model.
+        outer: The pass of the same model that it is a part of, such as the model's for the encoder's.
 
     Attributes:
         assignment: Which delta each row uses, fixed for the whole pass.
-        scope: The `rows()` or `disable()` that the pass began in, or None. The pass goes on with what it began with,
-            also when that is left elsewhere meanwhile.
-        around: The pass, of any model, inside of which it runs.
-        inputs: What another module read, for the edits that use it as x.
+        scope: The `rows()` or `disable()` that the pass began in, or None. The pass keeps its assignment also when that
+            scope is left elsewhere in the meantime.
+        enclosing: The pass, of any model, inside of which it runs.
+        inputs: The inputs of other modules, for the edits that use them as x.
         prompt: What a prompt did at the entry of the stack, for its exit.
         states: The hidden states that were collected, by path of the stack's container.
-        rows_of_batch: How many rows the batch has, for positions that are looked up once for all of them.
-        report: How each attention served its prefix, by path.
-        number: Its turn: those who came to the lock before it have lower ones.
+        batch_size: How many rows the batch has, for positions that are looked up once for all of them.
+        report: How each attention computed its prefix, by path.
+        number: Its turn at the lock; those who came before have lower numbers.
     """
 
     def __init__(
@@ -51,16 +53,16 @@ class ForwardPass:
         owner: object,
         assignment: RowAssignment,
         scope: CarriedScope | None = None,
-        around: ForwardPass | None = None,
+        enclosing: ForwardPass | None = None,
         outer: ForwardPass | None = None,
     ) -> None:
-        self.owner, self.assignment, self.scope, self.around = owner, assignment, scope, around
+        self.owner, self.assignment, self.scope, self.enclosing = owner, assignment, scope, enclosing
         self.inputs: dict[Any, torch.Tensor] = {}
         self.prompt: Any = None
         self.states: dict[str, list[torch.Tensor]] = {}
-        self.rows_of_batch = 0
+        self.batch_size = 0
         self.report: dict[str, str] = {} if outer is None else outer.report
-        self.restore: Any = None  # the tensors that stood in the model, if a nested pass needed others
+        self.restore: Any = None  # the tensors and labels to put back, if a nested pass replaced them
         self.number = 0
 
 
@@ -86,12 +88,12 @@ def current_pass(owner: object) -> ForwardPass | None:
     """The innermost pass of a model in this context; `owner` is what owns the passes of that model."""
     innermost = innermost_pass()
     while innermost is not None and innermost.owner is not owner:
-        innermost = innermost.around
+        innermost = innermost.enclosing
     return innermost
 
 
 def run_in_pass(forward_pass: ForwardPass, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call something inside of a pass."""
+    """Call a function inside a pass."""
     token = _CURRENT.set(weakref.ref(forward_pass))
     try:
         return call(*args, **kwargs)
@@ -100,62 +102,70 @@ def run_in_pass(forward_pass: ForwardPass, call: Callable[..., Any], args: Any, 
 
 
 class Scopes(Protocol):
-    """What owns the passes of a model. scopes_of_tasks: how many of its scopes were entered in an event loop."""
+    """The part of `PassManager` that scopes use.
 
-    scopes_of_tasks: int
+    Attributes:
+        scopes_in_event_loops: How many scopes of the model were entered in an event loop.
+    """
 
-    def enter_scope(self, scope: Scope, make: Callable[[], RowAssignment]) -> None: ...
+    scopes_in_event_loops: int
+
+    def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None: ...
 
     def leave_scope(self, scope: Scope) -> None: ...
 
 
 class Scope:
-    """A `with` block in which rows use given deltas: in the context that entered it, and nowhere else.
+    """A `with` block in which rows use given deltas, in the thread or asyncio task that entered it and nowhere else.
+
+    It holds as long as the block runs: even if its exit is interrupted, it ends with the block.
 
     Args:
+        owner: The pass manager of the model.
         value: What `with ... as` gives.
-        make: Makes what is in use inside; what it raises is raised before anything changes.
-
-    Threads and asyncio tasks each have their own. It holds as long as the block runs: whatever interrupts its exit, it
-    is over when the block is.
+        make_assignment: Returns the assignment inside the block; what it raises is raised before anything changes.
     """
 
-    def __init__(self, owner: Scopes, value: Any, make: Callable[[], RowAssignment]) -> None:
-        self.owner, self.value, self.make = owner, value, make
+    def __init__(self, owner: Scopes, value: Any, make_assignment: Callable[[], RowAssignment]) -> None:
+        self.owner, self.value, self.make_assignment = owner, value, make_assignment
         self.assignment: RowAssignment | None = None
         self.carried: CarriedScope | None = None
         self.in_event_loop = False
 
     def __enter__(self) -> Any:
         if self.assignment is not None:
-            raise DeltuneError("this rows() or disable() is entered already; call it again for another block")
+            raise DeltuneError("this rows() or disable() block is already entered; call it again to get another block")
         with suppress(RuntimeError):
             self.in_event_loop = asyncio.get_running_loop() is not None
         try:
-            self.owner.enter_scope(self, self.make)
+            self.owner.enter_scope(self, self.make_assignment)
             return self.value
         except BaseException:
             self._leave()
             raise
 
     def open(self, assignment: RowAssignment) -> None:
-        """Hold from now on."""
+        """Begin to hold."""
         self.carried = CarriedScope(self)
         _SCOPES.set((*self._others(_SCOPES.get()), self.carried))
         _thread.scopes = (*self._others(_thread.scopes), self.carried)
         self.assignment = assignment
 
     def close(self) -> None:
-        """Hold no longer."""
+        """Stop holding."""
         _SCOPES.set(self._others(_SCOPES.get()))
         _thread.scopes = self._others(_thread.scopes)
         if self.carried is not None:
-            self.carried.closed = True  # what still carries it is another context
+            self.carried.closed = True  # only other contexts carry it from now on
         self.assignment = None
 
     def _others(self, entered: Entered) -> Entered:
-        """What a context carries besides; a scope that was dropped when its exit was interrupted counts no more."""
-        return tuple(one for one in entered if one is not self.carried and (one.closed or one.assignment is not None))
+        """The other scopes of a context, without those that were dropped when their exit was interrupted."""
+        return tuple(
+            carried
+            for carried in entered
+            if carried is not self.carried and (carried.closed or carried.assignment is not None)
+        )
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -170,12 +180,12 @@ class Scope:
 
 
 class CarriedScope:
-    """What a context carries of a scope: threads and tasks that are given a copy of it may outlive the scope.
+    """A context's reference to a scope. Threads and tasks that copy the context may outlive the scope.
 
-    Whoever was interrupted while leaving a scope drops it. Then it is neither open nor closed, and counts no more.
+    A scope whose exit was interrupted is dropped; its reference is then neither open nor closed, and is ignored.
 
     Attributes:
-        closed: The scope was left. The context that left it carries it no longer, so whoever does is another one.
+        closed: Whether the scope was left. The context that left it has no reference any more, so only others have.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -184,7 +194,7 @@ class CarriedScope:
 
     @property
     def assignment(self) -> RowAssignment | None:
-        """What is in use inside while the scope is open, else None."""
+        """The assignment inside the scope while it is open, else None."""
         scope = self.scope()
         return None if scope is None else scope.assignment
 
@@ -194,58 +204,59 @@ Entered = tuple[CarriedScope, ...]
 
 
 def carried_scope(owner: Scopes) -> CarriedScope | None:
-    """The innermost scope of a model that this context carries, be it open or left elsewhere.
+    """Return the innermost scope of a model that this context refers to, open or left elsewhere.
 
     Raises:
-        DeltuneError: in torch.compile, which sees the scopes of the thread alone, while one is open in an event loop.
+        DeltuneError: torch.compile traces, which sees only the scopes of the thread, while one is open in an event
+            loop.
     """
     entered = _SCOPES.get() if not torch.compiler.is_dynamo_compiling() else _thread.scopes
-    if torch.compiler.is_dynamo_compiling() and owner.scopes_of_tasks:
+    if torch.compiler.is_dynamo_compiling() and owner.scopes_in_event_loops:
         raise DeltuneError(
-            "a graph that torch.compile traces cannot see which asyncio task runs it: enter rows() or disable() in the "
+            "code that torch.compile traces cannot see which asyncio task runs it: enter rows() or disable() in the "
             "function that calls the model, and run that in a thread (asyncio.to_thread)"
         )
-    for one in entered[::-1]:
-        if one.owner() is owner and (one.closed or one.assignment is not None):
-            return one
+    for carried in entered[::-1]:
+        if carried.owner() is owner and (carried.closed or carried.assignment is not None):
+            return carried
     return None
 
 
 def current_scope(owner: Scopes) -> Scope | None:
-    """The innermost open scope of a model in this context."""
-    for one in _SCOPES.get()[::-1]:
-        if one.owner() is owner and one.assignment is not None:
-            return one.scope()
+    """Return the innermost open scope of a model in this context."""
+    for carried in _SCOPES.get()[::-1]:
+        if carried.owner() is owner and carried.assignment is not None:
+            return carried.scope()
     return None
 
 
 def refuse_closed(carried: CarriedScope | None) -> None:
-    """Check that the scope in which a pass would begin was not left elsewhere."""
+    """Raise an error if the scope in which a pass would begin was left elsewhere."""
     if carried is not None and carried.closed:
         raise DeltuneError(
-            "this thread or task was started inside of a rows() or disable() that has been left meanwhile, so it is "
-            "not clear which delta is meant: enter rows() or disable() around the pass itself, stay in the block until "
-            "the thread or task is done, or call use() here to use one delta outside of any block"
+            "this thread or task was started inside a rows() or disable() block that has been left in the meantime, so "
+            "it is unclear which delta it should use: enter rows() or disable() around the pass itself, stay in the "
+            "block until the thread or task is done, or call use() here to use one delta outside of any block"
         )
 
 
 def forget_closed(owner: Scopes) -> None:
-    """Let passes in this context use what is in use, instead of refusing them for scopes that were left elsewhere."""
-    _SCOPES.set(tuple(one for one in _SCOPES.get() if not (one.closed and one.owner() is owner)))
-    _thread.scopes = tuple(one for one in _thread.scopes if not (one.closed and one.owner() is owner))
+    """Forget scopes that were left elsewhere, so that passes in this context use what is in use instead of failing."""
+    _SCOPES.set(tuple(carried for carried in _SCOPES.get() if not (carried.closed and carried.owner() is owner)))
+    _thread.scopes = tuple(carried for carried in _thread.scopes if not (carried.closed and carried.owner() is owner))
 
 
-def scopes_here() -> set[Scope]:
-    """The open scopes, of any model, of this context and of this thread: all that a forked process has."""
-    carried = (one.scope() for one in (*_SCOPES.get(), *_thread.scopes))
+def open_scopes_here() -> set[Scope]:
+    """Return the open scopes of all models in this context and thread: those that a forked process has."""
+    carried = (carried.scope() for carried in (*_SCOPES.get(), *_thread.scopes))
     return {scope for scope in carried if scope is not None and scope.assignment is not None}
 
 
-# -- modules that are computed again in the backward pass by a checkpoint function that is not transformers'
+# -- modules that a checkpoint function other than transformers' recomputes in the backward pass
 
 
 class _BackwardBegins:
-    """A hook on an output's node: from now on its backward pass is that of a known forward pass."""
+    """A hook on the graph node of an output, which records whose backward pass begins there."""
 
     def __init__(self, owner: object, assignment: RowAssignment) -> None:
         self.owner, self.assignment = weakref.ref(owner), assignment
@@ -257,12 +268,14 @@ class _BackwardBegins:
 
 
 _BACKWARD: weakref.WeakValueDictionary[tuple[int, int], _BackwardBegins] = weakref.WeakValueDictionary()
-"""What began the backward passes under way, by their numbers and the models'. The autograd engine has a thread for each
-device, and all of them work on one backward pass. The graph holds a hook as long as it is needed."""
+"""The hooks of the running backward passes, by the number of the backward pass and the id of the model's pass manager.
+
+The autograd engine has a thread for each device, which all work on one backward pass. The graph keeps a hook alive.
+"""
 
 
 def remember_for_backward(owner: object, assignment: RowAssignment, output: Any) -> None:
-    """Let modules that are computed again in the backward pass of `output` use what they used in the forward pass."""
+    """Let modules that are recomputed in the backward pass of `output` use the assignment of the forward pass."""
     hook = _BackwardBegins(owner, assignment)
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
@@ -270,26 +283,26 @@ def remember_for_backward(owner: object, assignment: RowAssignment, output: Any)
 
 
 def recomputed_assignment(owner: object) -> RowAssignment | None:
-    """What the forward pass of a model used whose backward pass this thread works on, or None."""
+    """Return the assignment of the forward pass whose backward pass this thread runs, or None."""
     number = backward_id()
     hook = None if number is None else _BACKWARD.get((number, id(owner)))
     return None if hook is None or hook.owner() is not owner else hook.assignment
 
 
-# -- who may run beside whom
+# -- which passes may run at the same time
 
-_POLL = 0.05  # seconds; a pass that was interrupted tells nobody, it is only gone
+_POLL = 0.05  # seconds; a pass that was interrupted notifies nobody
 
 
 class _Ticket:
-    """A place in the queue; whoever was interrupted while waiting leaves it by dropping the ticket."""
+    """A place in the queue; a thread that is interrupted while it waits leaves the queue by dropping the ticket."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class PassLock:
-    """Admits passes that need the same tensors in the model side by side, and changes when no pass runs, in turn.
+    """Lets passes that need the same tensors in the model run at the same time, and changes when no pass runs, in turn.
 
     A pass may wait for another one that it started in another thread: `generate_batch` does, and a user's hook may.
     So a pass that needs the tensors that stand in the model does not wait for the queue as long as some pass runs that
@@ -306,10 +319,12 @@ class PassLock:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: in a new process the threads that held a lock, or ran a pass, are not there."""
-        self._borrowed: weakref.ReferenceType[ForwardPass] | None = None  # a nested pass that moved tensors
+        """Start without holders and passes: the threads that had them do not exist in a forked process."""
+        self._nested: weakref.ReferenceType[ForwardPass] | None = None  # the nested pass that moved tensors
         self.mutex = threading.RLock()
-        self._block: weakref.ReferenceType[_Ticket] | None = None  # of alone(), which ends with it if interrupted
+        self._block: weakref.ReferenceType[_Ticket] | None = (
+            None  # of alone(); it also ends when its holder is interrupted
+        )
         self._changed = threading.Condition(self.mutex)
         self._running: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._queue: list[weakref.ReferenceType[_Ticket]] = []
@@ -317,27 +332,31 @@ class PassLock:
 
     @property
     def idle(self) -> bool:
+        """Whether no pass runs."""
         return len(self._running) == 0
 
     @property
-    def taken(self) -> bool:
-        """Whether the thread that holds the mutex is inside of alone()."""
+    def held_by_change(self) -> bool:
+        """Whether the thread that holds the mutex is inside `alone()`."""
         return self._block is not None and self._block() is not None
 
     def admit(
         self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None], joins: bool = True
     ) -> None:
-        """Wait until the model holds the tensors that a pass needs, or until it can be given them.
+        """Wait until the model holds the tensors that a pass needs, or until they can be put there.
 
         Args:
-            joins: The pass may join those that run before its turn.
+            forward_pass: The pass.
+            fits: Whether the model holds the tensors.
+            prepare: Puts them there.
+            joins: Whether the pass may join running passes before its turn.
         """
         with self.mutex:
             forward_pass.number = next(self._numbers)
-            if self._queue or self._lent() or not fits():
+            if self._queue or self._nested_pass_runs() or not fits():
 
                 def ready(first: bool) -> bool:
-                    if self._lent():
+                    if self._nested_pass_runs():
                         return False
                     return (first and self.idle) or ((first or (joins and self._may_be_waited_for())) and fits())
 
@@ -347,7 +366,7 @@ class PassLock:
             self._running.add(forward_pass)
 
     def release(self, forward_pass: ForwardPass) -> bool:
-        """Whether the pass was admitted, which it is no more."""
+        """End the admission of a pass; return whether it was admitted."""
         with self.mutex:
             if forward_pass not in self._running:
                 return False
@@ -358,9 +377,9 @@ class PassLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no pass runs, and let none begin inside the block. The caller must not be inside of a pass."""
+        """Wait until no pass runs, and let none begin inside the block. The caller must not be inside a pass."""
         with self.mutex:
-            if self.taken:
+            if self.held_by_change:
                 yield
                 return
             if self._queue or not self.idle:
@@ -372,35 +391,35 @@ class PassLock:
             finally:
                 self._block = None
 
-    def _lent(self) -> bool:
-        """Whether a nested pass has other tensors in the model than the pass around it, and will put those back."""
-        return self._borrowed is not None and self._borrowed() is not None
+    def _nested_pass_runs(self) -> bool:
+        """Whether a nested pass runs that has put other tensors into the model than the pass around it needs."""
+        return self._nested is not None and self._nested() is not None
 
-    def lend(self, nested: ForwardPass | None) -> None:
-        """Admit nobody until a nested pass has put back what it moved; None: it has."""
-        self._borrowed = None if nested is None else weakref.ref(nested)
+    def set_nested_pass(self, nested: ForwardPass | None) -> None:
+        """Admit no pass until a nested pass has put the tensors back; None means that it has."""
+        self._nested = None if nested is None else weakref.ref(nested)
         self._changed.notify_all()
 
     def refuse_others(self, outer: ForwardPass) -> None:
-        """Check that no pass runs but those that a nested one is inside of; it must not wait for the others."""
-        around: list[ForwardPass] = []
-        each: ForwardPass | None = outer
-        while each is not None:
-            around.append(each)
-            each = each.around
-        if any(running not in around for running in list(self._running)):
+        """Raise an error if passes run other than those around a nested one, which must not wait for them."""
+        enclosing: list[ForwardPass] = []
+        current: ForwardPass | None = outer
+        while current is not None:
+            enclosing.append(current)
+            current = current.enclosing
+        if any(running not in enclosing for running in list(self._running)):
             raise DeltuneError(
-                "a pass inside of another one needs other tensors in the model than it does (rows(), disable() or "
-                "use() of a delta that trains the model's own tensors), and other threads run the model meanwhile"
+                "a forward pass inside another one needs other tensors in the model (because of rows(), disable() or "
+                "use() of a delta that trains the model's own tensors), while other threads run the model"
             )
 
     def _may_be_waited_for(self) -> bool:
-        """Whether a newcomer may be what a running pass waits for that came before the first of the queue."""
+        """Whether a running pass that came before the first of the queue may be waiting for a newcomer."""
         first = self._first()
         return first is not None and any(running.number < first.number for running in list(self._running))
 
     def _wait(self, number: int, ready: Callable[[bool], bool]) -> None:
-        """Queue until what is asked for is ready. ready: is told whether it is the first of the queue."""
+        """Wait in the queue until `ready`, which is told whether it is first, returns True."""
         ticket = _Ticket(number)
         place = weakref.ref(ticket)
         self._queue.append(place)

@@ -1,7 +1,7 @@
-"""The handle on a tuned model: use, disable, detach, merge, save. The model stays itself.
+"""`Tuned`: the handle of a model with deltas. It switches, combines, saves, merges and detaches them.
 
-Edits work through hooks and the one attention function; selected tensors stand in the model's own slots while their
-delta is in use, and what they displace is kept, untouched, in the tuned object.
+Edits act through hooks and the attention function. The tensors that a delta selects replace the model's own in place
+while the delta is in use; the replaced ones are kept, unchanged, in `Tuned.base`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
 from ..methods.spec import Method
+from ..notebook import html_table
 from . import merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
 from .hooks import Hook, required_hooks, unreached_edits
@@ -39,53 +40,66 @@ from .tensor_overrides import ForwardOverride
 
 T = TypeVar("T")
 
-_INSTALLING = threading.Lock()
-"""Held while a model gets its handle: two threads may attach the first delta at once."""
+_INSTALL_LOCK = threading.Lock()
+"""Held while a handle is added to a model, since two threads may attach the first delta at the same time."""
 
 
 def _after_fork() -> None:
-    """Replace the lock in a new process, which does not have the thread that may hold it."""
-    global _INSTALLING
-    _INSTALLING = threading.Lock()
+    """Replace the lock in a forked process, where the thread that may hold it does not exist."""
+    global _INSTALL_LOCK
+    _INSTALL_LOCK = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-NAME = HANDLE_NAME
-"""The handle's name in the model, and so the prefix of every key it adds to the state dict."""
+MODULE_NAME = HANDLE_NAME
+"""The name of the handle among the model's sub-modules, which is the prefix of every key it adds to the state dict."""
 
 
 class Tuned(nn.Module):
-    """The handle on a model with deltas: named deltas, the one in use, and what it displaced.
+    """The handle of a model with attached deltas.
 
-    It is the sub-module `deltune` of the model; deltune.tuned(model) finds it.
+    It is the sub-module `deltune` of the model; `deltune.tuned(model)` returns it. The model itself is called and
+    trained as before.
+
+    Attributes:
+        anatomy: Where the layers, projections, norms and head of the model are.
+        deltas: The attached deltas by name.
+        base: The model's own tensors that the delta in use replaces at the moment.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.__dict__["parent"] = model  # not a child
+        self.__dict__["_model"] = model  # as an attribute it would be a sub-module
         self.anatomy: Anatomy = inspect(model)
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
-        self.base_labels = HeadLabels.of(model.config)
-        self.base_facts: dict[str, Any] | None = None
-        self.flags = {name: p.requires_grad for name, p in model.named_parameters()}
-        self.taps: dict[tuple[str, str], Hook] = {}
+        self._base_labels = HeadLabels.from_config(model.config)
+        self._base_metadata: dict[str, Any] | None = None
+        self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._installed_hooks: dict[tuple[str, str], Hook] = {}
         lock = PassLock()
-        self.state = ModelState(model, self.deltas, self.base, lock)
-        self.passes = PassManager(model, self.state, lock, RowAssignment([], None, self.base_labels))
-        self.passes.attentions = [(config, config._attn_implementation) for config in all_configs(model)]
+        self._state = ModelState(model, self.deltas, self.base, lock)
+        self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
+        self._passes.attention_configs = [(config, config._attn_implementation) for config in all_configs(model)]
 
-    def _install(self) -> None:
-        """Become a part of the model."""
+    def _add_to_model(self) -> None:
         self.model.requires_grad_(False)
-        self.model.add_module(NAME, self)
+        self.model.add_module(MODULE_NAME, self)
 
     def __repr__(self) -> str:
         attached = ", ".join(f"{name}: {self.delta(name).method!r}" for name in self.names)
         return f"Tuned({attached or 'nothing'}; in use: {self.active or ', '.join(map(str, self.mixed)) or None})"
+
+    def _repr_html_(self) -> str:
+        used = {self.active, *self.mixed}
+        rows = [
+            (name, repr(self.delta(name).method), f"{self.count(name=name).trained:,}", "yes" if name in used else "no")
+            for name in self.names
+        ]
+        return html_table("Attached deltas", ("delta", "method", "trainable parameters", "in use"), rows)
 
     def _replicate_for_data_parallel(self) -> Any:
         raise DeltuneError(
@@ -94,140 +108,195 @@ class Tuned(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the handle as that of its model, of which a steady copy is pickled."""
-        model = self.__dict__["parent"]
-        if model is None or self.passes.is_pickled:
+        """Pickle the handle as a reference to its model, of which a consistent copy is pickled."""
+        model = self.__dict__["_model"]
+        if model is None or self._passes.is_pickled:
             return super().__reduce_ex__(protocol)
         return _handle_of, (model,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the handle together with its model, which copies it while no tensor moves."""
-        model = self.__dict__["parent"]
+        """Copy the handle together with its model, while no other thread moves tensors."""
+        model = self.__dict__["_model"]
         if model is not None and id(model) not in memo:
             copy.deepcopy(model, memo)
         return memo[id(self)] if id(self) in memo else plain_copy(self, memo)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise DeltuneError("the handle computes nothing: call the model itself, which has the delta in use")
+        """Raise an error: call the model itself, which uses the delta in use.
 
-    # -- what there is
+        Args:
+            *args: Ignored.
+            **kwargs: Ignored.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            DeltuneError: Always.
+        """
+        raise DeltuneError("the handle cannot be called: call the model itself, which uses the delta in use")
+
+    # -- what is attached and in use
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model this handle stands in. Error: it was detached."""
-        if self.__dict__["parent"] is None:
-            raise DeltuneError("this handle was detached or merged; attach or load gives a new one")
-        found: PreTrainedModel = self.__dict__["parent"]
-        return found
+        """The model that the deltas are attached to; after `detach()` or `merge()` reading it is a `DeltuneError`."""
+        model: PreTrainedModel | None = self.__dict__["_model"]
+        if model is None:
+            raise DeltuneError("this handle was detached or merged; attach or load returns a new one")
+        return model
 
     @property
     def active(self) -> str | None:
-        """Name of the delta that all rows use here, or None: inside of rows() and disable() there is none."""
-        return self.passes.in_use.standing if current_scope(self.passes) is None else None
+        """The name of the delta that all rows use, or None; inside `rows()` and `disable()` it is None."""
+        return self._passes.default_assignment.placed_delta if current_scope(self._passes) is None else None
 
     @property
     def mixed(self) -> tuple[str | None, ...]:
-        """Inside of rows(), the delta of every row."""
-        return self.passes.assigned().rows
+        """The delta of each row inside `rows()`; outside, an empty tuple."""
+        return self._passes.assignment_of_new_pass().rows
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the attached deltas."""
+        """The names of the attached deltas."""
         return tuple(self.deltas)
 
     @property
     def method(self) -> Method | None:
-        """The method in use, or None."""
+        """The method of the delta in use, or None."""
         return None if self.active is None else self.delta().method
 
     def delta(self, name: str | None = None) -> Delta:
-        """The delta of a name (default: the one in use)."""
-        wanted = self.active if name is None else name
-        if wanted is None:
-            raise DeltuneError(f"no delta is in use; use(name) one of: {', '.join(self.names)}")
-        if not isinstance(wanted, str) or wanted not in self.deltas:
-            raise DeltuneError(unknown_name("delta", wanted, self.names))
-        found = self.deltas[wanted]
-        assert isinstance(found, Delta)
-        return found
+        """Return the module that holds the tensors of a delta.
 
-    def count(self, denominator: str | int = "model", name: str | None = None) -> Count:
-        """The exact count of the delta in use (or of the one named)."""
-        delta = self.delta(name)
-        size = base_size(self.model, denominator)
-        heads = sum(self.value(delta, tensor).numel() for tensor in delta.head)
-        return count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+        Args:
+            name: The delta's name. Default: the delta in use.
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Trained parameters of the delta in use, for an optimiser: head and tensors tuned in place included, those of
-        the deltas that wait not. `recurse` (torch's) is not looked at."""
-        yield from (p for _, p in self.trained())
-
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Trained parameters of what is in use here, with their names in the model."""
-        used = {id(use.delta) for use in self.passes.assigned().uses}
-        if not used:
-            return
-        with self.state.mutex:
-            others = [self.delta(name) for name in self.names if id(self.delta(name)) not in used]
-            hidden = {id(parameter) for delta in others for parameter in self.state.parameters_of(delta)}
-            yield from [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in hidden]
-
-    def original(self, name: str) -> nn.Parameter:
-        """The base model's own value of a tensor, whether displaced or in its slot."""
-        return self.state.original(name)
-
-    def value(self, delta: Delta, name: str) -> nn.Parameter:
-        """A delta's own value of a tensor that it owns."""
-        return self.state.value(delta, name)
-
-    # -- the life cycle
-
-    def use(self, name: str | None) -> Tuned:
-        """Put a delta in use for the whole model, its head and labels included; None: the base model.
-
-        It holds for every thread that is not inside of `rows()` or `disable()`, and waits until no pass and no
-        `generate` of this model runs. Which of a delta's parameters train is remembered. Switch between steps, not
-        between a forward pass and its backward pass.
+        Returns:
+            The delta.
 
         Raises:
-            DeltuneError: an unknown name; inside of rows() or of a forward pass.
+            DeltuneError: No delta has this name, or none is in use.
         """
-        with self._changing("use"):
+        requested = self.active if name is None else name
+        if requested is None:
+            raise DeltuneError(f"no delta is in use; call use(name) with one of: {', '.join(self.names)}")
+        if not isinstance(requested, str) or requested not in self.deltas:
+            raise DeltuneError(unknown_name("delta", requested, self.names))
+        delta = self.deltas[requested]
+        assert isinstance(delta, Delta)
+        return delta
+
+    def count(self, denominator: str | int = "model", name: str | None = None) -> Count:
+        """Count the trainable parameters of a delta exactly.
+
+        Args:
+            denominator: What `Count.percent` is a share of: the name of a denominator, such as "model" (the default,
+                all parameters of the model), or a number of parameters.
+            name: The delta's name. Default: the delta in use.
+
+        Returns:
+            The counts of the method, the head, and what is saved.
+
+        Raises:
+            DeltuneError: No delta has this name or none is in use, or the denominator is unknown.
+        """
+        delta = self.delta(name)
+        size = base_size(self.model, denominator)
+        heads = sum(self._delta_value(delta, tensor).numel() for tensor in delta.head)
+        return count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+
+    def trainable_parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters to give to an optimizer: those that train with the delta in use.
+
+        They include the head and the tensors of the model that the delta trains in place, and leave out the deltas
+        that are not in use. Inside `rows()` they are those of every delta that is named there. (`parameters()` is
+        torch's and returns all parameters that are registered in the handle, trainable or not.)
+
+        Returns:
+            An iterator over parameters; none where no delta is in use.
+        """
+        yield from (parameter for _, parameter in self.named_trainable_parameters())
+
+    def named_trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of `trainable_parameters()` with their names in the model.
+
+        Returns:
+            An iterator over (name, parameter); the names are those of `model.named_parameters()`.
+        """
+        used = {id(group.delta) for group in self._passes.assignment_of_new_pass().groups}
+        if not used:
+            return
+        with self._state.mutex:
+            unused = [self.delta(name) for name in self.names if id(self.delta(name)) not in used]
+            excluded = {id(parameter) for delta in unused for parameter in self._state.parameters_of(delta)}
+            parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in excluded]
+        yield from parameters
+
+    def _base_value(self, name: str) -> nn.Parameter:
+        """The base model's own value of a tensor, whether a delta replaces it or not."""
+        return self._state.base_value(name)
+
+    def _delta_value(self, delta: Delta, name: str) -> nn.Parameter:
+        """A delta's own value of a tensor of the model."""
+        return self._state.delta_value(delta, name)
+
+    # -- switching, mixing, removing and saving
+
+    def use(self, name: str | None) -> Tuned:
+        """Put a delta in use for the whole model, its head and labels included.
+
+        This holds for every thread that is not inside `rows()` or `disable()`. The call waits until no forward pass
+        and no `generate` of this model runs. Which parameters of a delta are trainable is remembered while it is not
+        in use. Switch between training steps, not between a forward pass and its backward pass.
+
+        Args:
+            name: The delta's name, or None for the base model.
+
+        Returns:
+            The handle itself.
+
+        Raises:
+            DeltuneError: No delta has this name, or the call is inside `rows()` or a forward pass.
+        """
+        with self._exclusive("use"):
             if name is not None:
                 self.delta(name)
-            _complete(lambda: self._use(name))
+            _run_to_completion(lambda: self._use(name))
         return self
 
     def _use(self, name: str | None) -> None:
-        self.passes.in_use = self._assignment_of_all(name)
-        forget_closed(self.passes)
-        self.passes.settle(self.passes.assigned())
+        self._passes.default_assignment = self._assign_all_rows(name)
+        forget_closed(self._passes)
+        self._passes.update_model(self._passes.assignment_of_new_pass())
 
-    def _assignment_of_all(self, name: str | None) -> RowAssignment:
+    def _assign_all_rows(self, name: str | None) -> RowAssignment:
         if name is None:
-            return RowAssignment([], None, self.base_labels)
+            return RowAssignment([], None, self._base_labels)
         delta = self.delta(name)
-        return RowAssignment.of_all(name, delta, delta.labels or self.base_labels, self.anatomy)
+        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy)
 
-    def _assignment_of_rows(self, names: Sequence[str | None]) -> RowAssignment:
-        """One for rows(), and in every module whose tensors differ by row what runs it with those."""
+    def _assign_each_row(self, names: Sequence[str | None]) -> RowAssignment:
+        """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
         deltas = {name: self.delta(name) for name in self.names}
-        assignment = RowAssignment.of_rows(names, deltas, self.base_labels, self.anatomy, self.state)
-        with self.state.mutex:
+        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state)
+        with self._state.mutex:
             for path in assignment.tensors:
                 module = self.model.get_submodule(path)
-                self._install_tap((path, "tensors"), partial(ForwardOverride, self.passes, path, module))
+                self._install_hook((path, "tensors"), partial(ForwardOverride, self._passes, path, module))
         return assignment
 
     def advance(self, share: float) -> None:
-        """Tell the delta in use which share of its training is done (0 to 1), before every step.
+        """Tell the delta in use how much of its training is done. Call it before every step.
 
-        Only a learned mask (`sparsity`) minds: up to a half its penalty grows, then its gates are fixed. `deltune
-        train` calls it; a loop of your own must.
+        Only a learned mask (`sparsity`) needs it: its penalty grows during the first half of training, then its gates
+        are fixed. `deltune train` calls it; a training loop of your own must call it too.
+
+        Args:
+            share: The share of the training steps that are done, from 0 to 1: `step / steps`.
 
         Raises:
-            DeltuneError: the share is no number from 0 to 1.
+            DeltuneError: `share` is not a number from 0 to 1, or no delta is in use.
         """
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise DeltuneError(
@@ -238,204 +307,269 @@ class Tuned(nn.Module):
             gates.advance(share)
 
     def disable(self) -> Scope:
-        """The base model, inside the `with` block and for the thread or asyncio task that entered it."""
-        _ = self.model  # one that was taken off says so
-        return Scope(self.passes, self, lambda: self._assignment_of_all(None))
+        """Use the base model inside a `with` block, in the thread or asyncio task that enters it.
+
+        Returns:
+            A context manager, which gives the handle.
+
+        Raises:
+            DeltuneError: The handle was detached or merged.
+        """
+        _ = self.model  # raises after detach() and merge()
+        return Scope(self._passes, self, lambda: self._assign_all_rows(None))
 
     def rows(self, names: Sequence[str | None]) -> Scope:
-        """Inside the `with` block, row i of a batch uses the delta names[i], or none; all of them can be trained.
+        """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
-        It holds for the thread or asyncio task that entered it; a thread that is started inside of it begins with the
-        delta in use. Logits are as wide as the widest head that is used, -inf where a row's own head has no label; the
-        loss of class labels is then each row's own. In `generate` rows may be repeated one after the other (beams).
-        Inside, `parameters()` are those of all that are named; do the backward pass there too.
+        It holds for the thread or asyncio task that enters the block; a thread that is started inside it begins with
+        the delta in use. Logits are as wide as the widest head, with -inf where a row's own head has no label; the loss
+        of class labels is each row's own. In `generate` the prompts are the rows, and the beams of a prompt follow it.
+        Inside, `trainable_parameters()` are those of all deltas that are named; run the backward pass there too.
+
+        Args:
+            names: For each row of the batch the name of its delta, or None for the base model.
+
+        Returns:
+            A context manager, which gives the handle.
 
         Raises:
-            DeltuneError: an unknown name, a delta that trains tensors that all rows share (`full`), a batch of another
-                size, a backward pass outside.
+            DeltuneError: No delta has one of the names, or a delta trains tensors that all rows share (`full`). A batch
+                of another size, and a backward pass outside the block, are errors too, when they run.
         """
-        _ = self.model  # one that was taken off says so
-        return Scope(self.passes, self, lambda: self._assignment_of_rows(names))
+        _ = self.model  # raises after detach() and merge()
+        return Scope(self._passes, self, lambda: self._assign_each_row(names))
 
     def detach(self, name: str | None = None) -> PreTrainedModel:
-        """Take a delta (None: all of them) off; without any left the model is bit for bit what it was.
+        """Remove a delta, or all of them. Without any left the model has exactly the weights it had before.
 
-        It waits until no pass of this model runs.
+        The call waits until no forward pass of this model runs.
+
+        Args:
+            name: The delta's name. Default: all deltas.
+
+        Returns:
+            The model.
 
         Raises:
-            DeltuneError: an unknown name, or a delta that rows() names in another thread or task.
+            DeltuneError: No delta has this name, `rows()` in another thread or task uses it, or the call is inside
+                `rows()` or a forward pass.
         """
-        with self._changing("detach"):
-            going = list(self.names) if name is None else [name]
-            for one in going:
-                self.delta(one)
-            self.passes.refuse_in_scopes("detach", going)
-            model: PreTrainedModel = _complete(lambda: self._detach(going))
+        with self._exclusive("detach"):
+            removed = list(self.names) if name is None else [name]
+            for delta_name in removed:
+                self.delta(delta_name)
+            self._passes.refuse_in_scopes("detach", removed)
+            model: PreTrainedModel = _run_to_completion(lambda: self._detach(removed))
             return model
 
-    def _detach(self, going: Sequence[str]) -> Any:
-        model: Any = self.__dict__["parent"]
+    def _detach(self, names: Sequence[str]) -> Any:
+        model: Any = self.__dict__["_model"]
         if model is None:
-            return model  # it was interrupted after its last step
-        if self.passes.in_use.standing in going:
-            self.passes.in_use = self._assignment_of_all(None)
-        self.passes.settle(self.passes.in_use)
-        for gone in going:
-            if gone in self.deltas:
-                del self.deltas[gone]
+            return model  # a first attempt was interrupted after its last step
+        if self._passes.default_assignment.placed_delta in names:
+            self._passes.default_assignment = self._assign_all_rows(None)
+        self._passes.update_model(self._passes.default_assignment)
+        for name in names:
+            if name in self.deltas:
+                del self.deltas[name]
         if len(self.deltas):
-            self._wire()
+            self._update_hooks()
             return model
-        for tap in self.taps.values():
-            tap.remove()
-        self.taps.clear()
-        self.passes.wire_attention(False)
-        model._modules.pop(NAME, None)
+        for hook in self._installed_hooks.values():
+            hook.remove()
+        self._installed_hooks.clear()
+        self._passes.set_prefix_attention(False)
+        model._modules.pop(MODULE_NAME, None)
         for parameter_name, parameter in model.named_parameters():
-            parameter.requires_grad_(self.flags.get(parameter_name, True))
-        self.__dict__["parent"] = None
+            parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
+        self.__dict__["_model"] = None
         return model
 
     def merge(self) -> PreTrainedModel:
-        """Fold the delta in use into the weights and take everything off: a plain model with the tuned outputs.
+        """Fold the delta in use into the weights and detach everything.
 
-        Error: a term that no weight can express (a prefix, an adapter, a prompt), named, and nothing is changed.
+        Returns:
+            The model, which gives the tuned outputs without deltune.
+
+        Raises:
+            DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
+                message names it. Or no delta is in use, the model is quantised, or another thread or task is inside
+                `rows()` or `disable()`. Nothing is changed.
         """
-        with self._changing("merge"):
-            self.passes.refuse_in_scopes("merge", self.names)
-            self.passes.refuse_other_scopes("merge")
+        with self._exclusive("merge"):
+            self._passes.refuse_in_scopes("merge", self.names)
+            self._passes.refuse_other_scopes("merge")
             check_not_quantized(self.model)
-            delta = self.delta().told()
-            own: dict[str, torch.Tensor] = {name: self.value(delta, name) for name in delta.owned}
+            delta = self.delta()
+            delta.warn_if_never_advanced()
+            values: dict[str, torch.Tensor] = {name: self._delta_value(delta, name) for name in delta.owned_tensors}
             with torch.no_grad():
-                own |= {name: sparse.final(self.original(name).detach()) for name, sparse in delta.masked()}
-            merged = merging.merged_weights(self.anatomy, delta, self.original, own)
-            labels = delta.labels or self.base_labels
-            return _complete(lambda: self._merge(merged, labels))
+                values |= {name: part.final(self._base_value(name).detach()) for name, part in delta.masked_tensors()}
+            merged = merging.merged_weights(self.anatomy, delta, self._base_value, values)
+            labels = delta.labels or self._base_labels
+            return _run_to_completion(lambda: self._merge(merged, labels))
 
     def _merge(self, merged: dict[str, torch.Tensor], labels: HeadLabels) -> PreTrainedModel:
-        self.base_labels = labels
-        if self.__dict__["parent"] is not None:
-            self.state.stand(None)
+        self._base_labels = labels
+        if self.__dict__["_model"] is not None:
+            self._state.place_tensors(None)
             for name, value in merged.items():
-                self.state.put(name, nn.Parameter(value.clone()))  # detaching restores its flag
+                self._state.set_parameter(name, nn.Parameter(value.clone()))  # detaching sets its requires_grad
         model: PreTrainedModel = self._detach(self.names)
         return model
 
     def save(self, folder: str | Path, name: str | None = None) -> Path:
-        """Write the delta in use (or the one named) to a folder: delta.json and delta.safetensors, all or nothing."""
+        """Write a delta to a folder, as `delta.json` and `delta.safetensors`, completely or not at all.
+
+        Args:
+            folder: A new folder, an empty one, or one that holds a delta, which is replaced.
+            name: The delta's name. Default: the delta in use.
+
+        Returns:
+            The folder.
+
+        Raises:
+            DeltuneError: No delta has this name or none is in use, weights of the model are offloaded, or the folder
+                holds other files or cannot be written. What was there before is kept.
+        """
         check_not_offloaded(self.model)
-        with self.state.mutex:
-            delta = self.delta(name).told()
-            base = self.base_facts or serialization.base_metadata(self.model, self.anatomy, self.original)
-            facts, tensors = serialization.delta_metadata(delta, base), self.tensors(delta)
-        return serialization.write_delta(folder, facts, tensors)
+        with self._state.mutex:
+            delta = self.delta(name)
+            delta.warn_if_never_advanced()
+            base = self._base_metadata or serialization.base_metadata(self.model, self.anatomy, self._base_value)
+            metadata, tensors = serialization.delta_metadata(delta, base), self._tensors_to_save(delta)
+        return serialization.write_delta(folder, metadata, tensors)
 
-    def know_base(self) -> None:
-        """Keep the facts about the base that `save` writes, for they are read from the whole of it."""
-        self.base_facts = serialization.base_metadata(self.model, self.anatomy, self.original)
-
-    def tensors(self, delta: Delta) -> dict[str, torch.Tensor]:
-        """All numbers of a delta by their names in the file, on the CPU: its edits', and base.NAME for what it owns."""
+    def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
+        """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
         with torch.no_grad():
-            found = delta.kept() | {f"base.{name}": self.value(delta, name) for name in delta.owned}
-            return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+            values = {f"base.{name}": self._delta_value(delta, name) for name in delta.owned_tensors}
+            tensors = delta.tensors_to_save() | values
+            return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
-    def settle(self, delta: Delta) -> Delta:
-        """Move a new delta's own tensors to where they act: float32, or float64 in a float64 model."""
+    # -- attaching
+
+    def _move_to_model(self, delta: Delta) -> Delta:
+        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
         default = next(self.model.parameters()).device
-        wide = any(p.dtype == torch.float64 for p in self.model.parameters())
-        dtype = torch.float64 if wide else torch.float32
+        is_double = any(p.dtype == torch.float64 for p in self.model.parameters())
+        dtype = torch.float64 if is_double else torch.float32
         for edit in delta.all_edits():
-            edit.to(self._device(edit, default), dtype)
-        for common in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
-            common.to(default, dtype)
+            edit.to(self._device_of(edit, default), dtype)
+        for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
+            shared.to(default, dtype)
         return delta
 
-    # -- inside
-
-    @contextlib.contextmanager
-    def _changing(self, what: str) -> Iterator[None]:
-        _ = self.model  # one that was taken off says so
-        with torch.inference_mode(False), self.passes.changing(what):  # what changes can be trained later
-            yield
-
-    def add(self, name: str, delta: Delta, labels: HeadLabels) -> None:
-        """Take a built delta in, and put it in use; on failure the model is as it was.
-
-        That every edit takes part in a pass is seen before, on a copy of the model's structure.
-        """
-        self._rehearse(delta)
-        with self._changing("attach or load"):
-            before = self.passes.in_use
-            delta.labels = labels
-            delta.train(self.model.training)
-            if name in self.deltas:
-                raise DeltuneError(f"a delta named {name!r} is attached already; detach it or choose another name")
-            taken = False
-            try:
-                with _INSTALLING:
-                    taken = self.model._modules.get(NAME) not in (None, self)
-                    if NAME not in self.model._modules:
-                        self._install()
-                if taken:
-                    raise DeltuneError("another thread has attached to this model meanwhile; call it again")
-                self.deltas[name] = delta
-                self._wire()
-                self._use(name)
-            except BaseException:
-                self.passes.in_use = before
-                if not taken:
-                    self._detach([name])
-                raise
-
-    def _wire(self) -> None:
-        """A tap for every module that some delta reads or writes, and the attention function where one needs it."""
-        needed = required_hooks(self.passes, self.anatomy, [self.delta(name) for name in self.names])
-        kept = needed.keys() | {(path, "tensors") for path in self.passes.own_tensors()}
-        for key in [key for key in self.taps if key not in kept]:
-            self.taps[key].remove()
-            del self.taps[key]
-        for key, make in needed.items():
-            self._install_tap(key, make)
-        owned = {owned for name in self.names for owned in self.delta(name).owned}
-        held = {path for tensor in owned for path, _ in owning_modules(self.anatomy, tensor)}
-        hooked = {path for path, side in self.taps if side not in {*METHODS, *WHOLE_MODEL_METHODS}}
-        self.passes.modules = AttachedModules(self.model, hooked | held)
-        self.passes.wire_attention(any(side == "attention" for _, side in self.taps))
-
-    def _install_tap(self, key: tuple[str, str], make: Callable[[], Hook]) -> None:
-        if key in self.taps:
-            return
-        tap = make()
-        try:
-            tap.install()
-            self.taps[key] = tap
-        except BaseException:
-            tap.remove()
-            self.taps.pop(key, None)
-            raise
-
-    def _rehearse(self, delta: Delta) -> None:
-        """Check on the structure alone that a pass reaches every place of a delta."""
-        if silent := unreached_edits(trace_forward(self.model), delta) if len(delta.edits) else []:
-            raise error_from_problems(
-                f"{delta.method!r} does not reach every place of {type(self.model).__name__}",
-                [f"{place}: the module is not called as its anatomy says" for place in silent],
-            )
-
-    def _device(self, edit: Edit, default: torch.device) -> torch.device:
+    def _device_of(self, edit: Edit, default: torch.device) -> torch.device:
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
         return next((p.device for p in module.parameters()), default)
 
+    @contextlib.contextmanager
+    def _exclusive(self, operation: str) -> Iterator[None]:
+        _ = self.model  # raises after detach() and merge()
+        with torch.inference_mode(False), self._passes.exclusive(operation):  # new parameters must be trainable later
+            yield
+
+    def _add_delta(self, name: str, delta: Delta, labels: HeadLabels) -> None:
+        """Register a delta under a name and put it in use; if anything fails, the model is as it was.
+
+        Whether a forward pass reaches all of its edits is checked first, on a copy of the model's structure.
+        """
+        self._check_reached(delta)
+        with self._exclusive("attach or load"):
+            previous = self._passes.default_assignment
+            delta.labels = labels
+            delta.train(self.model.training)
+            if name in self.deltas:
+                raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
+            has_other_handle = False
+            try:
+                with _INSTALL_LOCK:
+                    has_other_handle = self.model._modules.get(MODULE_NAME) not in (None, self)
+                    if MODULE_NAME not in self.model._modules:
+                        self._add_to_model()
+                if has_other_handle:
+                    raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
+                self.deltas[name] = delta
+                self._update_hooks()
+                self._use(name)
+            except BaseException:
+                self._passes.default_assignment = previous
+                if not has_other_handle:
+                    self._detach([name])
+                raise
+
+    def _update_hooks(self) -> None:
+        """Install the hooks that the attached deltas need, and remove the others."""
+        needed = required_hooks(self._passes, self.anatomy, [self.delta(name) for name in self.names])
+        remaining = needed.keys() | {(path, "tensors") for path in self._passes.overridden_modules()}
+        for key in [key for key in self._installed_hooks if key not in remaining]:
+            self._installed_hooks[key].remove()
+            del self._installed_hooks[key]
+        for key, make_hook in needed.items():
+            self._install_hook(key, make_hook)
+        tensors = {tensor for name in self.names for tensor in self.delta(name).owned_tensors}
+        with_tensors = {path for tensor in tensors for path, _ in owning_modules(self.anatomy, tensor)}
+        hooked = {path for path, side in self._installed_hooks if side not in {*METHODS, *WHOLE_MODEL_METHODS}}
+        self._passes.modules = AttachedModules(self.model, hooked | with_tensors)
+        self._passes.set_prefix_attention(any(side == "attention" for _, side in self._installed_hooks))
+
+    def _install_hook(self, key: tuple[str, str], make_hook: Callable[[], Hook]) -> None:
+        if key in self._installed_hooks:
+            return
+        hook = make_hook()
+        try:
+            hook.install()
+            self._installed_hooks[key] = hook
+        except BaseException:
+            hook.remove()
+            self._installed_hooks.pop(key, None)
+            raise
+
+    def _check_reached(self, delta: Delta) -> None:
+        """Check on the model's structure that a forward pass reaches every edit of a delta."""
+        if unreached := unreached_edits(trace_forward(self.model), delta) if len(delta.edits) else []:
+            raise error_from_problems(
+                f"{delta.method!r} cannot be attached to {type(self.model).__name__}: its forward pass does not call "
+                "every module that the method changes",
+                [
+                    f"{place}: the forward pass does not call this module as the model's structure says"
+                    for place in unreached
+                ],
+            )
+
+
+def base_value(tuned: Tuned, name: str) -> nn.Parameter:
+    """Return the base model's own value of a tensor, whether the delta in use replaces it or not.
+
+    Args:
+        tuned: The handle of the model.
+        name: The tensor's name in the model.
+
+    Returns:
+        The parameter, which training does not change.
+    """
+    return tuned._base_value(name)
+
+
+def remember_base_metadata(tuned: Tuned) -> None:
+    """Compute the facts about the base model that `Tuned.save` writes, for all later calls.
+
+    It reads a sample of every weight, so it must be called before the weights are sharded over processes.
+
+    Args:
+        tuned: The handle of the model.
+    """
+    tuned._base_metadata = serialization.base_metadata(tuned.model, tuned.anatomy, tuned._base_value)
+
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:
-    return model._modules[NAME]
+    return model._modules[MODULE_NAME]
 
 
-def _complete(change: Callable[[], T]) -> T:
-    """Make a change whose steps may be repeated: where it is interrupted, it is completed first."""
+def _run_to_completion(change: Callable[[], T]) -> T:
+    """Run a change whose steps may be repeated; if it is interrupted, finish it before the exception goes on."""
     try:
         return change()
     except BaseException:

@@ -1,4 +1,4 @@
-"""Differences under learned gates, W + z ⊙ δ: a relaxed L0 penalty closes gates while training, then the largest stay.
+"""Diff pruning: W + z ⊙ δ with learned gates z. An L0 penalty closes gates in training; then the largest remain.
 
 Diff pruning (Guo et al. 2021) with the hard-concrete gates of Louizos et al. (2018): with u uniform,
 s = σ((log u - log(1-u) + log α) / β), z = clip(s (ζ - γ) + γ, 0, 1), P(z ≠ 0) = σ(log α - β log(-γ / ζ)).
@@ -22,15 +22,15 @@ BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
 LOG_ALPHA = 5.0  # at the start nearly every gate is open (Guo et al.)
 PACE = 2000.0  # log α is that many times what is trained: gates learn at 0.1 where δ does at 5e-5 (Guo et al.)
 PENALTY = 10.0  # of the mean of P(z ≠ 0) when it is at its full strength (ours)
-SETTLED = 0.5  # the share of training after which the gates are fixed
+FIXED_AFTER = 0.5  # the share of training after which the gates are fixed
 
 
 class HardConcreteGates(nn.Module):
     """δ and its gates over several tensors of the model, of which exactly `keep` scalars are kept.
 
-    In training mode the gates are drawn, in evaluation mode and in the file only the `keep` largest |z δ| are left.
-    `folded`: loaded, so that those are all there is. After `settle` the gates are open or closed for good: log α is
-    ± ∞, so that the phase is in the numbers and a checkpoint needs nothing else.
+    In training mode the gates are sampled; in evaluation mode and in the file only the `keep` largest |z δ| remain.
+    After `fix` the gates are open or closed for good: log α is ± ∞, so that the phase is in the numbers and a
+    checkpoint needs nothing else.
     """
 
     index: torch.Tensor
@@ -40,9 +40,9 @@ class HardConcreteGates(nn.Module):
         self.names = {t.name: i for i, t in enumerate(tensors)}
         self.starts = list(itertools.accumulate((t.numel for t in tensors), initial=0))
         self.keep, self.folded, self.strength = keep, folded, 0.0
-        self.due: set[str] = set()  # tensors whose penalty this step still lacks
-        self.told = folded  # of the training's progress
-        self.known: tuple[Any, torch.Tensor] | None = None
+        self.missing_penalty: set[str] = set()  # tensors whose penalty was not yet added in this step
+        self.advanced = folded  # whether advance() was called
+        self.largest: tuple[Any, torch.Tensor] | None = None
         if folded:
             self.values = nn.Parameter(torch.zeros(keep))
             self.register_buffer("index", torch.zeros(keep, dtype=torch.int64))
@@ -50,86 +50,91 @@ class HardConcreteGates(nn.Module):
             self.delta = nn.Parameter(torch.zeros(self.starts[-1]))
             self.gate = nn.Parameter(torch.full((self.starts[-1],), LOG_ALPHA / PACE))
 
-    def changes(self) -> Iterator[tuple[str, GatedDifference]]:
+    def differences(self) -> Iterator[tuple[str, GatedDifference]]:
         for name in self.names:
             yield name, GatedDifference(self, name)
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """values (N,) and their sorted positions (N,) in the tensors laid end to end."""
+    def tensors_to_save(self) -> dict[str, torch.Tensor]:
+        """Return the values (N,) and their sorted positions (N,) in the flattened, concatenated tensors."""
         values, index = self.sparse()
         return {"values": values, "index": index}
 
     def sparse(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `keep` largest |z δ| and where they are; found anew when δ or a gate has changed."""
+        """Return the values and positions of the `keep` largest |z δ|; they are cached until δ or a gate changes."""
         if self.folded:
             return self.values, self.index
         version = (self.delta._version, self.gate._version, self.delta.data_ptr(), self.gate.data_ptr())
-        if self.known is None or self.known[0] != version:
-            with torch.inference_mode(False), torch.no_grad():  # training uses what is kept here too
-                size = (self.delta * self._open(self.gate * PACE)).abs()
-                self.known = version, size.topk(self.keep).indices.sort().values
-        index = self.known[1]
-        return self.delta[index] * self._open(self.gate[index] * PACE), index
+        if self.largest is None or self.largest[0] != version:
+            with torch.inference_mode(False), torch.no_grad():  # the cached positions are also used in training
+                size = (self.delta * self._gate(self.gate * PACE)).abs()
+                self.largest = version, size.topk(self.keep).indices.sort().values
+        index = self.largest[1]
+        return self.delta[index] * self._gate(self.gate[index] * PACE), index
 
-    def on(self, name: str, rest: torch.Tensor) -> torch.Tensor:
-        """The tensor `name` with its difference: rest + z ⊙ δ."""
+    def on(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """Return the tensor `name` with its difference: base + z ⊙ δ."""
         number = self.names[name]
         start, stop = self.starts[number], self.starts[number + 1]
         if self.training and not self.folded:
             logits = self.gate[start:stop] * PACE
             noise = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
-            z = self._open((torch.logit(noise) + logits) / BETA)
-            changed = rest + (self.delta[start:stop] * z).view(rest.shape).to(rest.dtype)
+            z = self._gate((torch.logit(noise) + logits) / BETA)
+            changed = base + (self.delta[start:stop] * z).view(base.shape).to(base.dtype)
             if not self.strength:
                 return changed
             with_penalty: torch.Tensor = _Penalised.apply(changed, logits, self, name)
             return with_penalty
-        return self.final(name, rest)
+        return self.final(name, base)
 
-    def final(self, name: str, rest: torch.Tensor) -> torch.Tensor:
-        """The tensor `name` with what is kept of its difference, in any mode."""
+    def final(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """Return the tensor `name` with the entries of its difference that are kept, in any mode."""
         if exporting():
             raise DeltuneError(
-                "a learned mask (sparsity=...) cannot be exported by torch.export or torch.onnx, since which scalars "
-                "it keeps is known by their values alone: merge() first, and export the merged model"
+                "a learned mask (sparsity=...) cannot be exported by torch.export or torch.onnx, since the scalars it "
+                "keeps depend on their values: merge() first, and export the merged model"
             )
         number = self.names[name]
         start, stop = self.starts[number], self.starts[number + 1]
         values, index = self.sparse()
         first, last = torch.searchsorted(index, torch.tensor([start, stop], device=index.device)).tolist()
-        here = index[first:last] - start
-        return rest.reshape(-1).index_add(0, here, values[first:last].to(rest.dtype)).view(rest.shape)
+        positions = index[first:last] - start
+        return base.reshape(-1).index_add(0, positions, values[first:last].to(base.dtype)).view(base.shape)
 
     @staticmethod
-    def _open(logits: torch.Tensor) -> torch.Tensor:
+    def _gate(logits: torch.Tensor) -> torch.Tensor:
         return (torch.sigmoid(logits) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
     def advance(self, share: float) -> None:
-        """Before a step: anneal the penalty up to SETTLED of the training, then fix the gates. share: what is done."""
-        self.told = True
-        if self.folded or self.settled:
+        """Raise the penalty, or fix the gates once FIXED_AFTER of the training is done.
+
+        Args:
+            share: The share of the training that is done, from 0 to 1.
+        """
+        self.advanced = True
+        if self.folded or self.is_fixed:
             return
-        self.strength = PENALTY * min(1.0, share / SETTLED)
-        self.due = set(self.names)
-        if share >= SETTLED:
-            self.settle()
+        self.strength = PENALTY * min(1.0, share / FIXED_AFTER)
+        self.missing_penalty = set(self.names)
+        if share >= FIXED_AFTER:
+            self.fix()
 
     @property
-    def settled(self) -> bool:
+    def is_fixed(self) -> bool:
+        """Whether the gates are open or closed for good."""
         return self.folded or bool(torch.isinf(self.gate[:1]).any())
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Close every gate but the `keep` largest for good."""
+    def fix(self) -> None:
+        """Open the `keep` largest gates and close all others, for good."""
         _, index = self.sparse()
-        gain = self._open(self.gate[index] * PACE)
+        gain = self._gate(self.gate[index] * PACE)
         self.delta[index] *= gain  # from now on z is 1
         self.gate.fill_(-math.inf)
         self.gate[index] = math.inf
         self.strength = 0.0
 
     def train(self, mode: bool = True) -> HardConcreteGates:
-        self.known = None  # what was written past torch's version counters in between is seen
+        self.largest = None  # values may have been written without a change of torch's version counters
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,24 +142,26 @@ class HardConcreteGates(nn.Module):
 
 
 class GatedDifference:
-    """The difference of one tensor, with the face of a weight trained in part."""
+    """The difference of one tensor, with the interface of `SparseParameter`."""
 
     def __init__(self, gates: HardConcreteGates, name: str) -> None:
         self.gates, self.name = gates, name
 
-    def start(self, dense: torch.Tensor) -> None:
-        """A difference starts at 0, whatever it is a difference to."""
+    def initialize(self, dense: torch.Tensor) -> None:
+        """Do nothing: a difference starts at 0, whatever the tensor is."""
 
-    def on(self, rest: torch.Tensor) -> torch.Tensor:
-        return self.gates.on(self.name, rest)
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        return self.gates.on(self.name, base)
 
-    def final(self, rest: torch.Tensor) -> torch.Tensor:
-        return self.gates.final(self.name, rest)
+    def final(self, base: torch.Tensor) -> torch.Tensor:
+        return self.gates.final(self.name, base)
 
 
 class _Penalised(torch.autograd.Function):
-    """The tensor as it is; on the way back the gradient of strength · mean P(z ≠ 0) joins that of log α, so that any
-    training loop has the penalty without knowing of it: once a step, however many passes and batches a step has."""
+    """Returns the tensor unchanged; the backward pass adds the gradient of strength · mean P(z ≠ 0) to that of log α.
+
+    So any training loop applies the penalty, once in a step, however many passes and batches a step has.
+    """
 
     @staticmethod
     def forward(
@@ -166,9 +173,9 @@ class _Penalised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-        if ctx.name not in ctx.gates.due:
+        if ctx.name not in ctx.gates.missing_penalty:
             return grads[0], None, None, None
-        ctx.gates.due.discard(ctx.name)
+        ctx.gates.missing_penalty.discard(ctx.name)
         (logits,) = ctx.saved_tensors
         share = torch.sigmoid(logits - BETA * math.log(-GAMMA / ZETA))
         return grads[0], ctx.gates.strength / ctx.gates.starts[-1] * share * (1 - share), None, None

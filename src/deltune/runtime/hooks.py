@@ -1,4 +1,4 @@
-"""Which taps a model's deltas need, and where."""
+"""The hooks through which edits act on a model, and which of them a set of deltas needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..compat import (
     set_checkpoint_function,
     transforms_active,
 )
-from .attention import PORT
+from .attention import HOOK_ATTRIBUTE
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit
 from .pass_manager import PassManager
@@ -36,8 +36,8 @@ from .rows import DeltaRows
 from .tensor_overrides import ForwardOverride, runs_class_forward
 
 
-class Checkpoint:
-    """Stands as the checkpoint function of a module, so that what is computed again uses what it used before."""
+class CheckpointFunction:
+    """Replaces a module's gradient checkpointing function, so that recomputed layers use the same deltas as before."""
 
     of_live_model = True
 
@@ -45,20 +45,22 @@ class Checkpoint:
         self.passes, self.original = passes, original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.original(partial(self.passes.again, self.passes.assignment(), function), *args, **kwargs)
+        return self.original(partial(self.passes.recompute, self.passes.assignment(), function), *args, **kwargs)
 
 
 class ForwardEntry:
-    """Surrounds the call of a module at which a forward pass may begin.
+    """Wraps the call of a module at which a forward pass may begin.
 
     Args:
-        opens: A pass of its own begins at every call (the model, and the entry of each stack), so that a model that is
-            called inside of its own pass notes nothing for the outer one. Else only where no pass is under way, as
-            when a layer is computed again for its gradients.
+        passes: The pass manager of the model.
+        path: The module's path.
+        always_begins: Whether every call begins a pass of its own (the model, and the entry of each stack), so that a
+            model that is called inside its own pass keeps nothing for the outer one. Otherwise a call begins one only
+            if none is running, as when a layer is recomputed for its gradients.
     """
 
-    def __init__(self, passes: PassManager, path: str, opens: bool) -> None:
-        self.passes, self.path, self.opens = passes, path, opens
+    def __init__(self, passes: PassManager, path: str, always_begins: bool) -> None:
+        self.passes, self.path, self.always_begins = passes, path, always_begins
         self.module = passes.model.get_submodule(path)
         self.arguments = parameter_names(self.module)
         self.before: Any = None
@@ -68,27 +70,31 @@ class ForwardEntry:
         set_call_override(self.module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = get_checkpoint_function(self.module)  # it may be enabled at any time
-        if checkpoint is not None and not isinstance(checkpoint, Checkpoint) and not torch.compiler.is_compiling():
-            set_checkpoint_function(self.module, Checkpoint(self.passes, checkpoint))
+        checkpoint = get_checkpoint_function(self.module)  # checkpointing may be enabled at any time
+        if (
+            checkpoint is not None
+            and not isinstance(checkpoint, CheckpointFunction)
+            and not torch.compiler.is_compiling()
+        ):
+            set_checkpoint_function(self.module, CheckpointFunction(self.passes, checkpoint))
         return self.passes.run(self, args, kwargs)
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any:
-        """The call that this one surrounds."""
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as it was called before."""
         return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name."""
+    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def remove(self) -> None:
         remove_call_override(self.module, self, self.before)
-        if isinstance(checkpoint := get_checkpoint_function(self.module), Checkpoint):
+        if isinstance(checkpoint := get_checkpoint_function(self.module), CheckpointFunction):
             set_checkpoint_function(self.module, checkpoint.original)
 
 
 class InputHook:
-    """The edits that read or write what a module is given."""
+    """Applies the edits that read or change the input of a module."""
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path = passes, path
@@ -98,18 +104,18 @@ class InputHook:
         self.module.register_forward_pre_hook(self.before, with_kwargs=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Change the module's input, then note it for the edits that read it: x is what the module really reads."""
+        """Change the module's input, then keep it for the edits that read it: x is what the module really reads."""
         assignment = self.passes.assignment()
         readers, writes = assignment.inputs.get(self.path, ()), assignment.writes.get((self.path, "input"))
         if not readers and writes is None:
             return None
         key = None if args else next(iter(kwargs))
         h = args[0] if key is None else kwargs[key]
-        notes = self.passes.notes()
+        this_pass = self.passes.current_pass()
         if writes is not None:
-            h = writes.applied(h, module, notes.inputs)
-        for edit, use in readers:
-            notes.inputs[edit] = use.pick(h)
+            h = writes.apply(h, module, this_pass.inputs)
+        for edit, group in readers:
+            this_pass.inputs[edit] = group.select(h)
         if writes is None:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
@@ -136,11 +142,11 @@ class OutputHook:
             return None
         read = args[0] if args else next(iter(kwargs.values()), None)
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = writes.applied(h, module, self.passes.notes().inputs, read, in_place=self._is_ours(module))
+        h = writes.apply(h, module, self.passes.current_pass().inputs, read, in_place=self._is_ours(module))
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
-        """Whether no other hook or wrapper holds the module's output, and nothing will differentiate or map it."""
+        """Whether the output may be overwritten: no other hook or wrapper has it, and autograd does not need it."""
         if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
             return False
         if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
@@ -152,7 +158,7 @@ class OutputHook:
 
 
 class AttentionHook:
-    """Leads from an attention module, which the attention function is called with, to the edits inside it."""
+    """Gives the attention function, which is called with an attention module, the edits inside that module."""
 
     of_live_model = True
 
@@ -160,24 +166,24 @@ class AttentionHook:
         self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
 
     def install(self) -> None:
-        self.module.__dict__[PORT] = self
+        self.module.__dict__[HOOK_ATTRIBUTE] = self
 
     def edits(self) -> list[tuple[Edit, DeltaRows]]:
         return self.passes.assignment().attention.get(self.path, [])
 
     def inputs(self) -> dict[Edit, torch.Tensor]:
-        return self.passes.notes().inputs
+        return self.passes.current_pass().inputs
 
-    def report(self, served: str) -> None:
-        """Say how this pass attended to a prefix."""
-        self.passes.notes().report[self.path] = served
+    def report(self, how: str) -> None:
+        """Record how this pass computed attention to a prefix."""
+        self.passes.current_pass().report[self.path] = how
 
     def remove(self) -> None:
-        self.module.__dict__.pop(PORT, None)
+        self.module.__dict__.pop(HOOK_ATTRIBUTE, None)
 
 
 class HiddenStatesHook:
-    """The edits that read all hidden states of a stack and change the last, at the module around its layers."""
+    """Applies the edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.path = passes, path
@@ -194,93 +200,97 @@ class HiddenStatesHook:
 
     def open(self, module: nn.Module, args: Any) -> None:
         if self.passes.assignment().states.get(self.path):
-            self.passes.notes().states[self.path] = []
+            self.passes.current_pass().states[self.path] = []
 
     def collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A layer's input is the state before it; outside the container's own call (recomputation) nothing is kept."""
-        states = self.passes.notes().states.get(self.path)
+        """Keep a layer's input, the state before it; nothing is kept outside the container's call, in recomputation."""
+        states = self.passes.current_pass().states.get(self.path)
         if states is not None:
             states.append(args[0] if args else next(iter(kwargs.values())))
 
     def close(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The container's first output is the last state."""
-        states = self.passes.notes().states.pop(self.path, None)
+        """Apply the edits to the last state, which is the container's first output."""
+        states = self.passes.current_pass().states.pop(self.path, None)
         if not states:
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*(h[:, -last.shape[1] :] for h in states), last]
-        for edit, use in self.passes.assignment().states[self.path]:
-            whole = torch.stack([use.pick(h) for h in states])
-            last = use.put(last, edit.change(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training)))
-        return _replaced(output, before, last)
+        for edit, group in self.passes.assignment().states[self.path]:
+            whole = torch.stack([group.select(h) for h in states])
+            last = group.replace(
+                last, edit.compose(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training))
+            )
+        return _with_replaced(output, before, last)
 
     def remove(self) -> None:
         for module in (self.container, *self.layers):
             remove_hooks(module, self)
 
 
-def _replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
-    """The output with one tensor in place of another wherever it stands: alone, in a tuple, among the hidden states."""
+def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
+    """Return the output with a tensor replaced everywhere: alone, in a tuple, among the hidden states."""
     if output is before:
         return after
     if isinstance(output, tuple | list):
-        return type(output)(_replaced(value, before, after) for value in output)
+        return type(output)(_with_replaced(value, before, after) for value in output)
     if isinstance(output, dict):
         for name, value in output.items():
-            output[name] = _replaced(value, before, after)
+            output[name] = _with_replaced(value, before, after)
     return output
 
 
 class Hook(Protocol):
-    """What stands in a model while deltas are attached; `remove` is right wherever `install` was interrupted."""
+    """What is installed in a model while deltas are attached. `remove` also undoes an interrupted `install`."""
 
     def install(self) -> None: ...
 
     def remove(self) -> None: ...
 
 
-TAPS: dict[str, Any] = {
+HOOK_CLASSES: dict[str, Any] = {
     "input": InputHook, "output": OutputHook, "attention": AttentionHook, "states": HiddenStatesHook,
     "tokens": PromptHook,
 }  # fmt: skip
-"""What serves a side of a place."""
+"""The hook for each side of a module that a place may be at."""
 
 
 def required_hooks(
     passes: PassManager, anatomy: Anatomy, deltas: Iterable[Delta]
 ) -> dict[tuple[str, str], Callable[[], Hook]]:
-    """What must stand where: by path and what it serves there, how it is made."""
+    """Return what must be installed for some deltas: a function that makes the hook, by path and kind of the hook."""
     needed: dict[tuple[str, str], Callable[[], Hook]] = {}
     entries = {path: False for layer in anatomy.layers for path in [layer.path]}
     entries |= {stack.container: False for stack in anatomy.stacks}
     for delta in deltas:
         for edit in delta.all_edits():
             target = edit.place.target
-            needed[target.path, target.side] = partial(TAPS[target.side], passes, anatomy, target.path)
-            if edit.elsewhere is not None:
-                needed[edit.elsewhere, "input"] = partial(InputHook, passes, anatomy, edit.elsewhere)
-                entries.setdefault(_around(target.path, edit.elsewhere), False)
+            needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
+            if edit.source_path is not None:
+                needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
+                entries.setdefault(_common_parent(target.path, edit.source_path), False)
             if edit.place.shifted_stack:
                 entry = anatomy.stack(edit.place.shifted_stack).entry
                 needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
-        for tensor, _ in delta.masked():
+        for tensor, _ in delta.masked_tensors():
             for path, _ in owning_modules(anatomy, tensor):
                 module = passes.model.get_submodule(path)
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
-    needed |= {(path, "pass"): partial(ForwardEntry, passes, path, opens) for path, opens in entries.items()}
+    needed |= {
+        (path, "pass"): partial(ForwardEntry, passes, path, always_begins) for path, always_begins in entries.items()
+    }
     for path, module in base_modules(passes.model):
-        if isinstance(module, PreTrainedModel):  # also one inside the model, such as its encoder
+        if isinstance(module, PreTrainedModel):  # also a model inside the model, such as its encoder
             kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
             needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
     needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
     return needed
 
 
-def _around(one: str, other: str) -> str:
-    """The innermost module that holds both."""
+def _common_parent(first: str, second: str) -> str:
+    """The path of the innermost module that contains both."""
     shared = []
-    for name, same in zip(one.split("."), other.split("."), strict=False):
+    for name, same in zip(first.split("."), second.split("."), strict=False):
         if name != same:
             break
         shared.append(name)
@@ -288,16 +298,16 @@ def _around(one: str, other: str) -> str:
 
 
 def unreached_edits(trace: Trace, delta: Delta) -> list[str]:
-    """The places of a delta that a pass does not reach, by name."""
+    """Return the names of the places of a delta that a forward pass does not reach."""
     return [edit.place.name for edit in delta.all_edits() if not _reached(trace, edit)]
 
 
 def _reached(trace: Trace, edit: Edit) -> bool:
-    """Whether the module that an edit is at runs, and after the one that it reads, if that is another."""
+    """Whether an edit's module runs, and after the module whose input it reads, if that is another."""
     target = edit.place.target
     if target.side == "attention":
         ran = target.path in trace.attended
     else:
         ran = target.path in trace.ended or target.side == "tokens"
-    source = edit.elsewhere
+    source = edit.source_path
     return ran and (source is None or (source in trace.began and trace.began[source] <= trace.ended[target.path]))

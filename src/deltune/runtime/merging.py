@@ -1,4 +1,4 @@
-"""Folding a delta into the weights where that is exact: affine changes of projections, and tensors tuned in place.
+"""Folds a delta into the weights where that is exact: affine edits of projections, and tensors trained in place.
 
 With y = W x + c: Δh = A x + b in parallel gives W + s A and c + s b; Δh = A y + b in sequence (1 + s A) W and
 (1 + s A) c + s b; the same of the projection's input x gives W (1 + s A) and c + W s b.
@@ -19,43 +19,55 @@ Values = Callable[[str], torch.Tensor]
 
 
 def merged_weights(
-    anatomy: Anatomy, delta: Delta, original: Values, own: Mapping[str, torch.Tensor]
+    anatomy: Anatomy, delta: Delta, base_value: Values, delta_values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The weights into which a delta folds, by name; `original` gives the base's values, `own` has the delta's.
+    """Compute the weights of a merged model; sums are computed in at least float32.
 
-    Sums in at least float32. Error: every term that is no weight, named with the reason.
+    Args:
+        anatomy: The model's anatomy.
+        delta: The delta.
+        base_value: Returns the base model's value of a tensor.
+        delta_values: The delta's own values of tensors.
+
+    Returns:
+        The changed tensors by name.
+
+    Raises:
+        DeltuneError: Some terms cannot be expressed as weights; each is named with the reason.
     """
-    values = {name: tensor.detach() for name, tensor in own.items()}
+    values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
     with torch.no_grad():
-        for edit in _from_the_weight(delta):
-            names = {leaf: _name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
-            change = _change(edit)
-            if why := change if isinstance(change, str) else _obstacle(edit, change, names["bias"]):
+        for edit in _edits_in_order(delta):
+            names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
+            change = _affine_change(edit)
+            if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
             elif not reasons and not isinstance(change, str):
-                old = {leaf: values.get(name, original(name).detach()) for leaf, name in names.items() if name}
-                values |= {names[leaf]: tensor for leaf, tensor in _folded(edit, change, old).items()}
+                old = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
+                values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, old).items()}
     if reasons:
         raise error_from_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     return values
 
 
-def _from_the_weight(delta: Delta) -> list[Edit]:
-    """The edits in the order in which they meet a weight: those of its output as they run, then those of its input,
-    which every other edit of it reads, the last one first."""
+def _edits_in_order(delta: Delta) -> list[Edit]:
+    """The edits in the order in which they are folded: those of outputs as they run, then those of inputs in reverse.
+
+    Every other edit of a projection reads the input that the edits of its input have changed.
+    """
     of_input = [e for e in delta.all_edits() if e.place.target.side == "input"]
     return [e for e in delta.all_edits() if e.place.target.side != "input"] + of_input[::-1]
 
 
-def _name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
-    """The name under which the model holds a tensor of the module that an edit is at; "" where it has none."""
-    wanted = f"{edit.place.target.path}.{leaf}"
-    return next((t.name for t in anatomy.tensors if wanted in (t.name, *t.aliases)), "")
+def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
+    """The model's name of a parameter of an edit's module, or "" if it has none."""
+    full_name = f"{edit.place.target.path}.{leaf}"
+    return next((t.name for t in anatomy.tensors if full_name in (t.name, *t.aliases)), "")
 
 
-def _change(edit: Edit) -> Affine | str:
-    """(s A, s b) of an edit, or why it has none."""
+def _affine_change(edit: Edit) -> Affine | str:
+    """(s A, s b) of an edit, or the reason why it has none."""
     tensors = edit.dense()
     change = edit.modification.form.affine(tensors)
     factor = edit.modification.compose.factor(tensors)
@@ -67,7 +79,7 @@ def _change(edit: Edit) -> Affine | str:
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
 
 
-def _obstacle(edit: Edit, change: Affine, bias: str) -> str | None:
+def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
     gain, shift = change
     if gain is not None and edit.place.linear is None:
         return "it spans a whole sub-layer, which is no single weight"
@@ -76,16 +88,16 @@ def _obstacle(edit: Edit, change: Affine, bias: str) -> str | None:
     return None
 
 
-def _folded(edit: Edit, change: Affine, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The new weight and bias of the module that an edit is at."""
+def _fold(edit: Edit, change: Affine, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The new weight and bias of an edit's module."""
     columns, linear = edit.place.target.columns, edit.place.linear
-    turned = linear is not None and linear.transposed
-    wide = torch.promote_types(old["weight"].dtype, torch.float32)
-    new = {leaf: (t.t() if turned else t).to(wide).clone() for leaf, t in old.items()}
-    gain, shift = (None if t is None else t.to(device=old["weight"].device, dtype=wide) for t in change)
+    is_transposed = linear is not None and linear.transposed
+    precision = torch.promote_types(old["weight"].dtype, torch.float32)
+    new = {leaf: (t.t() if is_transposed else t).to(precision).clone() for leaf, t in old.items()}
+    gain, shift = (None if t is None else t.to(device=old["weight"].device, dtype=precision) for t in change)
 
     def part(leaf: str) -> torch.Tensor:
-        """The rows that the edit changes, as a view (groups, rows, …) where they are a part."""
+        """The rows that the edit changes, as a view (groups, rows, …) if they are only a part."""
         whole = new[leaf]
         return whole if columns is None else whole.unflatten(0, (columns.groups, -1))[:, columns.start : columns.stop]
 
@@ -106,4 +118,4 @@ def _folded(edit: Edit, change: Affine, old: Mapping[str, torch.Tensor]) -> dict
                 part(leaf).add_(rows((gain * flat.t()).t() if gain.dim() == 1 else gain @ flat))
         if shift is not None:
             part("bias").add_(rows(shift))
-    return {leaf: (t.t() if turned else t).to(old[leaf].dtype).contiguous() for leaf, t in new.items()}
+    return {leaf: (t.t() if is_transposed else t).to(old[leaf].dtype).contiguous() for leaf, t in new.items()}

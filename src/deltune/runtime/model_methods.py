@@ -1,6 +1,6 @@
-"""Methods of a model, and of the models inside it, that must know of its deltas.
+"""Replacements for methods of the model, and of models inside it, that must take deltas into account.
 
-They stand in the instances until the last delta is taken off.
+They are set on the instances until the last delta is detached.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from .pass_manager import PassManager
 
 
 class ModelMethod:
-    """Stands as a method of the tuned model, or of a model inside it.
+    """Replaces a method of the tuned model, or of a model inside it.
 
     Args:
-        path: The path of the model that it is a method of; that of the tuned model itself is empty.
+        passes: The pass manager of the tuned model.
+        path: The path of the model whose method it is; "" for the tuned model itself.
         method: The method's name.
     """
 
@@ -65,30 +66,30 @@ class ModelMethod:
                 attributes[self.method] = self.before
 
     @contextmanager
-    def _standing(self, name: str | None) -> Iterator[Any]:
-        """The tensors of one delta, or of none, in the model's slots while no pass runs; gives the handle."""
+    def _tensors_placed(self, name: str | None) -> Iterator[Any]:
+        """Put the tensors of a delta, or of none, into the model for a block in which no pass runs; give the handle."""
         passes = self.passes
-        with passes.changing(self.method):
+        with passes.exclusive(self.method):
             try:
-                passes.state.stand(name)
+                passes.state.place_tensors(name)
                 yield passes.model._modules[HANDLE_NAME]
             finally:
-                passes.settle(passes.assigned())
+                passes.update_model(passes.assignment_of_new_pass())
 
 
 class Refused(ModelMethod):
-    """Changes modules or sizes, which no delta can follow."""
+    """A method that is refused, because it changes modules or sizes that deltas were made for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.method == "resize_token_embeddings" and self._asks_only(args, kwargs):
+        if self.method == "resize_token_embeddings" and self._keeps_size(args, kwargs):
             return self.model.get_input_embeddings()
         raise DeltuneError(
-            f"{self.method} changes modules that attached deltas were made for: detach() them first (or merge() the "
-            f"one in use), call {self.method}, and attach again"
+            f"{self.method} changes modules that the attached deltas were made for: detach() them first (or merge() "
+            f"the one in use), call {self.method}, and attach again"
         )
 
-    def _asks_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the embeddings keep their size."""
+    def _keeps_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call leaves the size of the embeddings as it is."""
         arguments = inspect.signature(self.original).bind(*args, **kwargs).arguments
         embeddings: Any = self.model.get_input_embeddings()
         same = arguments.get("new_num_tokens") in (None, len(embeddings.weight))
@@ -96,23 +97,26 @@ class Refused(ModelMethod):
 
 
 class SavePretrained(ModelMethod):
-    """Writes the base as it was before attaching. The deltas' own numbers are in the file too, under `deltune.`, since
-    a Trainer's checkpoints are written so; transformers leaves them out when it loads the file."""
+    """`save_pretrained`: writes the base model as it was before attaching.
+
+    The deltas' tensors are in the file too, under `deltune.`, since checkpoints of a Trainer are written with this
+    method; transformers ignores them when it loads the file.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
-        with self._standing(None) as handle:
-            self.passes.state.give(handle.base_labels)
+        with self._tensors_placed(None) as handle:
+            self.passes.state.set_labels(handle._base_labels)
             if bound.arguments.get("state_dict") is not None:
-                bound.arguments["state_dict"] = self.passes.state.at_rest(bound.arguments["state_dict"])
+                bound.arguments["state_dict"] = self.passes.state.with_base_in_place(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
-        beside = (
-            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE_NAME}.', which "
-            "from_pretrained ignores."
+        note = (
+            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE_NAME}.', which from_pretrained "
+            "ignores."
         )
         warnings.warn(
             "save_pretrained wrote the base model as it was before attaching, with the base's own head and not a "
-            f"trained one.{'' if self.path else beside} To save a delta, call tuned.save(folder), and load it with "
+            f"trained one.{'' if self.path else note} To save a delta, call tuned.save(folder), and load it with "
             "deltune.load(model, folder); to save one model with the tuned weights, call tuned.merge() first",
             stacklevel=2,
         )
@@ -120,80 +124,80 @@ class SavePretrained(ModelMethod):
 
 
 class LoadStateDict(ModelMethod):
-    """Puts every tensor where it was saved, whichever delta was in use then and is now."""
+    """`load_state_dict`: puts every tensor where it was saved, whichever delta was in use then and is now."""
 
     def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self.path:
             self._refuse_ambiguous()
-        with self._standing(self.passes.state.standing_in(state_dict)):
+        with self._tensors_placed(self.passes.state.placed_delta_in(state_dict)):
             self._check(state_dict, strict)
             return self.original(state_dict, strict=strict, assign=assign)
 
     def _refuse_ambiguous(self) -> None:
-        """Error: deltas have values of their own for tensors of this model, which is only a part of the tuned one."""
+        """Raise an error if deltas have their own values for tensors of this part of the model."""
         state, inside = self.passes.state, set(self.model.modules())
-        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned}
-        if here := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
+        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned_tensors}
+        if tensors := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
             raise DeltuneError(
-                f"load_state_dict of {self.path}: delta {owned[here[0]]!r} has values of its own for {here[0]}, and "
+                f"load_state_dict of {self.path}: delta {owned[tensors[0]]!r} has its own values for {tensors[0]}, and "
                 "the state dict of a part of the model does not say whether it holds those or the base's: call "
                 "load_state_dict of the whole model, or detach() first"
             )
 
     def _check(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Check names and shapes before anything is loaded; torch does so afterwards."""
-        here = self.model.state_dict()
+        expected = self.model.state_dict()
         problems = []
         if strict:
-            problems += [f"{name} is missing" for name in here if name not in state_dict]
-            problems += [f"{name} is not in this model" for name in state_dict if name not in here]
+            problems += [f"{name} is missing" for name in expected if name not in state_dict]
+            problems += [f"{name} is not in this model" for name in state_dict if name not in expected]
         for name, value in state_dict.items():
-            shape, own = (getattr(tensor, "shape", None) for tensor in (value, here.get(name)))
-            if shape is not None and own is not None and shape != own:
-                problems.append(f"{name} has shape {tuple(shape)}, the model's has {tuple(own)}")
+            shape, expected_shape = (getattr(tensor, "shape", None) for tensor in (value, expected.get(name)))
+            if shape is not None and expected_shape is not None and shape != expected_shape:
+                problems.append(f"{name} has shape {tuple(shape)}, the model's has {tuple(expected_shape)}")
         if problems:
             raise error_from_problems(
-                "load_state_dict wants the state dict of this model with its deltas (a base's own is loaded with "
-                "strict=False; deltas are loaded with deltune.load)",
+                "load_state_dict needs the state dict of this model with its deltas (load that of the base model with "
+                "strict=False, and deltas with deltune.load)",
                 problems,
             )
 
 
 class Generate(ModelMethod):
-    """Generates in one long pass, whose rows are the prompts that it is given."""
+    """`generate`: runs as one long pass, whose rows are the prompts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.method != "generate" and self.passes.assignment() is not self.passes.in_use:
+        if self.method != "generate" and self.passes.assignment() is not self.passes.default_assignment:
             raise DeltuneError(
-                f"{self.method} runs its passes in a thread of its own, which rows() and disable() do not reach: use "
-                "generate, or use() one delta for the whole model"
+                f"{self.method} runs in a thread of its own, where rows() and disable() do not hold: call generate, or "
+                "use() one delta for the whole model"
             )
         return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
 
 
 class StateDict(ModelMethod):
-    """Reads all tensors where they stand with what is in use here, while other threads move none."""
+    """`state_dict`: reads the tensors with the delta in use here, while no other thread moves any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.passes.read(lambda: self.original(*args, **kwargs))
 
 
 class DeepCopy(ModelMethod):
-    """Copies the model while other threads move no tensor of it."""
+    """`copy.deepcopy`: copies the model while no other thread moves its tensors."""
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         return self.passes.read(lambda: _copied(self.passes.model, memo), to_copy=True)
 
 
 class Reduce(ModelMethod):
-    """Pickles a copy of the model that has the same tensors, since pickling itself cannot be held up by a lock."""
+    """Pickling: pickles a copy of the model with the same tensors, since pickling itself cannot hold a lock."""
 
     def __call__(self, protocol: Any) -> Any:
         if self.passes.is_pickled:
             return self.original(protocol)
-        twin = self.passes.read(self._with_the_same_tensors, to_copy=True)
-        twin._modules[HANDLE_NAME].passes.is_pickled = True
-        return _itself, (twin,)
+        copied_module = self.passes.read(self._with_the_same_tensors, to_copy=True)
+        copied_module._modules[HANDLE_NAME]._passes.is_pickled = True
+        return _itself, (copied_module,)
 
     def _with_the_same_tensors(self) -> Any:
         model = self.passes.model
@@ -202,23 +206,23 @@ class Reduce(ModelMethod):
 
 
 def _itself(model: Any) -> Any:
-    """What a pickle calls with the copy of a model that lies in it."""
+    """Return the model; a pickle calls this with the copy of the model that it contains."""
     return model
 
 
 def _copied(model: Any, memo: dict[int, Any]) -> Any:
-    """Copy a model as copy.deepcopy does, without what stands in it for `__deepcopy__`."""
+    """Copy a model as copy.deepcopy does, without the replaced `__deepcopy__`."""
     copier = getattr(type(model), "__deepcopy__", None)
     return plain_copy(model, memo) if copier is None else copier(model, memo)
 
 
 def plain_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy a module as copy.deepcopy does where no method says otherwise."""
+    """Copy a module as copy.deepcopy does for classes without `__deepcopy__`."""
     reduced: Any = object.__reduce_ex__(module, 4)
     make, args, state, *_ = reduced
-    twin = memo[id(module)] = make(*args)
-    twin.__setstate__(copy.deepcopy(state, memo))
-    return twin
+    copied_module = memo[id(module)] = make(*args)
+    copied_module.__setstate__(copy.deepcopy(state, memo))
+    return copied_module
 
 
 METHODS: dict[str, type[ModelMethod]] = {
@@ -234,7 +238,7 @@ METHODS: dict[str, type[ModelMethod]] = {
         Refused,
     ),
 }  # fmt: skip
-"""What stands as which method, where the class of the model, or of a model inside it, has it."""
+"""The replacement of each method, for the model and the models inside it whose class has the method."""
 
 WHOLE_MODEL_METHODS: dict[str, type[ModelMethod]] = {"__deepcopy__": DeepCopy, "__reduce_ex__": Reduce}
-"""What stands as which method of the tuned model alone."""
+"""The replacements of methods of the tuned model alone."""

@@ -1,8 +1,8 @@
-"""Which delta's tensors and labels a model has now, and which deltas train.
+"""Puts the tensors and labels of one delta into the model, and decides which deltas train.
 
-A tensor that a delta selects stands in the model's own slots while that delta is in use, and what it displaces is kept
-in `base`; else it is kept in the delta's `held`. So each is registered exactly once at any time and follows .to(),
-state_dict and deepcopy like every parameter.
+While a delta is in use, the tensors that it owns are in the model's own slots (the `_parameters` of its modules), and
+the base's tensors that they replace are kept in `base`. While it is not in use, its tensors are kept in its `held`. So
+every tensor is registered exactly once at any time, and follows .to(), state_dict and deepcopy like any parameter.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from .rows import refuse_late_gradients
 from .sparse_params import parameter_slots
 
 _BASE = f"{HANDLE_NAME}.base."
-"""How the names of displaced tensors begin in a state dict."""
+"""The prefix of the names of replaced base tensors in a state dict."""
 
-_UNSETTLED = "/"
-"""Not the name of any delta: tensors are being moved, or that was interrupted."""
+_MOVING = "/"
+"""The value of `placed_delta` while tensors are moved, also after an interruption; no delta can have this name."""
 
 
 class ModelState:
-    """The tensors, labels and grad flags of one tuned model. Every change may be repeated after an interruption.
+    """The tensors, labels and requires_grad flags of one tuned model. Every change may be repeated when interrupted.
 
     Attributes:
-        standing: The delta whose tensors stand in the model's slots, or None for the base's own.
+        placed_delta: The delta whose tensors are in the model's slots, or None for the base's own tensors.
         labels: What the model's configuration says about its labels.
-        lock: The lock of passes; its mutex is held while tensors move, and by whoever reads where they are.
+        lock: The lock of forward passes. Its mutex is held while tensors move, and while somebody reads where they are.
     """
 
     def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict, lock: Any) -> None:
         self.model, self.deltas, self.base, self.lock = model, deltas, base, lock
         self.slots = parameter_slots(model)
-        self.standing: str | None = None
-        self.labels = HeadLabels.of(model.config)
-        self._awake: set[str] = set()
+        self.placed_delta: str | None = None
+        self.labels = HeadLabels.from_config(model.config)
+        self._trainable: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "lock"}  # the copy's passes have one
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}  # a copy has a lock of its own
 
     @property
     def mutex(self) -> Any:
-        """That of the lock of passes, which has a new one in a forked process."""
+        """The mutex of the lock; in a forked process the lock has a new one."""
         return self.lock.mutex
 
     def delta(self, name: str) -> Delta:
@@ -60,49 +60,57 @@ class ModelState:
 
     # -- reading
 
-    def steady(self) -> contextlib.AbstractContextManager[Any]:
-        """No other thread moves tensors meanwhile; torch.compile, which cannot lock, reads what stands there."""
+    def locked(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep other threads from moving tensors; torch.compile cannot lock, so it reads the slots as they are."""
         return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else self.mutex
 
-    def original(self, name: str) -> nn.Parameter:
-        """The base model's own value of a tensor, whether displaced or in its slot."""
-        with self.steady():
+    def base_value(self, name: str) -> nn.Parameter:
+        """The base model's own value of a tensor, whether it is in its slot or replaced by a delta's."""
+        with self.locked():
             base = parameters_of_dict(self.base).get(parameter_key(name))
-            return self._slot(name) if base is None else base
+            return self._parameter_in_slot(name) if base is None else base
 
-    def value(self, delta: Delta, name: str) -> nn.Parameter:
-        """A delta's own value of a tensor that it owns."""
-        with self.steady():
-            own = parameters_of_dict(delta.held).get(parameter_key(name))
-            return self._slot(name) if own is None else own
+    def delta_value(self, delta: Delta, name: str) -> nn.Parameter:
+        """A delta's value of a tensor that it owns, whether it is in the model or in `held`."""
+        with self.locked():
+            held = parameters_of_dict(delta.held).get(parameter_key(name))
+            return self._parameter_in_slot(name) if held is None else held
 
     def parameters_of(self, delta: Delta) -> list[nn.Parameter]:
-        """All parameters of a delta, those that stand in the model's slots included."""
+        """All parameters of a delta, those that are in the model's slots included."""
         with self.mutex:
-            own = [
-                self._slot(name) for name in delta.owned if parameter_key(name) not in parameters_of_dict(delta.held)
+            placed = [
+                self._parameter_in_slot(name)
+                for name in delta.owned_tensors
+                if parameter_key(name) not in parameters_of_dict(delta.held)
             ]
-            return [*delta.parameters(), *own]
+            return [*delta.parameters(), *placed]
 
-    def standing_in(self, state_dict: Mapping[str, Any]) -> str | None:
-        """The delta whose tensors stood in the slots when a state dict was made, or None."""
+    def placed_delta_in(self, state_dict: Mapping[str, Any]) -> str | None:
+        """The delta whose tensors were in the model's slots when a state dict was made, or None."""
         displaced = {key.removeprefix(_BASE) for key in state_dict if key.startswith(_BASE)}
-        own = {name: {parameter_key(owned) for owned in self.delta(name).owned} for name in self.deltas}
-        here = [n for n, keys in own.items() if keys and keys <= displaced and not _held(n, keys) & state_dict.keys()]
-        return here[0] if here else None
+        keys_of_deltas = {
+            name: {parameter_key(owned) for owned in self.delta(name).owned_tensors} for name in self.deltas
+        }
+        placed = [
+            n
+            for n, keys in keys_of_deltas.items()
+            if keys and keys <= displaced and not _held_keys(n, keys) & state_dict.keys()
+        ]
+        return placed[0] if placed else None
 
-    def at_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The same state dict as it is when no delta is in use."""
-        found, name = dict(state_dict), self.standing_in(state_dict)
-        for owned in self.delta(name).owned if name is not None else ():
+    def with_base_in_place(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict with the base's tensors under the model's own names, as when no delta is in use."""
+        result, name = dict(state_dict), self.placed_delta_in(state_dict)
+        for owned in self.delta(name).owned_tensors if name is not None else ():
             key = parameter_key(owned)
-            base = found.pop(_BASE + key)
-            found[_held(name or "", [key]).pop()] = found[owned]
+            base = result.pop(_BASE + key)
+            result[_held_keys(name or "", [key]).pop()] = result[owned]
             slots = self.slots[owned]
-            found |= {other: base for other, places in self.slots.items() if places is slots and other in found}
-        return found
+            result |= {other: base for other, places in self.slots.items() if places is slots and other in result}
+        return result
 
-    def _slot(self, name: str) -> nn.Parameter:
+    def _parameter_in_slot(self, name: str) -> nn.Parameter:
         module, leaf = self.slots[name][0]
         parameter = module._parameters[leaf]
         assert parameter is not None
@@ -110,70 +118,78 @@ class ModelState:
 
     # -- changing
 
-    def put(self, name: str, parameter: nn.Parameter) -> None:
-        """Put a parameter into every slot of a (possibly tied) tensor."""
+    def set_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Put a parameter into every slot of a tensor; tied tensors have several."""
         for module, leaf in self.slots[name]:
             module._parameters[leaf] = parameter
             if leaf == "weight" and isinstance(module, nn.Linear):
                 module.out_features = parameter.shape[0]
 
-    def stand(self, name: str | None) -> None:
-        """Put the tensors of one delta, or of none, into the model's slots.
+    def place_tensors(self, name: str | None) -> None:
+        """Put the tensors of a delta into the model's slots.
 
         Every tensor is put into its new place before it leaves the old one, so that an interruption loses nothing.
+
+        Args:
+            name: The delta's name, or None for the base's own tensors.
+
+        Raises:
+            DeltuneError: The delta was detached.
         """
-        if self.standing == name:
+        if self.placed_delta == name:
             return
         if name is not None and name not in self.deltas:
             raise DeltuneError(
-                f"{name!r} was detached after the forward pass that used it: do the backward pass before, for layers "
-                "are computed again in it"
+                f"delta {name!r} was detached between a forward pass and its backward pass, which computes layers "
+                "again: run the backward pass before detach()"
             )
         others = [self.delta(other) for other in self.deltas if other != name]
-        self.standing = _UNSETTLED
+        self.placed_delta = _MOVING
         for delta in others:
-            for owned in delta.owned:
+            for owned in delta.owned_tensors:
                 if parameter_key(owned) not in parameters_of_dict(delta.held):
-                    set_in_parameter_dict(delta.held, parameter_key(owned), self._slot(owned))
-        incoming = {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned}
+                    set_in_parameter_dict(delta.held, parameter_key(owned), self._parameter_in_slot(owned))
+        incoming = {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned_tensors}
         for key in [key for key in parameters_of_dict(self.base) if key not in incoming]:
-            self.put(key.replace("/", "."), parameters_of_dict(self.base)[key])
+            self.set_parameter(key.replace("/", "."), parameters_of_dict(self.base)[key])
             delete_from_parameter_dict(self.base, key)
         for key, owned in incoming.items():
             held = self.delta(name or "").held
             if key in parameters_of_dict(held):
                 if key not in parameters_of_dict(self.base):
-                    set_in_parameter_dict(self.base, key, self._slot(owned))
-                self.put(owned, parameters_of_dict(held)[key])
+                    set_in_parameter_dict(self.base, key, self._parameter_in_slot(owned))
+                self.set_parameter(owned, parameters_of_dict(held)[key])
                 delete_from_parameter_dict(held, key)
-        self.standing = name
+        self.placed_delta = name
 
-    def give(self, labels: HeadLabels) -> None:
-        """Give the model's configuration the label facts of a head."""
+    def set_labels(self, labels: HeadLabels) -> None:
+        """Write the labels of a head into the model's configuration."""
         if labels is not self.labels:
-            labels.give(self.model)
+            labels.apply_to(self.model)
             self.labels = labels
 
     def train_only(self, deltas: Iterable[Delta]) -> None:
-        """Let these deltas train, each what it trained before, and no other."""
+        """Make the parameters of these deltas trainable, each as it was before, and freeze all other deltas."""
         chosen = {id(delta) for delta in deltas}
         names = {name for name in self.deltas if id(self.deltas[name]) in chosen}
-        for name in self._awake - names:
+        for name in self._trainable - names:
             if name in self.deltas:
                 refuse_late_gradients(self.delta(name))
-                self.delta(name).rest(self.parameters_by_name(name))
-            self._awake.discard(name)
+                self.delta(name).freeze(self.parameters_by_name(name))
+            self._trainable.discard(name)
         for name in names:
-            self._awake.add(name)
-            self.delta(name).wake(self.parameters_by_name(name))
+            self._trainable.add(name)
+            self.delta(name).unfreeze(self.parameters_by_name(name))
 
     def parameters_by_name(self, name: str) -> dict[str, nn.Parameter]:
-        """The parameters of a delta by the names they have in it, wherever they stand."""
+        """The parameters of a delta by their names in it, wherever they are at the moment."""
         delta = self.delta(name)
-        named = dict(delta.named_parameters())
-        return named | {f"held.{parameter_key(owned)}": self.value(delta, owned) for owned in delta.owned}
+        registered = dict(delta.named_parameters())
+        return registered | {
+            f"held.{parameter_key(owned)}": self.delta_value(delta, owned) for owned in delta.owned_tensors
+        }
 
 
-def _held(name: str, keys: Iterable[str]) -> set[str]:
-    """The names in a state dict of tensors that a resting delta holds."""
+def _held_keys(name: str, keys: Iterable[str]) -> set[str]:
+    """The names in a state dict of the tensors that a delta which is not in use holds."""
     return {f"{HANDLE_NAME}.deltas.{name}.held.{key}" for key in keys}

@@ -1,4 +1,4 @@
-"""The tensors of an attached method: one Edit for each place, one Delta for each name."""
+"""The modules that hold a delta's tensors: `Edit`, one modification at one place, and `Delta`, a whole method."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from .sparse_params import SharedParameter, SparseParameter
 
 @dataclass(frozen=True)
 class HeadLabels:
-    """What a head means: the configuration's label facts that change with the delta in use."""
+    """The labels of a head, as in the model's configuration: label names by id, and the problem type."""
 
     id2label: tuple[tuple[int, str], ...]
     problem_type: str | None = None
 
     @classmethod
-    def of(cls, config: Any) -> HeadLabels:
+    def from_config(cls, config: Any) -> HeadLabels:
+        """Read the labels of a model's configuration."""
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
-    def give(self, model: PreTrainedModel) -> None:
-        """Give a model these label facts."""
+    def apply_to(self, model: PreTrainedModel) -> None:
+        """Write these labels into a model's configuration."""
         config = model.config
-        if HeadLabels.of(config) != self:
+        if HeadLabels.from_config(config) != self:
             config.id2label = dict(self.id2label)
             config.label2id = {label: index for index, label in self.id2label}
             config.problem_type = self.problem_type  # type: ignore[assignment]
@@ -46,15 +47,21 @@ class HeadLabels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
 
-Again = Callable[[torch.Tensor], torch.Tensor]
-"""Runs the module that an edit is at once more, with the tensors that its rows use."""
+RerunModule = Callable[[torch.Tensor], torch.Tensor]
+"""Calls the module of an edit once more, with the tensors that its rows use."""
 
 
 class Edit(nn.Module):
     """One modification at one place: h <- compose(h, form(u)).
 
-    Its parameters are the form's tensors and the composition's, or, under a mask, some of their entries (`sparse`).
-    `folded`: the kept tensors, without a reparameterisation.
+    Its parameters are the tensors of the form and of the composition, or, under a mask, some of their entries
+    (`sparse`).
+
+    Args:
+        planned: The modification and its place.
+        shared: The tensors of a reparameterisation that several edits share, or None.
+        tied: The tensors that several edits share otherwise, or None.
+        folded: Whether it holds the tensors of the saved file, without a reparameterisation.
     """
 
     def __init__(
@@ -63,20 +70,27 @@ class Edit(nn.Module):
         super().__init__()
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
-        self.gated = isinstance(self.modification.compose, Gate)
-        self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # the delta's; here they are only read
+        self.has_gate = isinstance(self.modification.compose, Gate)
+        self.__dict__["shared"], self.__dict__["tied"] = (
+            shared,
+            tied,
+        )  # registered in the delta; here they are only read
         self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
         source, target = self.place.source, self.place.target
-        self.at_home = source is not None and source.path == target.path and target.side == "output"
-        self.elsewhere = None if source is None or self.at_home else source.path  # where x is noted for it
-        self.composing = tuple(self.modification.compose.shapes(self.place.widths))
+        self.reads_own_input = source is not None and source.path == target.path and target.side == "output"
+        self.source_path = (
+            None if source is None or self.reads_own_input else source.path
+        )  # the module whose input is x
+        self.composition_names = tuple(self.modification.compose.shapes(self.place.widths))
         self.factor = self._factor()
-        self.masked = planned.mask is not None
-        self.plain = self.folded and not self.masked and not self.composing
+        self.is_masked = planned.mask is not None
+        self.is_dense = self.folded and not self.is_masked and not self.composition_names
         self.sparse = nn.ModuleDict()
         shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
-        if taken := [name for name in shapes if hasattr(self, name)]:
-            raise DeltuneError(f"{self.form!r}: no tensor can be called {', '.join(taken)}; rename it")
+        if clashing := [name for name in shapes if hasattr(self, name)]:
+            raise DeltuneError(
+                f"{self.form!r}: a tensor cannot be called {', '.join(clashing)}, which nn.Module needs; rename it"
+            )
         if planned.mask is not None:
             indices = planned.mask.indices()
             for name, shape in shapes.items():
@@ -85,119 +99,134 @@ class Edit(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
-    def start(self) -> None:
-        """Initial values of the form's and the composition's tensors."""
+    def initialize(self) -> None:
+        """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
-            own.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse()})
-            self.modification.form.initialize({n: t for n, t in own.items() if n not in self.composing})
-            self.modification.compose.initialize({n: t for n, t in own.items() if n in self.composing})
-            for name, sparse in self._sparse():
-                sparse.start(own[name])
+            tensors: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
+            tensors.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse_parameters()})
+            self.modification.form.initialize({n: t for n, t in tensors.items() if n not in self.composition_names})
+            self.modification.compose.initialize({n: t for n, t in tensors.items() if n in self.composition_names})
+            for name, sparse in self._sparse_parameters():
+                sparse.initialize(tensors[name])
 
-    def begin_at(self, name: str, value: torch.Tensor) -> None:
-        """Give one tensor an initial value of its own."""
-        sparse = dict(self._sparse()).get(name)
+    def set_initial_value(self, name: str, value: torch.Tensor) -> None:
+        """Set the initial value of one tensor."""
+        sparse = dict(self._sparse_parameters()).get(name)
         if sparse is not None:
-            sparse.start(value)
+            sparse.initialize(value)
         else:
             with torch.no_grad():
                 self.get_parameter(name).copy_(value)
 
-    def _sparse(self) -> Iterator[tuple[str, SparseParameter]]:
+    def _sparse_parameters(self) -> Iterator[tuple[str, SparseParameter]]:
         for key, sparse in self.sparse.items():
             assert isinstance(sparse, SparseParameter)
-            yield key.removeprefix("of_"), sparse  # a ModuleDict has methods of its own called keys and values
+            yield key.removeprefix("of_"), sparse  # ModuleDict has methods called keys and values
 
-    def _own(self, of_form: bool) -> dict[str, torch.Tensor]:
-        own: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
-        if self.masked:
-            like = next(s.values for _, s in self._sparse())
-            rest = {name: like.new_empty(s.shape) for name, s in self._sparse()}
+    def _tensors_of(self, of_form: bool) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
+        if self.is_masked:
+            like = next(s.values for _, s in self._sparse_parameters())
+            untrained = {name: like.new_empty(s.shape) for name, s in self._sparse_parameters()}
             with torch.no_grad():
-                self.modification.form.fill_untrained({n: t for n, t in rest.items() if n not in self.composing})
-                self.modification.compose.initialize({n: t for n, t in rest.items() if n in self.composing})
-            own |= {name: sparse.on(rest[name]) for name, sparse in self._sparse()}
-        return {n: t for n, t in own.items() if (n not in self.composing) == of_form}
+                self.modification.form.fill_untrained(
+                    {n: t for n, t in untrained.items() if n not in self.composition_names}
+                )
+                self.modification.compose.initialize(
+                    {n: t for n, t in untrained.items() if n in self.composition_names}
+                )
+            tensors |= {name: sparse.on(untrained[name]) for name, sparse in self._sparse_parameters()}
+        return {n: t for n, t in tensors.items() if (n not in self.composition_names) == of_form}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The kept tensors of the form, dense, folded from what is trained; to be read only."""
-        if self.plain:
+        """Return the form's dense tensors, as in the saved file. They must not be changed in place."""
+        if self.is_dense:
             return cast("dict[str, torch.Tensor]", self._parameters)
-        own = self._own(of_form=True)
+        tensors = self._tensors_of(of_form=True)
         if self.folded:
-            return own
+            return tensors
         shared: Mapping[str, torch.Tensor] = self.__dict__["shared"]
-        return dict(self.modification.form.fold(own, shared, self.place.widths))
+        return dict(self.modification.form.fold(tensors, shared, self.place.widths))
 
     def dense(self) -> dict[str, torch.Tensor]:
-        """The kept tensors of the form, and the composition's."""
-        return {**self.tensors(), **self._own(of_form=False)}
+        """Return the tensors of the form and of the composition, dense."""
+        return {**self.tensors(), **self._tensors_of(of_form=False)}
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """What the file holds: dense tensors, or the values and positions of masked ones."""
-        return _kept_sparse(dict(self._sparse())) if self.masked else self.dense()
+    def tensors_to_save(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the saved file: dense ones, or the values and positions of masked ones."""
+        return _sparse_to_save(dict(self._sparse_parameters())) if self.is_masked else self.dense()
 
-    def change(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """compose(h, Δh), in h's own precision."""
+    def compose(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """Return compose(h, Δh) in the dtype of h."""
         tied = self.__dict__["tied"] or {}
-        tensors = self._own(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
+        tensors = self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
     def _factor(self) -> float | None:
-        """s where it is h + s Δh and s is a number; else None."""
-        found = None if self.composing else self.modification.compose.factor({})
-        return float(found) if isinstance(found, int | float) else None
+        """The number s if the composition is h + s Δh, else None."""
+        factor = None if self.composition_names else self.modification.compose.factor({})
+        return float(factor) if isinstance(factor, int | float) else None
 
-    def input(self, inputs: dict[Edit, torch.Tensor], read: torch.Tensor | None) -> torch.Tensor | None:
-        """Its x: what its own module read, or what another one did, which is taken out of the pass's notes."""
-        if self.at_home:
-            return read
-        if self.elsewhere is None:
+    def resolve_input(self, inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None) -> torch.Tensor | None:
+        """Return its x: the input of its own module, or that of another one, which is removed from `inputs`."""
+        if self.reads_own_input:
+            return module_input
+        if self.source_path is None:
             return None
         if self not in inputs:
             raise DeltuneError(
-                f"{self.place.name} reads what {self.elsewhere!r} is given, which did not run before it: call the "
-                "module that holds both"
+                f"{self.place.name} needs the input of {self.source_path!r}, which did not run before it: call the "
+                "module that contains both"
             )
         return inputs.pop(self)
 
     def apply_to(
         self,
         h: torch.Tensor,
-        again: Again,
+        rerun: RerunModule,
         inputs: dict[Edit, torch.Tensor],
-        read: torch.Tensor | None,
+        module_input: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """compose(h, form(u)): u is x (parallel), or h (sequential).
+        """Return compose(h, form(u)), where u is x (parallel) or h (sequential).
 
         Args:
-            again: Runs the module that h belongs to.
-            inputs: What other modules read in this pass.
-            read: What that module read.
+            h: The tensor to change.
+            rerun: Calls the module that h belongs to once more.
+            inputs: The inputs of other modules in this pass.
+            module_input: The input of that module.
             out: h itself where it may be overwritten, else None.
+
+        Returns:
+            The changed tensor.
         """
-        x = self.input(inputs, read)
+        x = self.resolve_input(inputs, module_input)
         if not self.parallel:
-            u = again(h) if self.place.apply_norm_first else h
+            u = rerun(h) if self.place.apply_norm_first else h
         else:
             assert x is not None
             u = x
         if self.factor is None:
-            return self.change(h, self.form(self.tensors(), u, self.training), x)
+            return self.compose(h, self.form(self.tensors(), u, self.training), x)
         return self.form.add_to(h, self.tensors(), u, self.training, self.factor, out)
 
-    def multiplies(self) -> bool:
-        """Whether it makes of h (1 - s + s w) ⊙ h, with a number s, and no more."""
+    def only_scales(self) -> bool:
+        """Whether its result is (1 - s + s w) ⊙ h with a number s, so that it only scales h."""
         return not self.parallel and self.form.multiplies is not None and self.factor is not None
 
 
 class Delta(nn.Module):
     """One attached method under one name: its edits, and its own values of the tensors it selects (head included).
 
-    Selected tensors stand in the model while the delta is in use and in `held` while it is not, so that each is
-    registered exactly once at any time and follows .to(), state_dict and deepcopy like every parameter.
+    Tensors that it owns are in the model while the delta is in use and in `held` while it is not, so that each is
+    registered exactly once at any time and follows .to(), state_dict and deepcopy like any parameter.
+
+    Args:
+        method: The method.
+        planned: The method resolved for one model.
+        head: The names of the head's tensors.
+        head_mode: "train" or "freeze".
+        folded: Whether it holds the tensors of the saved file, without reparameterisations.
     """
 
     def __init__(
@@ -208,7 +237,7 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
-        self.flags: dict[str, bool] | None = {}  # which parameters train when it is in use; None while it is
+        self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
@@ -227,117 +256,125 @@ class Delta(nn.Module):
         for gates in planned.gated:
             self.gated[gates.key] = HardConcreteGates(gates.tensors, gates.keep, folded)
 
-    def start(self) -> None:
-        """Initial values of every trained tensor of the edits, drawn from torch's global generator."""
+    def initialize(self) -> None:
+        """Set the initial values of all trained tensors of the edits, drawn from torch's global random generator."""
         started: set[int] = set()
         with torch.no_grad():
             for edit in self.all_edits():
-                edit.start()
+                edit.initialize()
                 shared, tied = edit.__dict__["shared"], edit.__dict__["tied"]
                 if shared is not None and id(shared) not in started:
                     started.add(id(shared))
                     edit.modification.form.initialize(shared)
                 for name, tensor in (tied or {}).items():
-                    tensor.start(edit.modification.compose, name)
+                    tensor.initialize(edit.modification.compose, name)
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """All numbers of the edits by their names in the file: edit., tied. and partly."""
-        found = {f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.kept().items()}
+    def tensors_to_save(self) -> dict[str, torch.Tensor]:
+        """Return all tensors but those of the model that it owns, by their names in the saved file."""
+        result = {
+            f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.tensors_to_save().items()
+        }
         for key, common in self.tied.items():
-            found |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
+            result |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
         partly = {key.replace("/", "."): sparse for key, sparse in self.partly.items()}
-        found |= {f"partly.{name}": t for name, t in _kept_sparse(partly).items()}  # type: ignore[arg-type]
+        result |= {f"partly.{name}": t for name, t in _sparse_to_save(partly).items()}  # type: ignore[arg-type]
         for key, gates in self.all_gates():
-            found |= {f"gated.{key}.{leaf}": t for leaf, t in gates.kept().items()}
-        return found
+            result |= {f"gated.{key}.{leaf}": t for leaf, t in gates.tensors_to_save().items()}
+        return result
 
     def all_gates(self) -> Iterator[tuple[str, HardConcreteGates]]:
+        """Iterate over the learned masks with their keys."""
         for key, gates in self.gated.items():
             assert isinstance(gates, HardConcreteGates)
             yield key, gates
 
     def named_edits(self) -> Iterator[tuple[str, Edit]]:
+        """Iterate over the edits with their keys."""
         for key, edit in self.edits.items():
             assert isinstance(edit, Edit)
             yield key, edit
 
     def all_edits(self) -> Iterator[Edit]:
+        """Iterate over the edits in the order in which they act."""
         yield from (edit for _, edit in self.named_edits())
 
-    def masked(self) -> Iterator[tuple[str, SparseParameter | GatedDifference]]:
-        """The tensors of the model that are trained in part, by their names there."""
+    def masked_tensors(self) -> Iterator[tuple[str, SparseParameter | GatedDifference]]:
+        """Iterate over the partly trained tensors of the model, with their names there."""
         for key, sparse in self.partly.items():
             assert isinstance(sparse, SparseParameter)
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
-            yield from gates.changes()
+            yield from gates.differences()
 
-    def told(self) -> Delta:
-        """Itself; with a warning where gates were trained and never told how far the training is."""
-        if not all(gates.told for _, gates in self.all_gates()):
+    def warn_if_never_advanced(self) -> None:
+        """Warn if the delta has learned gates and `advance` was never called while they were trained."""
+        if not all(gates.advanced for _, gates in self.all_gates()):
             warnings.warn(
-                f"{self.method!r} was not told of its training's progress, so its gates never closed: call "
-                "tuned.advance(step / steps) before every step",
+                f"{self.method!r} needs tuned.advance(step / steps) before every training step, but it was never "
+                "called, so the mask was not learned",
                 stacklevel=3,
             )
-        return self
 
-    def rest(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let nothing of it train; what did is remembered. It may be repeated after an interruption.
+    def freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make nothing of it trainable, and remember what was. The call may be repeated after an interruption.
 
         Args:
-            parameters: Its parameters by name, wherever they stand.
+            parameters: Its parameters by name, wherever they are.
         """
-        if self.flags is None:
-            self.flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        if self.saved_requires_grad is None:
+            self.saved_requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
         for parameter in parameters.values():
             parameter.requires_grad_(False)
 
-    def wake(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let train what trained before; at first everything but a frozen head that it does not select."""
-        if self.flags is None:
+    def unfreeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make trainable what was before; at first everything but a frozen head that the method does not select.
+
+        Args:
+            parameters: Its parameters by name, wherever they are.
+        """
+        if self.saved_requires_grad is None:
             return
         frozen = {
             f"held.{parameter_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected
         }
         for name, parameter in parameters.items():
-            parameter.requires_grad_(self.flags.get(name, name not in frozen))
-        self.flags = None
+            parameter.requires_grad_(self.saved_requires_grad.get(name, name not in frozen))
+        self.saved_requires_grad = None
 
     @property
-    def owned(self) -> tuple[str, ...]:
+    def owned_tensors(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))
 
 
-def _shared(home: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:
-    """The tensors under a key, made when first asked for; None where there are none."""
-    if shapes and key not in home:
-        home[key] = nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()})
-    found = home[key] if shapes else None
-    assert found is None or isinstance(found, nn.ParameterDict)
-    return found
+def _shared(container: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:
+    """Return the shared tensors under a key, which are made the first time; None where there are none."""
+    if shapes and key not in container:
+        container[key] = nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()})
+    result = container[key] if shapes else None
+    assert result is None or isinstance(result, nn.ParameterDict)
+    return result
 
 
-def _tied(home: nn.ModuleDict, edit: ResolvedEdit, shapes: Shapes, mask: Mask | None) -> nn.ModuleDict | None:
-    """The same for what the places of one sub-module share."""
-    if shapes and edit.tied not in home:
+def _tied(container: nn.ModuleDict, edit: ResolvedEdit, shapes: Shapes, mask: Mask | None) -> nn.ModuleDict | None:
+    """Return the tensors that the places of one sub-module share, which are made the first time; None without any."""
+    if shapes and edit.tied not in container:
         masked = edit.mask is not None
-        home[edit.tied] = nn.ModuleDict({n: SharedParameter(s, mask, masked) for n, s in shapes.items()})
-    found = home[edit.tied] if shapes else None
-    assert found is None or isinstance(found, nn.ModuleDict)
-    return found
+        container[edit.tied] = nn.ModuleDict({n: SharedParameter(s, mask, masked) for n, s in shapes.items()})
+    result = container[edit.tied] if shapes else None
+    assert result is None or isinstance(result, nn.ModuleDict)
+    return result
 
 
-def _kept_sparse(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Tensor]:
-    """Values and positions of masked tensors that have any."""
-    found: dict[str, torch.Tensor] = {}
+def _sparse_to_save(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Tensor]:
+    """Return the values and positions of those masked tensors that have any."""
+    result: dict[str, torch.Tensor] = {}
     for name, sparse in masked.items():
         if len(sparse.values):
-            found |= {f"{name}.values": sparse.values, f"{name}.index": sparse.index}
-    return found
+            result |= {f"{name}.values": sparse.values, f"{name}.index": sparse.index}
+    return result
 
 
 def parameter_key(name: str) -> str:
-    """A tensor's name as a key of a ParameterDict, which allows no dots."""
+    """Return a tensor's name as a key of a ParameterDict, which allows no dots."""
     return name.replace(".", "/")

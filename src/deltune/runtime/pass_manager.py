@@ -1,4 +1,4 @@
-"""The forward passes of one tuned model: what each of them uses, and who may run beside whom."""
+"""`PassManager`: starts and ends the forward passes of a tuned model, with the tensors that each of them needs."""
 
 from __future__ import annotations
 
@@ -24,174 +24,192 @@ from .forward_pass import (
     current_pass,
     current_scope,
     innermost_pass,
+    open_scopes_here,
     recomputed_assignment,
     refuse_closed,
     remember_for_backward,
     run_in_pass,
-    scopes_here,
 )
 from .model_state import ModelState
 from .row_assignment import RowAssignment
-from .rows import refuse_at_rest, refuse_late_gradients
+from .rows import refuse_frozen, refuse_late_gradients
 
 
 class AttachedModules:
-    """The modules that deltas act at, each by its parent and its name there, with all that they are inside of."""
+    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
 
     def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
-        self.known: list[tuple[str, nn.Module, str, nn.Module]] = []
+        self.entries: list[tuple[str, nn.Module, str, nn.Module]] = []
         for path in inside:
             outer, _, leaf = path.rpartition(".")
-            self.known.append((path, model.get_submodule(outer), leaf, model.get_submodule(path)))
+            self.entries.append((path, model.get_submodule(outer), leaf, model.get_submodule(path)))
 
     def check(self) -> None:
-        """Error: one of them is no longer in the model, or its weight is stored in another way."""
-        exporting = torch.compiler.is_compiling()  # torch.export puts tensors without numbers in place of all weights
-        for path, parent, leaf, module in self.known:
+        """Check that all of them are still in the model, with plain weights.
+
+        Raises:
+            DeltuneError: A module was replaced, or its weight was quantised.
+        """
+        exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
+        for path, parent, leaf, module in self.entries:
             weight = module._parameters.get("weight")
-            plain = weight is None or exporting or is_unquantized(weight)
-            if parent._modules.get(leaf) is not module or not plain:
+            is_plain = weight is None or exporting or is_unquantized(weight)
+            if parent._modules.get(leaf) is not module or not is_plain:
                 raise DeltuneError(
-                    f"{path} was replaced or quantised after deltas were attached that act there (quantising, resizing "
-                    "and other libraries' adapters do that): detach, change the model, and attach or load again; to "
+                    f"{path} was replaced or quantised after deltas were attached to it (quantising, resizing and "
+                    "other libraries' adapters do that): detach, change the model, and attach or load again; to "
                     "quantise a tuned model, merge() first"
                 )
 
 
 def check_not_offloaded(model: nn.Module) -> None:
-    """Error: accelerate keeps weights of the model elsewhere and brings them only for a module's own call."""
+    """Check that no weights of the model are offloaded by accelerate.
+
+    Raises:
+        DeltuneError: Some are: accelerate loads them only for their module's own call.
+    """
     for path, module in model.named_modules():
         if _offloads(module.__dict__.get("_hf_hook")):
             raise DeltuneError(
                 f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
-                "with cpu or disk), where deltas cannot reach them: take that off with accelerate.hooks."
-                "remove_hook_from_submodules(model), or load the model on devices that hold it"
+                "with cpu or disk), where deltas cannot reach them: call accelerate.hooks."
+                "remove_hook_from_submodules(model), or load the model on devices that can hold it"
             )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
-    """Error: the model was made inside of torch.inference_mode(), so that nothing trains through its weights."""
+    """Check that the model was not made inside torch.inference_mode().
+
+    Raises:
+        DeltuneError: It was, so torch cannot compute gradients through its weights.
+    """
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise DeltuneError(
-            f"the weights of this {type(model).__name__} were made inside of torch.inference_mode(), and torch cannot "
-            "train through such tensors: make or load the model outside of it (attaching, loading a delta and running "
-            "the model inside of it are fine)"
+            f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
+            "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
+            "running the model inside of it work)"
         )
 
 
 def _offloads(hook: Any) -> bool:
-    return bool(getattr(hook, "offload", False)) or any(_offloads(one) for one in getattr(hook, "hooks", ()))
+    return bool(getattr(hook, "offload", False)) or any(_offloads(inner) for inner in getattr(hook, "hooks", ()))
 
 
 T = TypeVar("T")
 
 
 class Entry(Protocol):
-    """A module at which a pass may begin."""
+    """The wrapped call of a module at which a forward pass may begin."""
 
-    opens: bool
+    always_begins: bool
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any: ...
+    def call_original(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
+    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
 
 
 class PassManager:
-    """What hooks look up: which delta each row uses, and the notes of the pass under way.
+    """The forward passes of one tuned model. Hooks ask it which delta each row uses.
 
     Attributes:
-        in_use: What passes outside of `rows()` and `disable()` use.
-        is_pickled: The model is a copy that was made to be pickled, so that it is pickled as it is.
-        report: How each attention served its prefix in the last pass, by path.
+        default_assignment: What passes outside `rows()` and `disable()` use.
+        is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
+        report: How each attention computed its prefix in the last pass, by path.
     """
 
-    def __init__(self, model: PreTrainedModel, state: ModelState, lock: PassLock, in_use: RowAssignment) -> None:
-        self.model, self.state, self.in_use = model, state, in_use
-        self.attentions: list[tuple[Any, str | None]] = []
-        self.inside_attention = False
-        self.scopes_of_tasks = 0
+    def __init__(
+        self, model: PreTrainedModel, state: ModelState, lock: PassLock, default_assignment: RowAssignment
+    ) -> None:
+        self.model, self.state, self.default_assignment = model, state, default_assignment
+        self.attention_configs: list[tuple[Any, str | None]] = []
+        self.has_prefixes = False
+        self.scopes_in_event_loops = 0
         self.modules = AttachedModules(model, ())
         self.report: dict[str, str] = {}
-        self._begin_empty(lock)
+        self._reset(lock)
 
-    def _begin_empty(self, lock: PassLock) -> None:
+    def _reset(self, lock: PassLock) -> None:
         self.lock = lock
-        self.traced = ForwardPass(self, self.in_use)  # torch.compile's notes
+        self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.is_pickled = False
-        _EVERY.add(self)
+        _PASS_MANAGERS.add(self)
 
-    def go_on_in_a_fork(self) -> None:
-        """Other threads' passes, locks and scopes are not in the new process."""
+    def reset_after_fork(self) -> None:
+        """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
         self.lock.reset()
-        self.scopes = weakref.WeakSet(scopes_here().intersection(self.scopes))
-        self.scopes_of_tasks = sum(scope.in_event_loop for scope in self.scopes)
+        self.scopes = weakref.WeakSet(open_scopes_here().intersection(self.scopes))
+        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Neither a copy nor a pickle is inside of a pass or a scope."""
-        own = ("lock", "traced", "scopes", "is_pickled")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
+        excluded = ("lock", "traced", "scopes", "is_pickled")
+        return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.scopes_of_tasks = 0
-        self._begin_empty(PassLock())
+        self.scopes_in_event_loops = 0
+        self._reset(PassLock())
         self.state.lock = self.lock
 
     # -- what hooks look up
 
     def assignment(self) -> RowAssignment:
-        """What is in use in the pass under way, or here outside of one."""
+        """Return the assignment of the running pass, or outside of one that of a pass which would begin here."""
         if not torch.compiler.is_dynamo_compiling():
             running = current_pass(self)
             if running is not None:
                 return running.assignment
-        return self.assigned()
+        return self.assignment_of_new_pass()
 
-    def assigned(self) -> RowAssignment:
-        """What a pass that begins here uses."""
+    def assignment_of_new_pass(self) -> RowAssignment:
+        """Return the assignment that a pass uses which begins in this thread or task now."""
         carried = carried_scope(self)
         assignment = None if carried is None else carried.assignment
-        return self.in_use if assignment is None else assignment
+        return self.default_assignment if assignment is None else assignment
 
-    def notes(self) -> ForwardPass:
-        """Where hooks note something for each other: the pass under way, outside of one nothing that anybody reads."""
+    def current_pass(self) -> ForwardPass:
+        """Return the running pass, where hooks keep data for each other; outside of one, an object that is dropped."""
         if torch.compiler.is_dynamo_compiling():
-            return self.traced
-        return current_pass(self) or ForwardPass(self, self.in_use)
+            return self.compiled_pass
+        return current_pass(self) or ForwardPass(self, self.default_assignment)
 
     # -- passes
 
     def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, in a forward pass of its own unless one is under way that it belongs to."""
+        """Call a module in a forward pass of its own, unless it is a part of a running one."""
         if torch.compiler.is_dynamo_compiling():
-            if entry.opens:
-                assignment = self.assigned()
+            if entry.always_begins:
+                assignment = self.assignment_of_new_pass()
                 refuse_closed(carried_scope(self))
-                assignment.check_batch(entry.named(args, kwargs))
-                if self.state.standing != assignment.standing:
+                assignment.check_batch(entry.named_arguments(args, kwargs))
+                if self.state.placed_delta != assignment.placed_delta:
                     raise DeltuneError(
-                        "a compiled pass cannot wait for others: another thread is inside rows() or disable(), for "
-                        "which other tensors stand in the model; run it when that is left, or do not compile"
+                        "a compiled forward pass cannot wait for other threads, and another thread is inside rows() or "
+                        "disable(), which needs other tensors in the model: run it after that, or do not compile"
                     )
-                self.follow_attention()
-            return entry.inner(*args, **kwargs)
+                self.update_prefix_attention()
+            return entry.call_original(*args, **kwargs)
         outer = current_pass(self)
-        if outer is not None and not entry.opens:
-            return entry.inner(*args, **kwargs)
-        this = self._begin(entry.named(args, kwargs) if entry.opens else {})
-        output = self._run_in(this, entry.inner, args, kwargs)
+        if outer is not None and not entry.always_begins:
+            return entry.call_original(*args, **kwargs)
+        forward_pass = self._begin(entry.named_arguments(args, kwargs) if entry.always_begins else {})
+        output = self._run_in(forward_pass, entry.call_original, args, kwargs)
         if outer is None and torch.is_grad_enabled():
-            remember_for_backward(self, this.assignment, output)
+            remember_for_backward(self, forward_pass.assignment, output)
         return output
 
-    def again(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of the model under gradient checkpointing.
+    def recompute(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a part of the model for gradient checkpointing.
+
+        The first time it runs in the forward pass, and later, in the backward pass, in a pass of its own.
 
         Args:
-            assignment: What the pass used that called the checkpoint function. The part is computed in that pass the
-                first time, and in one of its own when it is computed again in the backward pass.
+            assignment: The assignment of the forward pass.
+            function: The part of the model.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
         """
         running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
         if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
@@ -201,243 +219,267 @@ class PassManager:
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
     ) -> Any:
-        """Run `generate` as one long pass: what is in use stays so from its first step to its last.
+        """Run `generate` as one long pass, so that the deltas in use are the same from its first step to its last.
 
         Args:
-            in_threads: It runs its passes in other threads and waits for them.
+            in_threads: Whether it runs its passes in other threads and waits for them.
         """
-        self.assigned().check_prompts(args, kwargs)
+        self.assignment_of_new_pass().check_prompts(args, kwargs)
         return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
 
     def read(self, reader: Callable[[], T], to_copy: bool = False) -> T:
-        """Run what reads the model as a whole, like a pass: in the slots stand the tensors of what is in use here.
+        """Run a function that reads the whole model, with the tensors of the delta in use here, while no tensor moves.
 
-        No tensor moves meanwhile. Inside of a pass, or of a change, what stands there is read.
+        Inside a pass or a change of the model the tensors are read as they are.
 
         Args:
-            to_copy: What is in use outside of `rows()` and `disable()` is meant, since a copy is not inside of them,
-                and the labels in the model's configuration are read too.
+            reader: The function.
+            to_copy: Whether it makes a copy, which is not inside `rows()` or `disable()`. It then sees the delta in
+                use outside of them, and that delta's labels.
         """
         if torch.compiler.is_dynamo_compiling():
             return reader()
 
-        def steadily() -> T:
+        def read_locked() -> T:
             with self.lock.mutex:
                 return reader()
 
         with self.lock.mutex:
-            if self.lock.taken or current_pass(self) is not None:
+            if self.lock.held_by_change or current_pass(self) is not None:
                 return reader()
-        this = ForwardPass(self, self.in_use, carried_scope(self), innermost_pass())
-        self._admit(this, (lambda: self.in_use) if to_copy else self.assigned, with_labels=to_copy)
-        result: T = self._run_in(this, steadily, (), {})
+        forward_pass = ForwardPass(self, self.default_assignment, carried_scope(self), innermost_pass())
+        self._admit(
+            forward_pass,
+            (lambda: self.default_assignment) if to_copy else self.assignment_of_new_pass,
+            with_labels=to_copy,
+        )
+        result: T = self._run_in(forward_pass, read_locked, (), {})
         return result
 
     def _begin(
         self, arguments: dict[str, Any], assignment: RowAssignment | None = None, joins: bool = True
     ) -> ForwardPass:
-        """Begin a pass once the model holds the tensors that it needs.
+        """Begin a pass as soon as the model holds the tensors that it needs.
 
         Args:
-            arguments: Those of the model's call, by name.
-            assignment: What the pass uses. By default what the pass around it uses, or what the forward pass used
-                whose backward pass is under way, or what is in use here.
-            joins: Whether it may come before its turn.
+            arguments: The arguments of the model's call, by name.
+            assignment: What the pass uses. Default: the assignment of the pass around it, or of the forward pass whose
+                backward pass is running, or what is in use here.
+            joins: Whether it may start before passes that wait longer.
         """
-        carried, outer, around = carried_scope(self), current_pass(self), innermost_pass()
+        carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
-            return ForwardPass(self, outer.assignment, carried, around, outer)
+            return ForwardPass(self, outer.assignment, carried, enclosing, outer)
         fixed = assignment or recomputed_assignment(self)
         if fixed is not None:
-            refuse_at_rest(fixed.uses)
+            refuse_frozen(fixed.groups)
         elif outer is None and carried is None and backward_id() is not None and self.scopes:
             raise DeltuneError(
-                "the model is computed again in a backward pass, in a thread that is not inside of rows() or disable() "
-                "while another one is, and nothing tells which of them its forward pass was in: give your checkpoint a "
+                "a backward pass recomputes the model in a thread that is not inside rows() or disable() while another "
+                "thread is, and deltune cannot tell in which of them its forward pass ran: give your checkpoint a "
                 "function that returns the model's own output, and use_reentrant=False"
             )
-        this = ForwardPass(self, fixed or self.in_use, carried, around)
+        forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing)
 
         def choose() -> RowAssignment:
             if fixed is not None:
                 return fixed
-            chosen = self.assigned()
-            refuse_closed(carried)  # after it, for the scope may be left at any moment
-            if chosen is not this.assignment:
+            chosen = self.assignment_of_new_pass()
+            refuse_closed(carried)  # checked last, since the scope may be left at any moment
+            if chosen is not forward_pass.assignment:
                 chosen.check_batch(arguments)
             return chosen
 
-        this.assignment = choose()
-        self.check_premises()
-        self.follow_attention()
-        self._admit(this, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
-        return this
+        forward_pass.assignment = choose()
+        self.check_model()
+        self.update_prefix_attention()
+        self._admit(forward_pass, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
+        return forward_pass
 
     def _admit(
         self,
-        this: ForwardPass,
+        forward_pass: ForwardPass,
         choose: Callable[[], RowAssignment],
         outer: ForwardPass | None = None,
         with_labels: bool = True,
         joins: bool = True,
     ) -> None:
-        """Let the model hold the tensors, and `with_labels` the labels, that a pass needs.
+        """Wait until a pass may run, and put the tensors that it needs into the model.
 
         Args:
-            choose: Gives what the pass uses, which may change while others go before.
-            outer: The pass of the same model that it is inside of.
+            forward_pass: The pass.
+            choose: Returns what the pass uses, which may change while it waits.
+            outer: The pass of the same model that it is a part of.
+            with_labels: Whether it also needs its labels in the model's configuration.
+            joins: Whether it may start before passes that wait longer.
         """
         state = self.state
 
         def fits() -> bool:
-            this.assignment = choose()
-            labels = this.assignment.labels
+            forward_pass.assignment = choose()
+            labels = forward_pass.assignment.labels
             same = not with_labels or labels is state.labels or labels == state.labels
-            return same and state.standing == this.assignment.standing
+            return same and state.placed_delta == forward_pass.assignment.placed_delta
 
         def prepare() -> None:
-            state.stand(this.assignment.standing)
-            state.give(this.assignment.labels)
+            state.place_tensors(forward_pass.assignment.placed_delta)
+            state.set_labels(forward_pass.assignment.labels)
 
         if outer is None:
-            self.lock.admit(this, fits, prepare, joins)
+            self.lock.admit(forward_pass, fits, prepare, joins)
         elif not fits():
             with self.lock.mutex:
                 self.lock.refuse_others(outer)
-                this.restore = (state.standing, state.labels)
-                self.lock.lend(this)
+                forward_pass.restore = (state.placed_delta, state.labels)
+                self.lock.set_nested_pass(forward_pass)
                 prepare()
 
     def _run_in(
-        self, this: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward_pass: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call something inside of a pass that has begun, and finish the pass."""
+        """Call a function inside a pass that has begun, then end the pass."""
         try:
-            return run_in_pass(this, call, args, kwargs)
+            return run_in_pass(forward_pass, call, args, kwargs)
         finally:
-            self._finish(this)
+            self._finish(forward_pass)
 
-    def _finish(self, this: ForwardPass) -> None:
+    def _finish(self, forward_pass: ForwardPass) -> None:
         try:
-            self._end(this)
-        except BaseException:  # interrupted: a pass that stayed admitted would be waited for
-            self._end(this)
+            self._end(forward_pass)
+        except BaseException:  # if it was interrupted, others would wait forever for this pass
+            self._end(forward_pass)
             raise
 
-    def _end(self, this: ForwardPass) -> None:
+    def _end(self, forward_pass: ForwardPass) -> None:
         with self.lock.mutex:
-            if this.restore is not None:
-                self.state.stand(this.restore[0])
-                self.state.give(this.restore[1])
-                self.lock.lend(None)
-            elif self.lock.release(this):
-                if this.report:
-                    self.report = this.report
+            if forward_pass.restore is not None:
+                self.state.place_tensors(forward_pass.restore[0])
+                self.state.set_labels(forward_pass.restore[1])
+                self.lock.set_nested_pass(None)
+            elif self.lock.release(forward_pass):
+                if forward_pass.report:
+                    self.report = forward_pass.report
                 if self.lock.idle and not self.scopes:
-                    self.state.stand(self.in_use.standing)
-                    self.state.give(self.in_use.labels)
+                    self.state.place_tensors(self.default_assignment.placed_delta)
+                    self.state.set_labels(self.default_assignment.labels)
 
-    def check_premises(self) -> None:
-        """Check that deltas can act: their modules are in the model, and its weights are not kept elsewhere."""
+    def check_model(self) -> None:
+        """Check that the modules deltas act at are in the model, and its weights not offloaded."""
         self.modules.check()
-        if "_hf_hook" in self.model.__dict__:  # accelerate's, at the root of whatever it offloads
+        if "_hf_hook" in self.model.__dict__:  # accelerate puts it on the root of a model that it offloads
             check_not_offloaded(self.model)
 
     # -- attention
 
-    def wire_attention(self, inside: bool) -> None:
-        """Let the attention function take prefixes, or no more. inside: whether any delta has one."""
-        self.inside_attention = inside
-        for number, (config, implementation) in enumerate(self.attentions):
+    def set_prefix_attention(self, enabled: bool) -> None:
+        """Switch the attention functions to the versions with prefixes, or back.
+
+        Args:
+            enabled: Whether any delta acts inside attentions.
+        """
+        self.has_prefixes = enabled
+        for number, (config, implementation) in enumerate(self.attention_configs):
             now = config._attn_implementation
             if now not in (
                 implementation,
                 prefix_implementation(implementation, check=False),
-            ):  # chosen anew since then
-                self.attentions[number] = (config, implementation := now)
-            config._attn_implementation = prefix_implementation(implementation) if inside else implementation
+            ):  # the user has chosen another one since
+                self.attention_configs[number] = (config, implementation := now)
+            config._attn_implementation = prefix_implementation(implementation) if enabled else implementation
 
-    def follow_attention(self) -> None:
-        """Follow a change of the attention implementation after attaching, which knows nothing of prefixes."""
-        if self.inside_attention and not all(
-            (c._attn_implementation or "").startswith(PREFIX) for c, _ in self.attentions
+    def update_prefix_attention(self) -> None:
+        """Apply `set_prefix_attention` again if the user has changed the attention implementation after attaching."""
+        if self.has_prefixes and not all(
+            (c._attn_implementation or "").startswith(PREFIX) for c, _ in self.attention_configs
         ):
-            self.wire_attention(True)
+            self.set_prefix_attention(True)
 
     # -- scopes and changes
 
-    def enter_scope(self, scope: Scope, make: Callable[[], RowAssignment]) -> None:
-        """Let a scope hold; in the model's slots stand what it needs, if nobody needs anything else right now.
+    def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None:
+        """Begin a scope, and put its tensors into the model if no pass is running.
 
         Args:
-            make: Makes what is in use inside. Nobody attaches or detaches between that and the scope's beginning.
+            scope: The scope.
+            make_assignment: Returns the assignment inside the scope. No delta is attached or detached between this
+                call and the scope's beginning.
         """
         with self.lock.mutex:
-            assignment = make()  # whatever is wrong is said before anything changes
+            assignment = make_assignment()  # raises before anything has changed
             self.scopes.add(scope)
             scope.open(assignment)
-            self.settle(assignment)
-            for use in assignment.uses if assignment.rows else ():
-                refuse_late_gradients(use.delta)
+            self.update_model(assignment)
+            for group in assignment.groups if assignment.rows else ():
+                refuse_late_gradients(group.delta)
 
     def leave_scope(self, scope: Scope) -> None:
         with self.lock.mutex:
             self.scopes.discard(scope)
-            self.settle(self.assigned())
+            self.update_model(self.assignment_of_new_pass())
 
-    def own_tensors(self) -> set[str]:
-        """Paths of the modules that run with tensors of deltas in some scope."""
+    def overridden_modules(self) -> set[str]:
+        """The paths of the modules that run with tensors of deltas in some scope."""
         assignments = [scope.assignment for scope in list(self.scopes)]
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
-    def settle(self, assignment: RowAssignment) -> None:
-        """Let train what is in use anywhere, and, unless a pass runs, put the tensors of an assignment in place."""
+    def update_model(self, assignment: RowAssignment) -> None:
+        """Make all deltas in use trainable, and put the tensors of an assignment in place if no pass runs."""
         scopes = [scope.assignment for scope in list(self.scopes)]
-        self.scopes_of_tasks = sum(scope.in_event_loop for scope in list(self.scopes))
+        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in list(self.scopes))
         if self.lock.idle:
-            self.state.stand(assignment.standing)
-            self.state.give(assignment.labels)
-        self.state.train_only(use.delta for a in (self.in_use, *scopes) if a is not None for use in a.uses)
+            self.state.place_tensors(assignment.placed_delta)
+            self.state.set_labels(assignment.labels)
+        self.state.train_only(
+            group.delta for a in (self.default_assignment, *scopes) if a is not None for group in a.groups
+        )
 
     @contextlib.contextmanager
-    def changing(self, what: str) -> Iterator[None]:
-        """Wait until no pass runs, for a change of what the whole model does.
+    def exclusive(self, operation: str) -> Iterator[None]:
+        """Wait until no pass runs, and keep passes from starting inside the block, in which the model is changed.
+
+        Args:
+            operation: The name of the change, for error messages.
 
         Raises:
-            DeltuneError: inside of rows(), or inside of a pass of this model, which it would wait for.
+            DeltuneError: The call is inside `rows()`, or inside a pass of this model, for which it would wait forever.
         """
         scope = current_scope(self)
         if scope is not None and scope.assignment is not None and scope.assignment.rows:
-            raise DeltuneError(f"{what} inside rows(): leave it first")
+            raise DeltuneError(f"{operation} cannot be called inside rows(): leave the block first")
         if current_pass(self) is not None:
-            raise DeltuneError(f"{what} inside a forward pass of the same model: wait until it has returned")
+            raise DeltuneError(
+                f"{operation} cannot be called inside a forward pass of the same model: wait until it has returned"
+            )
         if "_hf_hook" in self.model.__dict__:
             check_not_offloaded(self.model)
         with self.lock.alone():
             yield
 
-    def refuse_other_scopes(self, what: str) -> None:
-        """Error where another thread or task is inside of rows() or disable()."""
-        own = current_scope(self)
-        if any(scope is not own for scope in list(self.scopes)):
-            raise DeltuneError(f"{what}: another thread or task is inside rows() or disable(); leave it there first")
-
-    def refuse_in_scopes(self, what: str, names: Sequence[str]) -> None:
-        """Error where a scope of another thread or task uses one of the deltas."""
-        own = current_scope(self)
-        elsewhere = [scope.assignment for scope in list(self.scopes) if scope is not own]
-        if used := [name for name in names if any(a is not None and name in a.rows for a in elsewhere)]:
+    def refuse_other_scopes(self, operation: str) -> None:
+        """Raise an error if another thread or task is inside `rows()` or `disable()`."""
+        this_scope = current_scope(self)
+        if any(scope is not this_scope for scope in list(self.scopes)):
             raise DeltuneError(
-                f"{what}: {', '.join(used)} is used inside rows() by another thread or task; leave it there first"
+                f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
+            )
+
+    def refuse_in_scopes(self, operation: str, names: Sequence[str]) -> None:
+        """Raise an error if a scope of another thread or task uses one of the deltas."""
+        this_scope = current_scope(self)
+        other_assignments = [scope.assignment for scope in list(self.scopes) if scope is not this_scope]
+        if used := [name for name in names if any(a is not None and name in a.rows for a in other_assignments)]:
+            raise DeltuneError(
+                f"{operation}: {', '.join(used)} is used inside rows() by another thread or task, which must leave "
+                "it first"
             )
 
 
-_EVERY: weakref.WeakSet[PassManager] = weakref.WeakSet()
+_PASS_MANAGERS: weakref.WeakSet[PassManager] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for passes in list(_EVERY):
-        passes.go_on_in_a_fork()
+    for passes in list(_PASS_MANAGERS):
+        passes.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""Positions of the tokens moved on, for a prefix that counts as a cache's content does (PEFT's variant)."""
+"""Shifts the positions of tokens for prefixes that take up positions, as in PEFT."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .rows import forward_with
 
 
 class PositionHook:
-    """Moves the positions of one stack's tokens on by what the edits in use take before them.
+    """Shifts the positions of one stack's tokens by the length of the prefixes in use.
 
-    Where they are looked up in a table, the table is read that much further down, however the family counts; else its
-    position_ids grow.
+    If the model has a position table, the table is read from a later row on, however the family counts positions;
+    otherwise position_ids are increased.
     """
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
@@ -35,43 +35,43 @@ class PositionHook:
             self.table.register_forward_hook(self.looked_up, with_kwargs=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """position_ids as they came, or as counted, plus the shift; with a table, only a look at its length."""
+        """Shift position_ids; with a position table only check that it is long enough."""
         shifts = self.passes.assignment().shifts.get(self.stack)
         if not shifts:
             return None
         arguments = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         cache = arguments.get("past_key_values")
-        seen = int(cache.get_seq_length()) if cache is not None else 0
+        cached_tokens = int(cache.get_seq_length()) if cache is not None else 0
         if self.table is not None:
-            self.passes.notes().rows_of_batch = tokens.shape[0]
-            self.check(self.table, seen + tokens.shape[1], max(shift for _, shift in shifts))
+            self.passes.current_pass().batch_size = tokens.shape[0]
+            self.check(self.table, cached_tokens + tokens.shape[1], max(shift for _, shift in shifts))
             return None
         positions = arguments.get("position_ids")
         if positions is None:
-            positions = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
-        for use, shift in shifts:
-            if use.rows is not None:
+            positions = torch.arange(cached_tokens, cached_tokens + tokens.shape[1], device=tokens.device)[None]
+        for group, shift in shifts:
+            if group.rows is not None:
                 positions = positions.expand(tokens.shape[0], -1)
-            positions = use.put(positions, use.pick(positions) + shift)
+            positions = group.replace(positions, group.select(positions) + shift)
         return (), {**arguments, "position_ids": positions}
 
     def looked_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:
-        """What the table gives when it begins that much further down."""
+        """Return what the table gives when it is read from the shifted row on."""
         shifts = self.passes.assignment().shifts.get(self.stack)
         if not shifts:
             return None
         weight = module._parameters["weight"]
         assert weight is not None
-        for use, shift in shifts:
+        for group, shift in shifts:
             moved = forward_with(module, {"weight": weight[shift:]}, *args, **kwargs)
-            if use.rows is not None:  # it may have looked up one row, (n, d) or (1, n, d), for all
-                output = output.expand(self.passes.notes().rows_of_batch, *output.shape[-2:])
-            output = use.put(output, use.pick(moved.expand(output.shape)))
+            if group.rows is not None:  # the table may have been read once for all rows, (n, d) or (1, n, d)
+                output = output.expand(self.passes.current_pass().batch_size, *output.shape[-2:])
+            output = group.replace(output, group.select(moved.expand(output.shape)))
         return output
 
     def check(self, table: nn.Module, tokens: int, longest: int) -> None:
-        """The table must hold the tokens' moved positions."""
+        """Raise an error if the table does not have the shifted positions."""
         rows = table.get_parameter("weight").shape[0] - unused_position_rows(table)
         if tokens + longest > rows:
             raise DeltuneError(
@@ -85,13 +85,13 @@ class PositionHook:
 
 
 def first_position(table: nn.Module | None) -> int:
-    """The position of the first token where position_ids count it: RoBERTa's come after the padding's row."""
+    """Return the position_id of the first token; RoBERTa's positions begin after the row of padding."""
     if table is None or hasattr(table, "offset"):
         return 0
     return unused_position_rows(table)
 
 
 def unused_position_rows(table: Any) -> int:
-    """Rows of a position table that stand before the first position: BART's and OPT's offset, RoBERTa's padding."""
+    """Return the number of table rows before the first position: BART's and OPT's offset, RoBERTa's padding."""
     padding = getattr(table, "padding_idx", None)
     return int(getattr(table, "offset", 0 if padding is None else padding + 1))

@@ -1,4 +1,4 @@
-"""Prompt vectors around a stack: rows before its input embeddings, and everything that counts tokens made to agree.
+"""Prompt tuning: puts trained rows before a stack's input embeddings, and adapts masks, positions and outputs.
 
 Encoder or decoder alone: the rows' outputs are removed before pooler, head and loss. Encoder of an encoder-decoder: the
 decoder attends to the rows' outputs (Lester et al. 2021), so they stay and its mask grows. With a cache the rows enter
@@ -24,19 +24,19 @@ from .row_assignment import parameter_names, prompt_form
 from .rows import DeltaRows, stack_by_row
 
 Prompts = list[tuple[DeltaRows, list[Edit]]]
-"""The prompts of each use."""
+"""The prompts of each group of rows."""
 
 
 @dataclass
 class PromptPass:
-    """What a prompt did at the entry of a stack, for its positions and its exit.
+    """What the prompt hook did at the entry of a stack, for its positions and its outputs.
 
     Attributes:
-        prompts: The prompts of each use.
-        added: Rows that the pass has before its tokens: those of the longest prompt, or none after the first step.
-        total: The pass's length with them.
-        order: Where its positions read, if not rows first and then tokens.
-        shifts: Whether the rows have positions, and move those of the text on.
+        prompts: The prompts of each group.
+        added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
+        total: The number of rows and tokens.
+        order: For each position what it holds, where rows and tokens were reordered.
+        shifts: Whether the rows take up positions, so that those of the text are shifted.
     """
 
     prompts: list[tuple[DeltaRows, list[Edit]]]
@@ -47,7 +47,7 @@ class PromptPass:
 
 
 class PromptHook:
-    """The prompt edits in use at one model's first stack.
+    """Applies the prompts in use at the first stack of a model.
 
     Every row of a batch has as many rows before its tokens as the longest prompt has; those that its own prompt lacks
     are masked. Before a pass they are put in order: what is masked stands at the left of a causal stack, like padding,
@@ -77,12 +77,12 @@ class PromptHook:
     def install(self) -> None:
         self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.positions is not None:
-            self.positions.register_forward_pre_hook(self.of_the_text)
-            self.positions.register_forward_hook(self.without_positions)
+            self.positions.register_forward_pre_hook(self.before_positions)
+            self.positions.register_forward_hook(self.after_positions)
         if self.decoder is not None:
             self.decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
         for module in self.exits:
-            module.register_forward_hook(self.trim)
+            module.register_forward_hook(self.after_stack)
 
     def remove(self) -> None:
         for module in (self.entry, self.positions, self.decoder, *self.exits):
@@ -98,51 +98,53 @@ class PromptHook:
         if embeds is None:
             embeds = self.words(arguments["input_ids"])
         batch, tokens = embeds.shape[:2]
-        there, length = _there(prompts, batch, embeds.device), _longest(prompts)
+        is_present, length = _presence(prompts, batch, embeds.device), _longest(prompts)
         cache = arguments.get("past_key_values")
-        seen = int(cache.get_seq_length()) if cache is not None else 0
-        added = length if seen == 0 else 0
-        this = PromptPass(prompts, added, added + tokens, _shifts(prompts))
+        cached_tokens = int(cache.get_seq_length()) if cache is not None else 0
+        added = length if cached_tokens == 0 else 0
+        prompt_pass = PromptPass(prompts, added, added + tokens, _shifts_positions(prompts))
         if added:
-            rows = [(use, torch.cat([edit.tensors()["rows"] for edit in edits])) for use, edits in prompts]
+            rows = [(group, torch.cat([edit.tensors()["rows"] for edit in edits])) for group, edits in prompts]
             embeds = torch.cat([stack_by_row(rows, batch, at_end=True)[0].to(embeds.dtype), embeds], dim=1)
             _lengthen_cache(cache, added)
         arguments |= {"input_ids": None, "inputs_embeds": embeds}
         mask = arguments.get("attention_mask")
-        repeats = added and not this.shifts  # without a mask, repeated positions are taken for packed sequences
-        if mask is None and (there is not None or repeats):
-            own = tokens if seen == 0 else seen - length + tokens
-            mask = torch.ones(batch, own, dtype=torch.long, device=embeds.device)
-        mask = _mask(mask, cache, seen, there, length, added)
-        arguments["attention_mask"], order = self.arranged(mask, there, length)
+        repeats = added and not prompt_pass.shifts  # without a mask, repeated positions are taken for packed sequences
+        if mask is None and (is_present is not None or repeats):
+            mask_length = tokens if cached_tokens == 0 else cached_tokens - length + tokens
+            mask = torch.ones(batch, mask_length, dtype=torch.long, device=embeds.device)
+        mask = _extended_mask(mask, cache, cached_tokens, is_present, length, added)
+        arguments["attention_mask"], order = self.arrange(mask, is_present, length)
         if arguments.get("token_type_ids") is not None and added:
             arguments["token_type_ids"] = F.pad(arguments["token_type_ids"], (added, 0))
         if self.numbered:
-            numbers = self.position_ids(arguments.get("position_ids"), seen, tokens, there, embeds, this, mask)
-            arguments["position_ids"] = numbers
-        elif there is not None and self.causal and self.positions is not None:
+            position_ids = self.position_ids(
+                arguments.get("position_ids"), cached_tokens, tokens, is_present, embeds, prompt_pass, mask
+            )
+            arguments["position_ids"] = position_ids
+        elif is_present is not None and self.causal and self.positions is not None:
             raise DeltuneError("prompts of different lengths in one batch need position_ids, which this model lacks")
-        this.order = order if added else None
-        if this.order is not None:
-            arguments["inputs_embeds"] = _reordered(embeds, this.order)
+        prompt_pass.order = order if added else None
+        if prompt_pass.order is not None:
+            arguments["inputs_embeds"] = _reordered(embeds, prompt_pass.order)
             for name in ("position_ids", "token_type_ids"):
                 if arguments.get(name) is not None:
-                    arguments[name] = _reordered(arguments[name].expand(batch, -1), this.order)
-        self.check_length(seen, this)
-        self.passes.notes().prompt = this
+                    arguments[name] = _reordered(arguments[name].expand(batch, -1), prompt_pass.order)
+        self.check_length(cached_tokens, prompt_pass)
+        self.passes.current_pass().prompt = prompt_pass
         return (), {name: value for name, value in arguments.items() if name in kwargs or value is not None}
 
-    def arranged(self, mask: Any, there: torch.Tensor | None, length: int) -> tuple[Any, torch.Tensor | None]:
+    def arrange(self, mask: Any, is_present: torch.Tensor | None, length: int) -> tuple[Any, torch.Tensor | None]:
         """A mask of rows and text in the order of the pass, and where each of its positions reads (B, l + n); None
         where they stand as they are. In a causal stack rows then stand between left padding and text, and a sliding
         window reaches them as it would without padding."""
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return mask, None
-        if there is None and not self.causal:
+        if is_present is None and not self.causal:
             return mask, None
         hidden = torch.zeros_like(mask, dtype=torch.bool)
-        if there is not None:
-            hidden[:, :length] = ~there
+        if is_present is not None:
+            hidden[:, :length] = ~is_present
         if self.causal:
             hidden[:, length:] = mask[:, length:].cumsum(1) == 0
         if not torch.compiler.is_compiling() and not hidden.any():  # a traced pass cannot branch on what a mask holds
@@ -152,100 +154,100 @@ class PromptHook:
 
     def position_ids(
         self,
-        numbers: torch.Tensor | None,
-        seen: int,
+        position_ids: torch.Tensor | None,
+        cached_tokens: int,
         tokens: int,
-        there: torch.Tensor | None,
+        is_present: torch.Tensor | None,
         embeds: torch.Tensor,
-        this: PromptPass,
+        prompt_pass: PromptPass,
         mask: Any,
     ) -> Any:
         """Positions of rows and text; None where the family's own counting already gives them."""
-        if numbers is None and this.shifts and there is None:
+        if position_ids is None and prompt_pass.shifts and is_present is None:
             return None
-        length, device, first = _longest(this.prompts), embeds.device, first_position(self.positions)
+        length, device, first = _longest(prompt_pass.prompts), embeds.device, first_position(self.positions)
         padding: torch.Tensor | int = 0
-        if numbers is None:  # as the family counts a row alone
-            if self.counts_shown and this.shifts:
-                return (mask.cumsum(1) * mask - 1)[:, -this.total :]
+        if position_ids is None:  # as the family counts a row alone
+            if self.counts_shown and prompt_pass.shifts:
+                return (mask.cumsum(1) * mask - 1)[:, -prompt_pass.total :]
             if self.causal and isinstance(mask, torch.Tensor) and mask.dim() == 2:
                 padding = (mask[:, length:].cumsum(1) == 0).sum(1, keepdim=True)
-            start = first + seen - (length if seen else 0)
-            numbers = torch.arange(start, start + tokens, device=device)[None]
-        if not this.shifts:
-            rows = torch.full((numbers.shape[0], length), first, device=device)
-            return torch.cat([rows, numbers], dim=1) if this.added else numbers
-        own = length if there is None else there.sum(1, keepdim=True)
-        shifted = numbers + own
-        if not this.added:
+            start = first + cached_tokens - (length if cached_tokens else 0)
+            position_ids = torch.arange(start, start + tokens, device=device)[None]
+        if not prompt_pass.shifts:
+            rows = torch.full((position_ids.shape[0], length), first, device=device)
+            return torch.cat([rows, position_ids], dim=1) if prompt_pass.added else position_ids
+        own_length = length if is_present is None else is_present.sum(1, keepdim=True)
+        shifted = position_ids + own_length
+        if not prompt_pass.added:
             return shifted
-        rows = (torch.arange(length, device=device) - (length - own)).clamp(min=0) + first + padding
+        rows = (torch.arange(length, device=device) - (length - own_length)).clamp(min=0) + first + padding
         return torch.cat([rows.expand(shifted.shape[0], -1), shifted], dim=1)
 
-    def this_pass(self) -> PromptPass | None:
-        """The pass under way, where it has rows before its tokens."""
-        this = self.passes.notes().prompt
-        return this if this is not None and this.added else None
+    def current_prompt(self) -> PromptPass | None:
+        """The running pass, if it has rows before its tokens."""
+        prompt_pass = self.passes.current_pass().prompt
+        return prompt_pass if prompt_pass is not None and prompt_pass.added else None
 
-    def of_the_text(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def before_positions(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """positions="none" where the family counts by itself: it looks up the text's positions alone."""
-        this = self.this_pass()
-        if this is None or this.shifts or self.numbered:
+        prompt_pass = self.current_prompt()
+        if prompt_pass is None or prompt_pass.shifts or self.numbered:
             return None
-        tokens = this.total - this.added  # it is given a tensor of the tokens' shape, or the shape itself
+        tokens = prompt_pass.total - prompt_pass.added  # it is given a tensor of the tokens' shape, or the shape itself
         shape = args[0][:, :tokens] if isinstance(args[0], torch.Tensor) else torch.Size((args[0][0], tokens))
         return shape, *args[1:]
 
-    def without_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
+    def after_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
         """positions="none": the rows get no position; where the family counts by itself, the text gets its own."""
-        this = self.this_pass()
-        if this is None or this.shifts:
+        prompt_pass = self.current_prompt()
+        if prompt_pass is None or prompt_pass.shifts:
             return None
-        if self.numbered and this.order is not None:
-            return output.masked_fill((this.order < this.added)[..., None], 0.0)
-        text = output[..., this.added :, :] if self.numbered else output
-        whole = torch.cat([text.new_zeros(*text.shape[:-2], this.added, text.shape[-1]), text], dim=-2)
-        if this.order is None:
+        if self.numbered and prompt_pass.order is not None:
+            return output.masked_fill((prompt_pass.order < prompt_pass.added)[..., None], 0.0)
+        text = output[..., prompt_pass.added :, :] if self.numbered else output
+        whole = torch.cat([text.new_zeros(*text.shape[:-2], prompt_pass.added, text.shape[-1]), text], dim=-2)
+        if prompt_pass.order is None:
             return whole
-        return _reordered(whole.expand(this.order.shape[0], -1, -1), this.order)
+        return _reordered(whole.expand(prompt_pass.order.shape[0], -1, -1), prompt_pass.order)
 
     def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The decoder's view of the encoder grows with the rows."""
+        """Lengthen the mask through which the decoder attends to the encoder by the rows."""
         prompts = self.passes.assignment().prompts
         if not prompts:
             return None
         arguments = {**dict(zip(self.decoder_arguments, args, strict=False)), **kwargs}
         mask, states = arguments.get("encoder_attention_mask"), arguments.get("encoder_hidden_states")
         length = _longest(prompts)
-        there = None if states is None else _there(prompts, states.shape[0], states.device)
-        if mask is None and there is not None:
+        is_present = None if states is None else _presence(prompts, states.shape[0], states.device)
+        if mask is None and is_present is not None:
             assert states is not None
             mask = torch.ones(states.shape[0], states.shape[1] - length, dtype=torch.long, device=states.device)
         if mask is None:
             return None
-        longer = _mask(mask, None, 0, there, length, length)
-        return (), {**arguments, "encoder_attention_mask": self.arranged(longer, there, length)[0]}
+        longer = _extended_mask(mask, None, 0, is_present, length, length)
+        return (), {**arguments, "encoder_attention_mask": self.arrange(longer, is_present, length)[0]}
 
-    def trim(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Outputs without the rows."""
-        this = self.this_pass()
-        if this is None:
+    def after_stack(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Remove the rows from the outputs."""
+        prompt_pass = self.current_prompt()
+        if prompt_pass is None:
             return None
         if isinstance(output, tuple):
-            return tuple(_trimmed(value, this) for value in output)
+            return tuple(_without_prompt(value, prompt_pass) for value in output)
         for name, value in output.items():
-            output[name] = _trimmed(value, this)
+            output[name] = _without_prompt(value, prompt_pass)
         return output
 
-    def check_length(self, seen: int, this: PromptPass) -> None:
-        """Rows and text must fit the position table."""
-        if self.positions is None or not this.shifts:
+    def check_length(self, cached_tokens: int, prompt_pass: PromptPass) -> None:
+        """Raise an error if rows and text do not fit into the position table."""
+        if self.positions is None or not prompt_pass.shifts:
             return
         rows, needed = (
             self.positions.get_parameter("weight").shape[0] - unused_position_rows(self.positions),
-            seen + this.total,
+            cached_tokens + prompt_pass.total,
         )
-        length = _longest(this.prompts)
+        length = _longest(prompt_pass.prompts)
         if needed > rows:
             raise DeltuneError(
                 f"{needed - length} tokens and a prompt of {length} take {needed} positions, and this "
@@ -258,39 +260,45 @@ def _longest(prompts: Prompts) -> int:
     return max(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)
 
 
-def _shifts(prompts: Prompts) -> bool:
+def _shifts_positions(prompts: Prompts) -> bool:
     return all(prompt_form(edit).positions == "shift" for _, edits in prompts for edit in edits)
 
 
-def _there(prompts: Prompts, size: int, device: torch.device) -> torch.Tensor | None:
-    """Which of the rows (size, l) are a prompt's; None: all."""
-    ones = [(use, torch.ones(sum(prompt_form(e).length for e in edits), 1, device=device)) for use, edits in prompts]
-    there = stack_by_row(ones, size, at_end=True)[1]
-    return None if there is None or bool(there.all()) else there
+def _presence(prompts: Prompts, size: int, device: torch.device) -> torch.Tensor | None:
+    """Which of the rows (size, l) belong to a prompt, or None if all do."""
+    ones = [
+        (group, torch.ones(sum(prompt_form(e).length for e in edits), 1, device=device)) for group, edits in prompts
+    ]
+    is_present = stack_by_row(ones, size, at_end=True)[1]
+    return None if is_present is None or bool(is_present.all()) else is_present
 
 
-def _trimmed(value: Any, this: PromptPass) -> Any:
+def _without_prompt(value: Any, prompt_pass: PromptPass) -> Any:
     if isinstance(value, tuple):
-        return tuple(_trimmed(v, this) for v in value)
-    if not isinstance(value, torch.Tensor) or value.dim() not in (3, 4) or value.shape[-2] != this.total:
+        return tuple(_without_prompt(v, prompt_pass) for v in value)
+    if not isinstance(value, torch.Tensor) or value.dim() not in (3, 4) or value.shape[-2] != prompt_pass.total:
         return value
-    if this.order is not None:  # back to rows first, before they go
-        value = _reordered(value, this.order.argsort(1), value.dim() - 2)
-        value = _reordered(value, this.order.argsort(1), 3) if value.dim() == 4 else value
-    return value[..., this.added :, this.added :] if value.dim() == 4 else value[:, this.added :]
+    if prompt_pass.order is not None:  # back to rows first, before they go
+        value = _reordered(value, prompt_pass.order.argsort(1), value.dim() - 2)
+        value = _reordered(value, prompt_pass.order.argsort(1), 3) if value.dim() == 4 else value
+    return value[..., prompt_pass.added :, prompt_pass.added :] if value.dim() == 4 else value[:, prompt_pass.added :]
 
 
-def _mask(mask: Any, cache: Any, seen: int, there: torch.Tensor | None, length: int, added: int) -> Any:
+def _extended_mask(
+    mask: Any, cache: Any, cached_tokens: int, is_present: torch.Tensor | None, length: int, added: int
+) -> Any:
     """A padding mask (B, n), or prepared masks (B, 1, q, k) alone or by layer type, with the rows visible."""
     if isinstance(mask, dict):
-        return {name: _mask(value, cache, seen, there, length, added) for name, value in mask.items()}
+        return {
+            name: _extended_mask(value, cache, cached_tokens, is_present, length, added) for name, value in mask.items()
+        }
     if mask is None:
         return None
     shown = True if mask.dtype == torch.bool else 1 if mask.dim() == 2 else 0.0
     longer = F.pad(mask, (length, 0), value=shown)
     if mask.dim() == 2:
-        return longer if there is None else torch.cat([there.to(mask.dtype), mask], dim=1)
-    if there is not None:
+        return longer if is_present is None else torch.cat([is_present.to(mask.dtype), mask], dim=1)
+    if is_present is not None:
         raise DeltuneError(
             "prompts of different lengths in one batch need a mask (B, n), not one prepared for each query; "
             "generate without cache_implementation='static'"
@@ -302,7 +310,7 @@ def _mask(mask: Any, cache: Any, seen: int, there: torch.Tensor | None, length: 
             "generate prepares do not know the prompt's rows; generate without cache_implementation='static'"
         )
     if not added:
-        return _for_fixed_cache(mask, longer, hidden, cache, seen)
+        return _for_fixed_cache(mask, longer, hidden, cache, cached_tokens)
     top = torch.full_like(longer[..., :1, :], hidden).expand(*longer.shape[:-2], added, -1).clone()
     among = torch.ones(added, added, dtype=torch.bool, device=mask.device).tril()
     top[..., :added] = top[..., :added].masked_fill(among, shown)
@@ -316,7 +324,9 @@ def _reordered(values: torch.Tensor, order: torch.Tensor, along: int = 1) -> tor
     return values.gather(along, order.reshape(shape).expand([*values.shape[:along], -1, *values.shape[along + 1 :]]))
 
 
-def _for_fixed_cache(mask: torch.Tensor, longer: torch.Tensor, hidden: Any, cache: Any, seen: int) -> torch.Tensor:
+def _for_fixed_cache(
+    mask: torch.Tensor, longer: torch.Tensor, hidden: Any, cache: Any, cached_tokens: int
+) -> torch.Tensor:
     """A mask prepared for a cache of fixed size (q, k) has the rows' columns already, but its padding stands where the
     text would be without them: it moves to the right, and what is not written yet stays hidden. The mask of a sliding
     window counts backwards from the last token and stays."""
@@ -324,13 +334,16 @@ def _for_fixed_cache(mask: torch.Tensor, longer: torch.Tensor, hidden: Any, cach
     if mask.shape[-1] not in {layer.max_cache_len for layer in layers if not getattr(layer, "is_sliding", False)}:
         return mask
     queries, keys = mask.shape[-2:]
-    unwritten = torch.arange(keys, device=mask.device) > torch.arange(seen, seen + queries, device=mask.device)[:, None]
+    unwritten = (
+        torch.arange(keys, device=mask.device)
+        > torch.arange(cached_tokens, cached_tokens + queries, device=mask.device)[:, None]
+    )
     return longer[..., :keys].masked_fill(unwritten, hidden)
 
 
 def _lengthen_cache(cache: Any, length: int) -> None:
-    """Room for the rows in a cache of fixed size that is still empty."""
+    """Make room for the rows in a cache of fixed size that is still empty."""
     for layer in getattr(cache, "layers", ()):
         if getattr(layer, "max_cache_len", None) and not getattr(layer, "is_sliding", False):
             layer.max_cache_len += length
-            layer.is_initialized = False  # it was allocated for less; the first write does it again
+            layer.is_initialized = False  # the first write allocates it again, with the new length

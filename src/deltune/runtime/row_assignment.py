@@ -1,4 +1,4 @@
-"""Which delta every row of a batch uses, and what follows from it at each module: all that hooks look up in a pass.
+"""`RowAssignment`: which delta each row of a batch uses, and which edits each hook therefore applies.
 
 An assignment is made when a delta is put in use, or when `rows()` or `disable()` is entered, and never changes.
 """
@@ -19,35 +19,35 @@ from ..methods.forms import Prompt
 from .edit_chain import EditChain
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
-from .rows import DeltaRows, OwnTensors, active_edits, is_single
+from .rows import DeltaRows, TensorGetters, active_edits, all_rows_alike
 from .tensor_overrides import MaskedOverride, TensorOverride, override_by_row
 
 BATCH_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
-"""Arguments of a model that have a row for each row of the batch."""
+"""The arguments of a model that have one row for each row of the batch."""
 
 BY_ROW = ("norm.gain", "norm.bias", "linear.weight", "linear.bias")
-"""Roles of tensors whose module reads a batch row by row."""
+"""The roles of tensors whose module treats each row of a batch separately."""
 
 
 class RowAssignment:
-    """What is in use, and what each module does for it.
+    """The deltas in use by row, and for each module the edits and tensors that follow from them.
 
     Attributes:
-        uses: The deltas in use, each with its rows.
-        rows: The delta's name, or None, for each row; empty where all rows are alike.
-        standing: The delta whose tensors must stand in the model's own slots during a pass, or None for the base's.
-        labels: What the logits mean.
-        inputs: For each module, by path, the edits elsewhere that read what it is given.
-        writes: What writes at a side of a module, by path and side.
+        groups: The deltas in use, each with its rows.
+        rows: The delta's name, or None, for each row; empty where all rows use the same delta.
+        placed_delta: The delta whose tensors must be in the model's own slots during a pass, or None for the base's.
+        labels: The labels of the logits.
+        inputs: For each module, by path, the edits of other modules that read its input.
+        writes: The edits of a module's input or output, by path and side.
         attention: The edits inside each attention, by path.
-        states: The edits of all hidden states of a stack, by path of its container.
-        prompts: The prompts of each use.
-        shifts: By how much each use moves the positions of a stack's tokens, by name of the stack.
-        tensors: For each module, by path, the tensors that take the place of its own.
+        states: The edits that read all hidden states of a stack, by path of its container.
+        prompts: The prompts of each group.
+        shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
+        tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
     """
 
-    def __init__(self, uses: Sequence[DeltaRows], standing: str | None, labels: HeadLabels) -> None:
-        self.uses, self.standing, self.labels = list(uses), standing, labels
+    def __init__(self, groups: Sequence[DeltaRows], placed_delta: str | None, labels: HeadLabels) -> None:
+        self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
         self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
@@ -55,33 +55,38 @@ class RowAssignment:
         self.states: dict[str, list[tuple[Edit, DeltaRows]]] = {}
         self.tensors: dict[str, TensorOverride] = {}
         written: dict[tuple[str, str], list[tuple[Edit, DeltaRows]]] = {}
-        for edit, use in active_edits(self.uses):
+        for edit, group in active_edits(self.groups):
             target = edit.place.target
-            if edit.elsewhere is not None:
-                self.inputs.setdefault(edit.elsewhere, []).append((edit, use))
+            if edit.source_path is not None:
+                self.inputs.setdefault(edit.source_path, []).append((edit, group))
             if target.side == "attention":
-                self.attention.setdefault(target.path, []).append((edit, use))
+                self.attention.setdefault(target.path, []).append((edit, group))
             elif target.side == "states":
-                self.states.setdefault(target.path, []).append((edit, use))
+                self.states.setdefault(target.path, []).append((edit, group))
             elif target.side != "tokens":
-                written.setdefault((target.path, target.side), []).append((edit, use))
+                written.setdefault((target.path, target.side), []).append((edit, group))
         self.writes = {key: EditChain(edits) for key, edits in written.items()}
-        prompts = [(use, [e for e in use.delta.all_edits() if e.place.target.side == "tokens"]) for use in self.uses]
-        self.prompts = [(use, edits) for use, edits in prompts if edits]
-        self.shifts = _shifts(self.uses)
-        if not is_single(self.uses) and len({prompt_form(e).positions for _, edits in self.prompts for e in edits}) > 1:
+        prompts = [
+            (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens"]) for group in self.groups
+        ]
+        self.prompts = [(group, edits) for group, edits in prompts if edits]
+        self.shifts = _shifts(self.groups)
+        if (
+            not all_rows_alike(self.groups)
+            and len({prompt_form(e).positions for _, edits in self.prompts for e in edits}) > 1
+        ):
             raise DeltuneError("prompts with positions='shift' and with positions='none' cannot be in one batch")
 
     @classmethod
     def of_all(cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy) -> RowAssignment:
-        """One delta for all rows."""
-        made = cls([DeltaRows(delta)], name, labels)
+        """Assign one delta to all rows."""
+        assignment = cls([DeltaRows(delta)], name, labels)
         masked: dict[str, dict[str, Any]] = {}
-        for tensor, part in delta.masked():
+        for tensor, part in delta.masked_tensors():
             for path, leaf in owning_modules(anatomy, tensor):
                 masked.setdefault(path, {})[leaf] = part
-        made.tensors = {path: MaskedOverride(parts) for path, parts in masked.items()}
-        return made
+        assignment.tensors = {path: MaskedOverride(parts) for path, parts in masked.items()}
+        return assignment
 
     @classmethod
     def of_rows(
@@ -92,24 +97,32 @@ class RowAssignment:
         anatomy: Anatomy,
         state: ModelState,
     ) -> RowAssignment:
-        """A delta for each row. Errors: names that are not attached, deltas that cannot differ by row."""
-        uses = _uses_of_rows(names, deltas, anatomy, state)
-        labels = [use.delta.labels or base_labels for use in uses]
+        """Assign a delta to each row.
+
+        Raises:
+            DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
+        """
+        groups = _group_rows(names, deltas, anatomy, state)
+        labels = [group.delta.labels or base_labels for group in groups]
         labels += [base_labels] if None in names else []
         if not anatomy.head:
             labels = [base_labels]
-        made = cls(uses, None, max(labels, key=lambda own: len(own.id2label)))
-        made.rows = tuple(names)
-        sizes, kinds = {len(known.id2label) for known in labels}, {known.problem_type for known in labels}
-        made.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
-        made.unequal_labels = len(sizes) > 1
+        assignment = cls(groups, None, max(labels, key=lambda head: len(head.id2label)))
+        assignment.rows = tuple(names)
+        sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
+        assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
+        assignment.unequal_labels = len(sizes) > 1
         paths = {module: path for path, module in state.model.named_modules(remove_duplicate=False)}
-        modules = dict.fromkeys(module for use in uses for module in use.own)
-        made.tensors = {paths[module]: override_by_row(module, uses) for module in modules}
-        return made
+        modules = dict.fromkeys(module for group in groups for module in group.overrides)
+        assignment.tensors = {paths[module]: override_by_row(module, groups) for module in modules}
+        return assignment
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:
-        """Errors: another number of rows than there are names; labels that have no common loss."""
+        """Check the arguments of a model call.
+
+        Raises:
+            DeltuneError: The batch has another number of rows than names were given, or its labels have no common loss.
+        """
         if not self.rows:
             return
         encoded = arguments.get("encoder_outputs")
@@ -117,19 +130,23 @@ class RowAssignment:
         first = next((tensor.shape[0] for tensor in sizes if isinstance(tensor, torch.Tensor)), None)
         if first is not None and first != len(self.rows):
             raise DeltuneError(
-                f"rows() names the deltas of {len(self.rows)} rows, and a batch of {first} came: give one name (or "
-                "None) for each row of the batch"
+                f"rows() was given {len(self.rows)} names, but the batch has {first} rows: give one name (or None) for "
+                "each row of the batch"
             )
         labels = arguments.get("labels")
-        several = isinstance(labels, torch.Tensor) and labels.is_floating_point() and self.unequal_labels
-        if labels is not None and (self.no_common_loss or several):
+        is_multi_label = isinstance(labels, torch.Tensor) and labels.is_floating_point() and self.unequal_labels
+        if labels is not None and (self.no_common_loss or is_multi_label):
             raise DeltuneError(
-                "the rows of this batch have different kinds of labels (classes, numbers, several at once), for which "
-                "the model has no common loss; leave labels out and take the loss of each row's logits"
+                "the rows of this batch have different kinds of labels (classes, numbers, several classes at once), "
+                "for which the model has no common loss: leave labels out, and compute the loss from each row's logits"
             )
 
     def check_prompts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Error: `generate` got another number of prompts than there are names; beams come later."""
+        """Check the arguments of `generate`, before beams are made.
+
+        Raises:
+            DeltuneError: The number of prompts is not the number of names.
+        """
         if not self.rows:
             return
         encoded = kwargs.get("encoder_outputs")
@@ -138,8 +155,8 @@ class RowAssignment:
         prompts = tensors[0].shape[0] if tensors else 1
         if prompts != len(self.rows):
             raise DeltuneError(
-                f"rows() names the deltas of {len(self.rows)} rows, and generate got {prompts} prompts: give one name "
-                "(or None) for each prompt; its beams follow it"
+                f"rows() was given {len(self.rows)} names, but generate got {prompts} prompts: give one name (or None) "
+                "for each prompt; all of its beams use it"
             )
 
 
@@ -149,72 +166,76 @@ def prompt_form(edit: Edit) -> Prompt:
 
 
 def parameter_names(module: nn.Module) -> list[str]:
-    """The names of a module's arguments, in order."""
+    """Return the names of the arguments of a module's forward, in order."""
     return list(signature(type(module).forward).parameters)[1:]
 
 
-def _shifts(uses: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]]]:
+def _shifts(groups: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]]]:
     shifts: dict[str, list[tuple[DeltaRows, int]]] = {}
-    for use in uses:
+    for group in groups:
         each = {
             (e.place.shifted_stack, e.origin): e.modification.form.shift
-            for e in use.delta.all_edits()
+            for e in group.delta.all_edits()
             if e.place.shifted_stack
         }
         for stack in dict.fromkeys(stack for stack, _ in each):
             if total := sum(shift for (of, _), shift in each.items() if of == stack):
-                shifts.setdefault(stack or "", []).append((use, total))
+                shifts.setdefault(stack or "", []).append((group, total))
     return shifts
 
 
 def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
-    """The modules that hold a tensor of the model: path and leaf of each."""
+    """Return the modules that hold a tensor of the model, as (path, parameter name); a tied tensor has several."""
     names = next((t.name, *t.aliases) for t in anatomy.tensors if t.name == tensor)
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
 
 
-def _uses_of_rows(
+def _group_rows(
     names: Sequence[str | None], deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState
 ) -> list[DeltaRows]:
     if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
         raise DeltuneError(
-            f"rows() takes a list with a delta's name, or None, for each row of the batch, not {excerpt(names)}"
+            f"rows() takes a list with the name of a delta, or None, for each row of the batch, not {excerpt(names)}"
         )
-    if strange := [name for name in names if name is not None and not isinstance(name, str)]:
-        raise DeltuneError(unknown_name("delta", strange[0], deltas, "rows()"))
-    different = [name for name in dict.fromkeys(names) if name is not None]
-    problems = [unknown_name("delta", name, deltas) for name in different if name not in deltas]
-    uses = []
-    for name in different if not problems else []:
+    if wrong_types := [name for name in names if name is not None and not isinstance(name, str)]:
+        raise DeltuneError(unknown_name("delta", wrong_types[0], deltas, "rows()"))
+    unique_names = [name for name in dict.fromkeys(names) if name is not None]
+    problems = [unknown_name("delta", name, deltas) for name in unique_names if name not in deltas]
+    groups = []
+    for name in unique_names if not problems else []:
         delta = deltas[name]
-        own = {*delta.owned, *(tensor for tensor, _ in delta.masked())}
+        tensor_names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
         tensors = anatomy.tensors
-        shared = [t.name for t in tensors if t.name in own and (t.common or t.role not in BY_ROW) and t.area != "head"]
+        shared = [
+            t.name
+            for t in tensors
+            if t.name in tensor_names and (t.common or t.role not in BY_ROW) and t.area != "head"
+        ]
         if shared:
             more = f" and {len(shared) - 2} more" if len(shared) > 2 else ""
             problems.append(
                 f"{name!r} ({delta.method!r}) trains {', '.join(shared[:2])}{more}, which all rows of a batch share; "
-                f"use({name!r}) it for a batch of its own"
+                f"call use({name!r}) and run its rows in a batch of their own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)
-        uses.append(DeltaRows(delta, rows, len(names), _own_tensors(state, delta)))
+        groups.append(DeltaRows(delta, rows, len(names), _overrides_of(state, delta)))
     if problems:
-        raise error_from_problems("these rows cannot be in one batch", problems)
-    return uses
+        raise error_from_problems("these deltas cannot be used in one batch", problems)
+    return groups
 
 
-def _own_tensors(state: ModelState, delta: Delta) -> dict[nn.Module, OwnTensors]:
+def _overrides_of(state: ModelState, delta: Delta) -> dict[nn.Module, TensorGetters]:
     """The delta's own values of the model's tensors, by the modules that hold them."""
-    own: dict[nn.Module, dict[str, Callable[[], torch.Tensor]]] = {}
-    for name in delta.owned:
+    overrides: dict[nn.Module, dict[str, Callable[[], torch.Tensor]]] = {}
+    for name in delta.owned_tensors:
         for module, leaf in state.slots[name]:
-            own.setdefault(module, {})[leaf] = partial(state.value, delta, name)
-    for name, part in delta.masked():
+            overrides.setdefault(module, {})[leaf] = partial(state.delta_value, delta, name)
+    for name, part in delta.masked_tensors():
         for module, leaf in state.slots[name]:
-            own.setdefault(module, {})[leaf] = partial(_masked_value, state, part, name)
-    return {**own}
+            overrides.setdefault(module, {})[leaf] = partial(_masked_value, state, part, name)
+    return {**overrides}
 
 
 def _masked_value(state: ModelState, part: Any, name: str) -> torch.Tensor:
-    value: torch.Tensor = part.on(state.original(name).detach())
+    value: torch.Tensor = part.on(state.base_value(name).detach())
     return value

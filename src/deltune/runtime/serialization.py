@@ -1,6 +1,6 @@
-"""A delta as a folder: delta.json (what it is, for which base) and delta.safetensors (its numbers). No pickle.
+"""Saves a delta as a folder with delta.json (the method and its base model) and delta.safetensors (the tensors).
 
-Writing is all or nothing; reading checks everything before the model is touched.
+No pickle is used. A folder is written completely or not at all, and everything is checked before the model is changed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .modules import Delta
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
 ALWAYS = ("embedding", "layers")
-"""Areas that every model has, whatever its class, so that every fingerprint names them."""
+"""The areas that every model has, whatever its class, so that every fingerprint contains them."""
 
 
 def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
-    """Write one delta into `folder`, replacing a delta that is there, all or nothing.
+    """Write one delta into `folder`, replacing a delta that is there, completely or not at all.
 
-    What was written is flushed to the disk, files and folders alike, and has the permissions that the umask leaves.
+    Files and folders are flushed to the disk, and have the permissions that the umask leaves.
 
     Returns:
         The folder.
@@ -50,9 +50,10 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
     try:
         if target.exists():
             inside = [p.name for p in target.iterdir()] if target.is_dir() else ["."]
-            if foreign := sorted(name for name in inside if name not in (FACTS, NUMBERS)):
+            if other_files := sorted(name for name in inside if name not in (FACTS, NUMBERS)):
                 raise DeltuneError(
-                    f"{target} is no delta folder (it holds {', '.join(foreign[:5])}); choose another folder"
+                    f"{target} holds other files ({', '.join(other_files[:5])}), so a delta cannot be saved there: "
+                    "choose another folder"
                 )
         with atomic_folder(target) as fresh:
             save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
@@ -70,7 +71,7 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
 
 
 def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
-    """What delta.json says: the method, the head and its labels, and the base model it belongs to."""
+    """Return the content of delta.json: the method, the head and its labels, and the base model."""
     labels = delta.labels
     return {
         "format": FORMAT,
@@ -84,7 +85,7 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    """Which base model this is; `original` gives the base's own value of a tensor."""
+    """Return what identifies a base model; `original` returns the base's own value of a tensor."""
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
@@ -99,9 +100,9 @@ def _digest(path: Path) -> str:
 
 
 def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, str]:
-    """A digest for each area of the base model: names, shapes and 64 values of every tensor, read as bfloat16.
+    """Return a digest for each area of the base model, of the names, shapes and 64 values of every tensor in bfloat16.
 
-    So it is the same in float32 and bfloat16, whatever head the model has, and whatever delta is in use.
+    It is the same in float32 and bfloat16, with any head, and with any delta in use.
     """
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
@@ -119,7 +120,7 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
 
 
 def delta_folder(folder: str | Path) -> Path:
-    """The folder that holds delta.json: the one given, or its sub-folder `delta`.
+    """Return the folder that holds delta.json: the given one, or its sub-folder `delta`.
 
     Raises:
         DeltuneError: Neither holds one, or what holds it is a link that leads out of the folder.
@@ -131,14 +132,14 @@ def delta_folder(folder: str | Path) -> Path:
     try:
         if not root.is_dir():
             raise DeltuneError(_no_folder(root))
-        held = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+        names = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{str(folder)!r} cannot be read: {error}") from error
-    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {held})")
+    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names})")
 
 
 def _no_folder(path: Path) -> str:
-    """What is wrong with a path that is no folder, and where a delta can come from."""
+    """The message for a path that is not a folder."""
     shown = excerpt(str(path), MAX_NAME_LENGTH)
     if path.exists():
         return f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}"
@@ -152,7 +153,11 @@ def _no_folder(path: Path) -> str:
 
 
 def read_metadata(folder: str | Path) -> DeltaMetadata:
-    """The validated contents of delta.json. Raises DeltuneError where there is none or it is not ours."""
+    """Read and validate the delta.json of a folder.
+
+    Raises:
+        DeltuneError: There is none, or deltune did not write it.
+    """
     where = delta_folder(folder)
     path = find_file(where, FACTS)
     if path is None:
@@ -162,15 +167,24 @@ def read_metadata(folder: str | Path) -> DeltaMetadata:
 
 @dataclass(frozen=True)
 class SavedDelta:
-    """A delta's folder before its numbers are read: the facts in delta.json, and the names, types and shapes of the
-    tensors in delta.safetensors, which agree with each other."""
+    """A delta's folder before its tensors are read.
+
+    Attributes:
+        where: The folder.
+        facts: The contents of delta.json.
+        tensors: The names, types and shapes in delta.safetensors, which agree with delta.json.
+    """
 
     where: Path
     facts: DeltaMetadata
     tensors: dict[str, TensorInfo]
 
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Read the tensors. Raises DeltuneError where the file was altered."""
+        """Read the tensors.
+
+        Raises:
+            DeltuneError: The file was changed since it was saved.
+        """
         path = self.where / NUMBERS
         if _digest(path) != self.facts.sha256:
             raise DeltuneError(
@@ -198,8 +212,8 @@ def open_delta(folder: str | Path) -> SavedDelta:
     return SavedDelta(where, facts, tensors)
 
 
-def check_base(saved: SavedDelta, own: dict[str, Any]) -> None:
-    """Compare the base model of a delta with the model that it is loaded on, which `own` describes.
+def check_base(saved: SavedDelta, model_metadata: dict[str, Any]) -> None:
+    """Compare the base model of a delta with the model that it is loaded on, which `model_metadata` describes.
 
     A pooler may be missing on one side, since some classes of a family have none.
 
@@ -208,24 +222,27 @@ def check_base(saved: SavedDelta, own: dict[str, Any]) -> None:
             model has no numbers yet.
     """
     base, where = saved.facts.base, saved.where
-    if base.family != own["family"]:
+    if base.family != model_metadata["family"]:
         raise DeltuneError(
-            f"{where} was tuned on a {base.family} model ({base.name or base.model}); this is a {own['family']} model"
+            f"{where} was tuned on a {base.family} model ({base.name or base.model}); this is a "
+            f"{model_metadata['family']} model"
         )
-    here = own["fingerprint"]
-    if not here:
+    fingerprint = model_metadata["fingerprint"]
+    if not fingerprint:
         raise DeltuneError(
-            f"{where} cannot be loaded on a model whose weights are on the meta device, since nobody can tell whether "
-            "they are those that it was tuned on: give the model its weights first"
+            f"{where} cannot be loaded on a model whose weights are on the meta device, since they cannot be compared "
+            "with those that it was tuned on: load the model's weights first"
         )
-    if missing := [area for area in ALWAYS if area in here and area not in base.fingerprint]:
+    if missing := [area for area in ALWAYS if area in fingerprint and area not in base.fingerprint]:
         raise DeltuneError(
-            f"{where / FACTS} has no fingerprint of the {' and the '.join(missing)} of its base model, so nobody can "
-            "tell whether this is that model: take the file as it was saved"
+            f"{where / FACTS} has no fingerprint of the {' and the '.join(missing)} of its base model, so it "
+            "cannot be compared with this model: use the file as it was saved"
         )
-    differing = [area for area, digest in base.fingerprint.items() if area in here and here[area] != digest]
+    differing = [
+        area for area, digest in base.fingerprint.items() if area in fingerprint and fingerprint[area] != digest
+    ]
     if differing:
         raise DeltuneError(
             f"{where} was tuned on another base model ({base.name or base.model}): "
-            f"the {' and '.join(differing)} of this one ({own['name'] or own['model']}) differ"
+            f"the {' and '.join(differing)} of this one ({model_metadata['name'] or model_metadata['model']}) differ"
         )

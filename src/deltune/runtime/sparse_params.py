@@ -1,6 +1,9 @@
-"""Weights of which only drawn entries are parameters, weights that several edits share, and where a model holds its."""
+"""Weights with few trainable entries, weights that several edits share, and the slots of a model's parameters."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -25,25 +28,25 @@ class SparseParameter(nn.Module):
             self.register_buffer("values", torch.empty(0), persistent=False)
         self.register_buffer("index", torch.from_numpy(index))
 
-    def start(self, dense: torch.Tensor) -> None:
-        """Take the initial values from a dense weight; on the meta device there are none."""
+    def initialize(self, dense: torch.Tensor) -> None:
+        """Take the initial values from a dense weight, unless this is on the meta device."""
         if self.values.is_meta:
             return
         with torch.no_grad():
             flat = dense.reshape(-1)
             self.values.copy_(flat[self.index.to(flat.device)])
 
-    def on(self, rest: torch.Tensor) -> torch.Tensor:
-        """`rest` with the values in their places."""
-        return rest.reshape(-1).index_copy(0, self.index, self.values.to(rest.dtype)).view(self.shape)
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """Return `base` with the trained values in their positions."""
+        return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
 
-    def final(self, rest: torch.Tensor) -> torch.Tensor:
-        """The same: nothing of it depends on the mode."""
-        return self.on(rest)
+    def final(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the same as `on`: it does not depend on the training mode."""
+        return self.on(base)
 
 
 class SharedParameter(nn.Module):
-    """One tensor that several edits share: dense, or under a mask, then 0 elsewhere."""
+    """A tensor that several edits share: dense, or under a mask, then 0 at all other entries."""
 
     def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
         super().__init__()
@@ -54,25 +57,49 @@ class SharedParameter(nn.Module):
         else:
             self.dense = nn.Parameter(torch.empty(shape))
 
-    def start(self, compose: Composition, name: str) -> None:
+    def initialize(self, compose: Composition, name: str) -> None:
         dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
         compose.initialize({name: dense})
         if self.sparse is not None:
-            self.sparse.start(dense)
+            self.sparse.initialize(dense)
 
     def value(self) -> torch.Tensor:
+        """Return the dense tensor."""
         if self.sparse is None:
             return self.dense
         return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
 
 
 def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For every parameter, all the places that hold it; a tied tensor has several."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Return all modules, with the parameter's name in them, that hold each parameter; a tied tensor has several."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                held.setdefault(id(parameter), []).append((module, leaf))
+                slots.setdefault(id(parameter), []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = id(parameter)
-    return {name: held[key] for name, key in names.items()}
+    return {name: slots[key] for name, key in names.items()}
+
+
+@contextlib.contextmanager
+def replaced_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Replace parameters in every module that holds them, inside the block.
+
+    Args:
+        model: The model.
+        replacements: For each parameter, the one to use instead.
+    """
+    slots = [
+        (module, leaf, parameter)
+        for module in (model.modules() if replacements else ())
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter in replacements
+    ]
+    try:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = replacements[parameter]
+        yield
+    finally:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = parameter

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from ..errors import DeltuneError
 from ..runtime.attaching import tuned
 from ..runtime.frozen_layers import FrozenLayers
+from ..runtime.handle import base_value
 from ..tasks import token_cache
 from ..tasks.base import InferenceContext, autocast
 from ..tasks.encoding import EncodedRows, Row, collate, count_tokens, non_padding_mask
@@ -264,13 +265,13 @@ def _probe(
         return "without an attention_mask, tokens cannot be told from padding"
     try:
         with torch.no_grad(), torch.random.fork_rng(), autocast(device, context.precision):
-            expected = logits_of(lambda: frozen_layers.study(batch))
-            if not frozen_layers.keeps:
+            expected = logits_of(lambda: frozen_layers.examine(batch))
+            if not frozen_layers.kept_states:
                 return "each of these layers computes something besides its hidden state that layers above read"
             model.eval()
             states = frozen_layers.states(batch)
             of_labels = any(_is_of_labels(frozen_layers, name, rows[0]) for name in states)
-            only_all = frozen_layers.frontier.above or of_labels
+            only_all = frozen_layers.boundary.above or of_labels
             candidates: tuple[TokensRead, ...] = ("all",) if only_all else ("first", "last", "all")
             for reads in candidates:
                 by_row = _split_by_row(frozen_layers, rows, batch, reads, states)
@@ -321,7 +322,7 @@ def _kept_tokens(reads: TokensRead) -> slice:
 
 def _is_of_labels(frozen_layers: FrozenLayers, argument: str, row: Row) -> bool:
     """Whether the activations of an argument are those of the labels' tokens, which a decoder reads in training."""
-    return frozen_layers.second(argument) and isinstance(row.get("labels"), list)
+    return frozen_layers.is_decoder_argument(argument) and isinstance(row.get("labels"), list)
 
 
 def _sequence_lengths(row: Row, labels: bool, reads: TokensRead) -> list[int]:
@@ -363,11 +364,11 @@ def _content_key(frozen_layers: FrozenLayers, precision: str) -> str:
     content = hashlib.sha256()
     model, anatomy = frozen_layers.model, frozen_layers.anatomy
     settings = {name: value for name, value in model.config.to_dict().items() if name not in OTHER_SETTINGS}
-    boundaries = sorted(frozen_layers.keeps.items())
+    boundaries = sorted(frozen_layers.kept_states.items())
     facts = [VERSION, transformers.__version__, type(model).__name__, precision, boundaries, settings]
     content.update(json.dumps(facts, sort_keys=True, default=str).encode())
-    layers = len(frozen_layers.frontier.layers)
+    layers = len(frozen_layers.boundary.layers)
     for tensor in anatomy.tensors:
         if tensor.area not in ("head", "pooler", "vocabulary") and (tensor.layer or 0) < layers:
-            content.update(tensor.name.encode() + _to_bytes(tuned(model).original(tensor.name)))
+            content.update(tensor.name.encode() + _to_bytes(base_value(tuned(model), tensor.name)))
     return content.hexdigest()

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import set_seed
 
 from ..errors import DeltuneError
-from ..runtime.handle import NAME, Tuned
+from ..runtime.handle import MODULE_NAME, Tuned, remember_base_metadata
+from ..runtime.sparse_params import replaced_parameters
 
 T = TypeVar("T")
 
@@ -151,9 +152,9 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
             "sharding=fsdp divides a model among several processes, but there is only one: start more with "
             "`deltune train --launch N`, or give sharding=none"
         )
-    handle.know_base()  # it reads all tensors of the base, which must be whole for that
+    remember_base_metadata(handle)  # it reads all tensors of the base, which must be whole for that
     model = handle.model
-    if scalars := [name for name, parameter in handle.trained() if not parameter.dim()]:
+    if scalars := [name for name, parameter in handle.named_trainable_parameters() if not parameter.dim()]:
         raise DeltuneError(
             f"sharding=fsdp cannot divide {', '.join(scalars)}, which are single numbers; give sharding=none"
         )
@@ -180,25 +181,14 @@ def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
         handle: The tuned model.
         write: Copy changes of the whole parameters back into the shards at the end.
     """
-    owned = set(handle.delta().owned)
+    owned = set(handle.delta().owned_tensors)
     whole: dict[nn.Parameter, nn.Parameter] = {
         parameter: nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
         for name, parameter in handle.model.named_parameters()
-        if isinstance(parameter, DTensor) and (name in owned or name.startswith(f"{NAME}.deltas."))
+        if isinstance(parameter, DTensor) and (name in owned or name.startswith(f"{MODULE_NAME}.deltas."))
     }
-    slots = [
-        (module, leaf, parameter)
-        for module in (handle.model.modules() if whole else ())
-        for leaf, parameter in module._parameters.items()
-        if parameter is not None and parameter in whole
-    ]
-    try:
-        for module, leaf, parameter in slots:
-            module._parameters[leaf] = whole[parameter]
+    with replaced_parameters(handle.model, whole):
         yield
-    finally:
-        for module, leaf, parameter in slots:
-            module._parameters[leaf] = parameter
     if write:
         with torch.no_grad():
             for parameter, value in whole.items():

@@ -166,7 +166,7 @@ def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str,
         check_causal(model)
     set_seed(seed)
     tuned = attach(model, config.method.expression, head=config.method.head)
-    if not any(True for _ in tuned.trained()):
+    if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     check_length(model, kind.max_positions(limits))

@@ -50,7 +50,7 @@ class DeltaTrainer(Trainer):
         with torch.random.fork_rng():
             model = self.run_state.model.train()
             model(**self._prepare_inputs(self._batch([self.run_state.encoded["train"][0]]))).loss.backward()
-        unused = any(parameter.grad is None for _, parameter in self.run_state.tuned.trained())
+        unused = any(parameter.grad is None for _, parameter in self.run_state.tuned.named_trainable_parameters())
         model.zero_grad()
         return unused
 
@@ -140,7 +140,7 @@ class DeltaTrainer(Trainer):
         checkpoints.save_checkpoint(
             self.run_state.run.checkpoint,
             self.state.global_step,
-            dict(self.run_state.tuned.trained()),
+            dict(self.run_state.tuned.named_trainable_parameters()),
             self.optimizer,
             self.lr_scheduler,
             self.run_state.progress(),
@@ -149,7 +149,9 @@ class DeltaTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with distributed.unsharded(self.run_state.tuned, write=True):
-            checkpoints.restore_trained(Path(resume_from_checkpoint), dict(self.run_state.tuned.trained()))
+            checkpoints.restore_trained(
+                Path(resume_from_checkpoint), dict(self.run_state.tuned.named_trainable_parameters())
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -180,7 +180,7 @@ def build_timed_model(model: str, kind: str, method: str | None, rows: int, toke
     ids = torch.randint(vocabulary // 20, vocabulary, (rows, tokens))
     batch = {"input_ids": ids, "attention_mask": torch.ones(rows, tokens, dtype=torch.long)}
     targets = torch.randint(0, 2, (rows,)) if kind == "classification" else ids
-    trained = [] if tuned is None else list(tuned.parameters())
+    trained = [] if tuned is None else list(tuned.trainable_parameters())
     return TimedModel(backbone, batch, targets, trained), 0.0 if tuned is None else tuned.count().percent
 
 
