@@ -154,9 +154,9 @@ def check(name: str, text: str) -> None:
     model = specimen(name)
     before = facts(model)
     began = time.monotonic()
-    count = refused = tuned = None
+    counted = refused = tuned = None
     try:
-        count = deltune.count(model, text)
+        counted = deltune.count(model, text)
     except deltune.DeltuneError as error:
         refused = error
     try:

@@ -62,13 +62,13 @@ def test_the_file_is_what_evaluation_computes(share: float, tmp_path: Path) -> N
 def test_fixing_the_gates_leaves_the_outputs() -> None:
     """A gate that is half open when it is fixed goes on to let half of its difference through."""
     tuned, inputs = trained(0.3)
-    found, model = gates(tuned), tuned.model.eval()
+    learned, model = gates(tuned), tuned.model.eval()
     with torch.no_grad():
-        found.gate.copy_(torch.linspace(-1, 1, len(found.gate)) / PACE)
-        found.delta.normal_()
+        learned.gate.copy_(torch.linspace(-1, 1, len(learned.gate)) / PACE)
+        learned.delta.normal_()
     before = run(model, inputs)
-    found.settle()
-    assert found.settled and distance(run(model, inputs), before) < 1e-6
+    learned.fix()
+    assert learned.is_fixed and distance(run(model, inputs), before) < 1e-6
 
 
 def test_after_half_the_training_the_mask_is_fixed() -> None:

@@ -37,7 +37,7 @@ def test_what_is_counted_is_what_is_attached(name: str, text: str) -> None:
     model = specimen(name)
     inputs = batch(model)
     before = forward(model, inputs)
-    count = deltune.count(model, text)
+    counted = deltune.count(model, text)
     tuned = deltune.attach(model, text)
     try:
         assert (
@@ -62,7 +62,7 @@ def test_a_mask_has_exactly_n_ones(name: str, text: str, share: float, pattern: 
     masked = f"apet({text}, parameters={expected}, pattern='{pattern}', seed={seed})"
     tuned = deltune.attach(model, masked, head="freeze")
     try:
-        assert sum(p.numel() for p in tuned.trainable_parameters()) == wanted == deltune.count(model, masked).method
+        assert sum(p.numel() for p in tuned.trainable_parameters()) == expected == deltune.count(model, masked).method
     finally:
         tuned.detach()
 

@@ -111,8 +111,8 @@ class SavePretrained(ModelMethod):
                 bound.arguments["state_dict"] = self.passes.state.with_base_in_place(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
         note = (
-            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE_NAME}.', which from_pretrained "
-            "ignores."
+            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE_NAME}.', which "
+            "from_pretrained ignores."
         )
         warnings.warn(
             "save_pretrained wrote the base model as it was before attaching, with the base's own head and not a "
