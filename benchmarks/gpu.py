@@ -87,7 +87,7 @@ def build(size: Size, device: str, compiled: bool, side: str, method: str) -> Ti
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     trained = list(model.parameters())
     if side == "ours" and method != "full":
-        trained = list(deltune.attach(model, method).parameters())
+        trained = list(deltune.attach(model, method).trainable_parameters())
     elif side == "theirs":
         import peft
 

@@ -234,7 +234,9 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     values = {k: t.clone() for k, t in tuned.delta().tensors_to_save().items()}
     tuned.detach()
     masked = deltune.attach(model, MaskedMethod(deltune.parse(method), unmasked))
-    assert masked.count().method == unmasked == sum(p.numel() for p in masked.parameters()) - masked.count().head
+    assert (
+        masked.count().method == unmasked == sum(p.numel() for p in masked.trainable_parameters()) - masked.count().head
+    )
     with torch.no_grad():
         for key, edit in masked.delta().named_edits():
             for leaf, sparse in edit._sparse():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.runtime.attention import LONG, How
+from deltune.runtime.attention import MERGE_ABOVE, How
 from deltune.runtime.block_attention import Block, finite_mask, kernel_for, merged_attention
 
 from .families import FAMILIES, Family
@@ -198,8 +198,8 @@ def test_where_it_cannot_be_merged_it_is_joined_and_said(case: str) -> None:
 
 def test_by_default_what_is_faster() -> None:
     """A causal order left to the kernel, and a long text."""
-    model = tuned_model(FAMILIES["llama"], max_position_embeddings=2 * LONG)
-    for length, served in ((8, "joined: as fast"), (LONG + 8, "merged")):
+    model = tuned_model(FAMILIES["llama"], max_position_embeddings=2 * MERGE_ABOVE)
+    for length, served in ((8, "joined: as fast"), (MERGE_ABOVE + 8, "merged")):
         ids = torch.randint(5, 99, (1, length), generator=torch.Generator().manual_seed(0))
         found = forward(model, {"input_ids": ids})["logits"]
         assert set(deltune.prefix_report(model).values()) == {served}

@@ -173,7 +173,7 @@ def test_an_interrupted_pass_leaves_nothing_behind() -> None:
     expected = forward(model, inputs)
     noted: list[weakref.ReferenceType[torch.Tensor]] = []
     edit = next(tuned.delta().all_edits())
-    entered = model.get_submodule(edit.elsewhere)
+    entered = model.get_submodule(edit.source_path)
     watch = entered.register_forward_pre_hook(lambda module, args: noted.append(weakref.ref(args[0])))
     hook = stopping(edit, model)
     with pytest.raises(KeyboardInterrupt):
