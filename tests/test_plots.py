@@ -103,7 +103,7 @@ def test_every_series_and_level_has_an_artist(view: FigureSpec, outcomes: list[O
         axes = (view.bars,)
     elif view.panels:
         axes = (view.panels,)
-    wanted = {f"series {', '.join(view.write(o.cell[axis]) for axis in axes)}" for o in rest}
+    wanted = {f"series {', '.join(view.display(o.cell[axis]) for axis in axes)}" for o in rest}
     wanted |= {f"level {name}" for name in view.reference_lines}
     assert wanted <= artists(figure)
 
