@@ -333,8 +333,8 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
     "a list of tensors without end": (PEFT_LORA, archived(b"\x80\x02" + b"N0" * 600_000 + b"N."), "longer than 1 MiB"),
     "a compressed file": (PEFT_LORA, repacked, f"{PICKLE}: it is compressed"),
     "a sparse tensor": (PEFT_LORA, tensors("lora_A.weight", lambda t: t.to_sparse(), True), PICKLE),
-    "tensors by numbers": (PEFT_LORA, pickled({3: torch.zeros(2)}), "no dictionary of tensors by name"),
-    "a list of tensors": (PEFT_LORA, pickled([torch.zeros(2)]), "no dictionary of tensors by name"),
+    "tensors by numbers": (PEFT_LORA, pickled({3: torch.zeros(2)}), "does not hold a dictionary of tensors by name"),
+    "a list of tensors": (PEFT_LORA, pickled([torch.zeros(2)]), "does not hold a dictionary of tensors by name"),
     "a counter of tensors": (PEFT_LORA, pickled(collections.Counter(a=3)), PICKLE),
     # values
     "NaN": (PEFT_LORA, tensors("lora_B.weight", lambda t: t * float("nan")), "holds NaN or infinity"),

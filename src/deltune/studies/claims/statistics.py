@@ -150,7 +150,7 @@ def holm(p: Sequence[float]) -> np.ndarray:
     Raises:
         DeltuneError: statsmodels is not installed.
     """
-    if not p:
+    if len(p) == 0:
         return np.empty(0)
     with require_extra("studies", "statsmodels", "findings need"):
         from statsmodels.stats.multitest import multipletests
