@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[str, bytes | Callable[[Path], bytes], str]] = {
         PLAIN + b'{"label": ' + b"9" * 10**5 + b"}\n",
         "line 4: broken JSON",
     ),
-    "an infinite label": ("train.jsonl", PLAIN + b'{"text": "a", "label": 1e999}\n', "line 4: a label is text"),
+    "an infinite label": ("train.jsonl", PLAIN + b'{"text": "a", "label": 1e999}\n', "line 4: a label must be text"),
     "an empty list for a label": (
         "train.jsonl",
         PLAIN + b'{"text": "a", "label": []}\n',

@@ -274,7 +274,7 @@ def test_states_inside_states() -> None:
 def test_a_multiple_of_the_rows_is_no_batch_but_of_generate() -> None:
     model = build(FAMILIES["bert"], "sequence")
     tuned = deltune.attach(model, "layernorm", name="a")
-    with tuned.rows(["a", None]), pytest.raises(deltune.DeltuneError, match="a batch of 4 came"):
+    with tuned.rows(["a", None]), pytest.raises(deltune.DeltuneError, match="the batch has 4 rows"):
         model(**batch(model, rows=4))
 
 
@@ -315,7 +315,7 @@ def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, given: str) 
             with pytest.raises(deltune.DeltuneError, match=f"was given 2 names, but the batch has {rows} rows"):
                 model(**other, labels=labels[:1].expand(rows, -1))
             for arguments in (other, {"encoder_outputs": other["encoder_outputs"]}):
-                with pytest.raises(deltune.DeltuneError, match=f"of 2 rows, and generate got {rows} prompts"):
+                with pytest.raises(deltune.DeltuneError, match=f"was given 2 names, but generate got {rows} prompts"):
                     model.generate(**arguments, **ways)
         assert torch.equal(model.generate(**inputs, **ways), answers)
 
@@ -380,7 +380,7 @@ def test_rows_that_are_refused_are_refused_again(text: str) -> None:
     query = model.encoder.layer[0].attention.self.query
     with tuned.rows(["a", "a"]):
         for _ in range(2):
-            with pytest.raises(deltune.DeltuneError, match="a tensor of 3 rows came"):
+            with pytest.raises(deltune.DeltuneError, match="a tensor has 3 rows"):
                 (norm if text == "layernorm" else query)(torch.zeros(3, 4, model.config.hidden_size, dtype=model.dtype))
 
 
