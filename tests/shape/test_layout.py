@@ -163,3 +163,19 @@ def test_above_the_methods_no_method_is_named() -> None:
         named = set(string_constants(module)) & set(REGISTRY) - words
         if PACKAGES.index(package_of(module)) >= first and not module.startswith(NAMES_METHODS):
             assert not named, f"{module} must not know which method is in use"
+
+
+UNNAMED = ("found", "told", "own", "asked", "said", "wanted", "given", "these", "together", "elsewhere", "at_home")
+"""Words that do not say what a variable holds."""
+
+
+def test_variables_are_called_what_they_hold() -> None:
+    wrong = []
+    for module in MODULES:
+        for node in ast.walk(parsed(module)):
+            name = getattr(node, "id", None) if isinstance(getattr(node, "ctx", None), ast.Store) else None
+            name = node.arg if isinstance(node, ast.arg) else name
+            name = node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else name
+            if name in UNNAMED:
+                wrong.append(f"{module}, line {getattr(node, 'lineno', 0)}: {name}")
+    assert wrong == []

@@ -157,33 +157,33 @@ PROTOCOLS: Mapping[str, Protocol] = {
 """Every known protocol."""
 
 
-def merge_values(base: Values, given: Values) -> dict[str, Any]:
+def merge_values(base: Values, values: Values) -> dict[str, Any]:
     """Lay the values that are given over others, both by flat name.
 
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
     learning rate that was the default of the base's method does not outlive a change of the method.
     """
-    if given.get("method") is not None and base.get("method") is not None and "lr" not in given:
+    if values.get("method") is not None and base.get("method") is not None and "lr" not in values:
         base = {field: value for field, value in base.items() if field != "lr" or value != default_rate(base["method"])}
-    replaced = {other for field in given for other in EXCLUDES.get(field, ()) if other not in given}
-    merged = {field: value for field, value in base.items() if field not in replaced} | dict(given)
-    if isinstance(merged.get("search"), Mapping) and "search" not in given:
-        merged["search"] = {field: values for field, values in merged["search"].items() if field not in given}
+    replaced = {other for field in values for other in EXCLUDES.get(field, ()) if other not in values}
+    merged = {field: value for field, value in base.items() if field not in replaced} | dict(values)
+    if isinstance(merged.get("search"), Mapping) and "search" not in values:
+        merged["search"] = {field: values for field, values in merged["search"].items() if field not in values}
     return merged
 
 
-def apply_preset(given: Values) -> dict[str, Any]:
+def apply_preset(values: Values) -> dict[str, Any]:
     """Return the flat values of a config, those that are not given from its protocol.
 
     Raises:
         DeltuneError: There is no such protocol.
     """
-    name = given.get("protocol")
+    name = values.get("protocol")
     if name is None:
-        return dict(given)
+        return dict(values)
     if name not in PROTOCOLS:
         raise DeltuneError(f"runtime.protocol: {unknown_name('protocol', str(name), PROTOCOLS)}")
-    return merge_values(PROTOCOLS[name].values_for(given.get("task"), _method_name(given.get("method"))), given)
+    return merge_values(PROTOCOLS[name].values_for(values.get("task"), _method_name(values.get("method"))), values)
 
 
 def default_rate(method: Any) -> float | None:

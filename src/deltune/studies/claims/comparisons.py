@@ -183,10 +183,10 @@ class Cells:
                 group = [o for o in self.outcomes if self._key(o.cell, alike) == same]
             for member, number in zip(group, measurement.read(group, self.metric), strict=True):
                 self._read[measurement, self._key(member.cell, self.axes)] = number
-        found = self._read[key]
-        if isinstance(found, str):
-            raise MissingCells([f"{found}: {describe_cell(full)}"])
-        return found
+        number = self._read[key]
+        if isinstance(number, str):
+            raise MissingCells([f"{number}: {describe_cell(full)}"])
+        return number
 
     @staticmethod
     def _key(cell: Cell, axes: Sequence[str]) -> Key:

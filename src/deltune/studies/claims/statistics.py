@@ -51,8 +51,8 @@ class Estimate:
         tiny = 1e-12
         if self._half(tiny) <= distance:
             return tiny
-        found = optimize.brentq(lambda log: self._half(np.exp(log)) - distance, np.log(tiny), 0.0, xtol=1e-9)
-        return float(np.exp(found))
+        log_alpha = optimize.brentq(lambda log: self._half(np.exp(log)) - distance, np.log(tiny), 0.0, xtol=1e-9)
+        return float(np.exp(log_alpha))
 
     def _half(self, alpha: float) -> float:
         if not self.parts:

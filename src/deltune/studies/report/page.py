@@ -69,8 +69,8 @@ def _trim_svg(svg: str, prefix: str) -> str:
 
 def _view_box(svg: str) -> Markup:
     """Return the view box, the only attribute of the element that is kept, and its role."""
-    found = re.search(r'viewBox="([^"]*)"', svg)
-    return Markup('viewBox="{}" role="img"').format(found.group(1) if found else "")
+    view_box = re.search(r'viewBox="([^"]*)"', svg)
+    return Markup('viewBox="{}" role="img"').format(view_box.group(1) if view_box else "")
 
 
 def _svg_body(svg: str) -> Markup:
