@@ -168,7 +168,7 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
     replaced = {other for field in values for other in EXCLUDES.get(field, ()) if other not in values}
     merged = {field: value for field, value in base.items() if field not in replaced} | dict(values)
     if isinstance(merged.get("search"), Mapping) and "search" not in values:
-        merged["search"] = {field: values for field, values in merged["search"].items() if field not in values}
+        merged["search"] = {field: choices for field, choices in merged["search"].items() if field not in values}
     return merged
 
 
