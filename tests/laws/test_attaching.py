@@ -141,7 +141,7 @@ def test_a_silent_module_makes_attaching_fail_by_name(family: Family) -> None:
     layer.forward = lambda h, *args, **kwargs: h if rest is None else (h, *rest)
     known = facts(model)
     for text in ("adapter(rank=2)", "lora(rank=2, at='ffn_down')", *(["prefix(length=2)"] if family.interface else [])):
-        with pytest.raises(deltune.DeltuneError, match=rf"(?s)does not reach.*{stack}\.0") as caught:
+        with pytest.raises(deltune.DeltuneError, match=rf"(?s)does not call every module.*{stack}\.0") as caught:
             deltune.attach(model, text)
         assert f"{stack}.1" not in str(caught.value)
         assert differences(known, facts(model)) == []
@@ -197,7 +197,7 @@ def test_a_handle_that_was_taken_off_says_so() -> None:
         tuned(input_ids=torch.ones(1, 2, dtype=torch.long))
     tuned.detach()
     for attempt in (lambda: tuned.use("one"), tuned.merge, lambda: tuned.detach("one")):
-        with pytest.raises(deltune.DeltuneError, match="detached or merged; attach or load gives a new one"):
+        with pytest.raises(deltune.DeltuneError, match="detached or merged; attach or load returns a new one"):
             attempt()
     assert deltune.attach(model, "lora", name="one") is not tuned
     deltune.tuned(model).detach()
