@@ -239,7 +239,7 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     )
     with torch.no_grad():
         for key, edit in masked.delta().named_edits():
-            for leaf, sparse in edit._sparse():
+            for leaf, sparse in edit._sparse_parameters():
                 sparse.values.copy_(values[f"edit.{key}.{leaf}"].reshape(-1))
     assert equal(forward(model, inputs), expected)
 
