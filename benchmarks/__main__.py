@@ -53,41 +53,41 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    asked.add_argument("--only", help="parts: a,b,…")
-    asked.add_argument("--data-root", type=Path, default=ROOT.parent / "shared" / "data")
-    asked.add_argument("--adapterhub", type=Path, default=ROOT / "build" / "adapterhub", help="its environment")
-    asked.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    asked.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
-    asked.add_argument("--again", action="store_true")
-    asked.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
-    given = asked.parse_args()
-    if given.write is not None:
-        report.write(given.write, Report.read(given.output))
+    parser.add_argument("--only", help="parts: a,b,…")
+    parser.add_argument("--data-root", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--adapterhub", type=Path, default=ROOT / "build" / "adapterhub", help="its environment")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
+    arguments = parser.parse_args()
+    if arguments.write is not None:
+        report.write(arguments.write, Report.read(arguments.output))
         return
     keep_memory()
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
-    known = parts(given.data_root if given.data_root.is_dir() else None, given.adapterhub)
+    known = parts(arguments.data_root if arguments.data_root.is_dir() else None, arguments.adapterhub)
     default = ",".join(name for name in known if name not in EXTRA)
-    todo = chosen(known, given.only or default)
-    every = [piece for own in known.values() for piece in own]
-    found = Report.begin(given.output, machine(given.threads), todo, every, given.again)
-    measured(todo, found)
-    rows = [row for piece in todo for row in found.rows[piece.name]]
+    todo = chosen(known, arguments.only or default)
+    every = [piece for pieces in known.values() for piece in pieces]
+    results = Report.begin(arguments.output, machine(arguments.threads), todo, every, arguments.again)
+    measured(todo, results)
+    rows = [row for piece in todo for row in results.rows[piece.name]]
     report.show(rows)
     missed = [row for row in rows if row.passed is False]
-    spent = sum(found.seconds[piece.name] for piece in todo)
-    print(f"{len(rows)} rows, {len(missed)} targets missed, {spent / 60:.1f} minutes; {found.path}")
+    spent = sum(results.seconds[piece.name] for piece in todo)
+    print(f"{len(rows)} rows, {len(missed)} targets missed, {spent / 60:.1f} minutes; {results.path}")
     sys.exit(bool(missed))
 
 
-def measured(todo: Sequence[Piece], found: Report) -> None:
+def measured(todo: Sequence[Piece], results: Report) -> None:
     """Measure what is left, with a bar in seconds of the plan, or a line for each piece where there is no terminal."""
     console = Console(stderr=True)
-    left = [piece for piece in todo if piece.name in found.left]
+    left = [piece for piece in todo if piece.name in results.left]
     with ProgressBar() as bar:
         bar.start("bench", round(sum(piece.seconds for piece in todo)))
         bar.advance(round(sum(piece.seconds for piece in todo if piece not in left)))
@@ -101,7 +101,7 @@ def measured(todo: Sequence[Piece], found: Report) -> None:
                 rest = sum(p.seconds for p in left[left.index(piece) :])
                 print(f"{piece.name} (about {rest / 60:.0f} minutes left)", file=sys.stderr, flush=True)
 
-        carry_out(todo, found, begins)
+        carry_out(todo, results, begins)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,10 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             self.said.seek(0)
-            said = self.said.read().strip().splitlines()
-            raise Died(f"AdapterHub's process died: {said[-1] if said else 'without a word'}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+            lines = self.said.read().strip().splitlines()
+            raise Died(f"AdapterHub's process died: {lines[-1] if lines else 'without a word'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         self.process.kill()
@@ -74,26 +74,26 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
         return [missing(name.format("all methods"), "make bench-adapterhub-env")]
     worker = Worker(python)
     try:
-        told = worker.ask(shape=asdict(shape))
+        answer = worker.ask(shape=asdict(shape))
         like = build(shape)
         cases: dict[tuple[str, str], Callable[[], object]] = {
             ("ours", FULL): full(shape).step, ("ours", BARE): bare(shape, like).forwards
         }  # fmt: skip
-        cases |= {("ours", method): ours(method, shape, like).step for method in told["methods"] if method not in ALL}
-        cases |= {("theirs", method): partial(worker.ask, step=method) for method in told["methods"]}
+        cases |= {("ours", method): ours(method, shape, like).step for method in answer["methods"] if method not in ALL}
+        cases |= {("theirs", method): partial(worker.ask, step=method) for method in answer["methods"]}
         gc.collect()
         seconds = time_interleaved(cases, rounds)
     except Died as error:
         return [missing(name.format("all methods"), str(error))]
     finally:
         worker.close()
-    rows = [missing(name.format(method), "AdapterHub cannot") for method in told["cannot"]]
-    for method in told["methods"]:
+    rows = [missing(name.format(method), "AdapterHub cannot") for method in answer["cannot"]]
+    for method in answer["methods"]:
         if method == FULL:
             continue
         shares = {side: [a / b for a, b in zip(seconds[side, method], seconds[side, FULL], strict=True)]
                   for side in ("ours", "theirs")}  # fmt: skip
-        found: Ratio = paired_ratio(shares["ours"], shares["theirs"])
+        ratio: Ratio = paired_ratio(shares["ours"], shares["theirs"])
         each = [
             f"{side} {statistics.median(shares[side]):.3f} of {1000 * statistics.median(seconds[side, FULL]):.0f} ms"
             for side in shares
@@ -101,9 +101,9 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
         note = f"of full tuning: {', '.join(each)}"
         if method == BARE:  # by how much the two transformers differ
             bare_name = f"two forwards, bare / in AdapterHub's environment, both of full tuning; {shape}"
-            rows.append(of_ratio(bare_name, found, None, note))
+            rows.append(of_ratio(bare_name, ratio, None, note))
         else:
-            rows.append(of_ratio(name.format(method), found, NOT_SLOWER, note))
+            rows.append(of_ratio(name.format(method), ratio, NOT_SLOWER, note))
     return rows
 
 
@@ -121,7 +121,7 @@ def others(environment: Path) -> list[Piece]:
         base("encoder", True, 0.1): 90.0,
         base("decoder", False, 0.0): 90.0,
     }
-    return [_piece(f"others: AdapterHub, {shape}", shape, environment, own) for shape, own in shapes.items()]
+    return [_piece(f"others: AdapterHub, {shape}", shape, environment, seconds) for shape, seconds in shapes.items()]
 
 
 def _piece(name: str, shape: Shape, environment: Path, seconds: float) -> Piece:

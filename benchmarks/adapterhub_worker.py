@@ -66,13 +66,13 @@ def main() -> None:
     keep_memory()
     turns: dict[str, TimedModel] = {}
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "shape" in asked:
-            turns, cannot = make(Shape(**asked["shape"]))
+        request = json.loads(line)
+        if "shape" in request:
+            turns, cannot = make(Shape(**request["shape"]))
             print(json.dumps({"methods": list(turns), "cannot": cannot}), file=answers, flush=True)
         else:
-            turn = turns[asked["step"]]
-            turn.forwards() if asked["step"] == BARE else turn.step()
+            turn = turns[request["step"]]
+            turn.forwards() if request["step"] == BARE else turn.step()
             print("{}", file=answers, flush=True)
 
 

@@ -19,5 +19,5 @@ def keep_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)
-        told = library.mallopt(MMAP_MAX, 0) and library.mallopt(TRIM_THRESHOLD, 2**31 - 1)
-        assert told, "mallopt refused"
+        accepted = library.mallopt(MMAP_MAX, 0) and library.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        assert accepted, "mallopt refused"

@@ -43,9 +43,9 @@ class Report:
     @classmethod
     def read(cls, path: Path) -> Report:
         """Errors: OSError, ValueError and KeyError for a file that is none of ours."""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = {piece: [Row.of_json(row) for row in own] for piece, own in found["rows"].items()}
-        return cls(path, found["machine"], rows, found["seconds"], found["commits"], found["left"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = {piece: [Row.of_json(row) for row in of_piece] for piece, of_piece in content["rows"].items()}
+        return cls(path, content["machine"], rows, content["seconds"], content["commits"], content["left"])
 
     @classmethod
     def begin(
@@ -69,22 +69,22 @@ class Report:
             for gone in of_piece.keys() - names:
                 del of_piece[gone]
         report.left = [name for name in report.left if name in names]
-        asked = [piece.name for piece in pieces]
-        if again or not set(asked) & set(report.left):
-            report.left = [*asked, *(name for name in report.left if name not in asked)]
+        picked = [piece.name for piece in pieces]
+        if again or not set(picked) & set(report.left):
+            report.left = [*picked, *(name for name in report.left if name not in picked)]
         return report
 
     def write(self) -> None:
         """Whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows = {piece: [row.json() for row in own] for piece, own in self.rows.items()}
+        rows = {piece: [row.json() for row in of_piece] for piece, of_piece in self.rows.items()}
         known = {"machine": self.machine, "left": self.left, "seconds": self.seconds, "commits": self.commits}
         fresh = self.path.with_suffix(".fresh")
         fresh.write_text(json.dumps({**known, "rows": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(fresh, self.path)
 
     def all_rows(self) -> list[Row]:
-        return [row for own in self.rows.values() for row in own]
+        return [row for of_piece in self.rows.values() for row in of_piece]
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def machine(threads: int) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Of the checkout that this is, with `-dirty` where it was changed."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

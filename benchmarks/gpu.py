@@ -148,9 +148,9 @@ def measure(size: Size, device: str, mode: str, method: str, rounds: int) -> lis
     compiled, rows, facts, steps = mode == "compiled", [], {}, {}
     for side in ("ours",) if method == "full" else ("ours", "theirs"):
         gc.collect()
-        found = alone(size, device, compiled, side, method)
-        if found is not None:
-            facts[side] = found
+        result = alone(size, device, compiled, side, method)
+        if result is not None:
+            facts[side] = result
     for side in facts:
         turn = build(size, device, compiled, side, method)
         assert turn is not None
@@ -185,20 +185,20 @@ def pieces(size: Size, device: str, rounds: int) -> list[Piece]:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--shape", choices=SIZES, default="1b")
-    asked.add_argument("--device", default="cuda")
-    asked.add_argument("--rounds", type=int, default=20)
-    asked.add_argument("--output", type=Path, default=Path("build/bench-gpu.json"))
-    asked.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
-    given = asked.parse_args()
-    if given.write is not None:
-        write(given.write, Report.read(given.output), "gpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SIZES, default="1b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("build/bench-gpu.json"))
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
+    arguments = parser.parse_args()
+    if arguments.write is not None:
+        write(arguments.write, Report.read(arguments.output), "gpu")
         return
-    if given.device != "cpu" and not torch.accelerator.is_available():
+    if arguments.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("no accelerator here; try the code by: python -m benchmarks.gpu --shape tiny --device cpu")
-    todo = pieces(SIZES[given.shape], given.device, given.rounds)
-    report = Report.begin(given.output, machine(torch.get_num_threads()), todo)
+    todo = pieces(SIZES[arguments.shape], arguments.device, arguments.rounds)
+    report = Report.begin(arguments.output, machine(torch.get_num_threads()), todo)
     console = Console(stderr=True)
     carry_out(todo, report, lambda piece: console.print(piece.name))
     show(report.all_rows())

@@ -41,7 +41,7 @@ def of_step(turn: TimedModel) -> tuple[int, int]:
     assert turn.optimiser is not None
     turn.step()  # the optimiser's state is made in the first
     trained = [p for group in turn.optimiser.param_groups for p in group["params"]]
-    state = [v for own in turn.optimiser.state.values() for v in own.values() if isinstance(v, torch.Tensor)]
+    state = [v for tensors in turn.optimiser.state.values() for v in tensors.values() if isinstance(v, torch.Tensor)]
     gc.collect()
     return peak(turn.step), sum(t.nbytes for t in (*trained, *state))
 
@@ -89,5 +89,5 @@ def drawn(shape: Shape, rounds: int, counts: tuple[int, ...] = DRAWN) -> list[Ro
 
 def pieces() -> list[Piece]:
     encoder, decoder = minilm("encoder", rows=8), minilm("decoder", rows=8)
-    found = [Piece(f"memory: {shape}", partial(beside, shape), 10.0) for shape in (encoder, decoder)]
-    return [*found, Piece("memory: apet", partial(drawn, encoder, 7), 10.0)]
+    both = [Piece(f"memory: {shape}", partial(beside, shape), 10.0) for shape in (encoder, decoder)]
+    return [*both, Piece("memory: apet", partial(drawn, encoder, 7), 10.0)]

@@ -23,16 +23,16 @@ METHODS = (
 
 def measure(model: str, methods: Sequence[str], rows: int, tokens: int, rounds: int) -> list[Row]:
     """Two rows a method, the slowest first."""
-    asked = {method: method for method in (FULL, *methods)}
-    facts = time_methods(model, asked, rows, tokens, rounds, phases=("step",))
-    found = []
+    by_name = {method: method for method in (FULL, *methods)}
+    facts = time_methods(model, by_name, rows, tokens, rounds, phases=("step",))
+    results = []
     for method in sorted(methods, key=lambda method: -facts[method]["step"]):
-        own = facts[method]
-        note = f"trains {own['percent']:.3g} % of the model"
-        steps = (own["turns"]["step"], facts[FULL]["turns"]["step"])
-        found.append(compared(f"step / full tuning's: {method}", *steps, note=note))
-        found.append(Row(f"kept for the backward pass: {method}", own["kept"] / MIB, unit="MiB"))
-    return [*found, Row(f"kept for the backward pass: {FULL}", facts[FULL]["kept"] / MIB, unit="MiB")]
+        fact = facts[method]
+        note = f"trains {fact['percent']:.3g} % of the model"
+        steps = (fact["turns"]["step"], facts[FULL]["turns"]["step"])
+        results.append(compared(f"step / full tuning's: {method}", *steps, note=note))
+        results.append(Row(f"kept for the backward pass: {method}", fact["kept"] / MIB, unit="MiB"))
+    return [*results, Row(f"kept for the backward pass: {FULL}", facts[FULL]["kept"] / MIB, unit="MiB")]
 
 
 def pieces() -> list[Piece]:

@@ -34,12 +34,12 @@ def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list
     for method in (BARE, *methods):
         model = build(shape, like).eval()
         if method == BARE:
-            together: Callable[[], object] = partial(model, **inputs)
+            forward: Callable[[], object] = partial(model, **inputs)
         else:
             for i in range(DELTAS):
                 tuned = deltune.attach(model, method, name=f"d{i}")
-            together = partial(_mixed, tuned, names, partial(model, **inputs))
-        cases[method, "one"] = together
+            forward = partial(_mixed, tuned, names, partial(model, **inputs))
+        cases[method, "one"] = forward
         cases[method, "several"] = partial(_several, [partial(model, **part) for part in parts])
     gc.collect()
     with torch.no_grad():
@@ -51,8 +51,8 @@ def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list
     bare = paired_ratio(seconds[BARE, "several"], seconds[BARE, "one"]).figure
     rows = []
     for method in methods:
-        own = paired_ratio(seconds[method, "several"], seconds[method, "one"]).figure
-        note = f"gains {own:.2f} ×, the bare model {bare:.2f} ×"
+        gain = paired_ratio(seconds[method, "several"], seconds[method, "one"]).figure
+        note = f"gains {gain:.2f} ×, the bare model {bare:.2f} ×"
         name = f"gain from one mixed batch / the bare model's: {method}; {shape.rows} × {shape.tokens}"
         rows.append(of_ratio(name, paired_ratio(gains[method], gains[BARE]), Target(0.85, "at least"), note))
     return rows

@@ -64,11 +64,11 @@ def summary(rows: Iterable[Row]) -> str:
         if row.passed is not None:
             kinds.setdefault((row.name.partition(":")[0], str(row.target)), []).append(row)
     lines = ["| what | target | met | lowest | median | highest |", "|---|---|---|---|---|---|"]
-    for (kind, target), own in kinds.items():
-        figures = sorted(row.figure for row in own if row.figure is not None)
+    for (kind, target), of_kind in kinds.items():
+        figures = sorted(row.figure for row in of_kind if row.figure is not None)
         lies = (_number(value) for value in (figures[0], statistics.median(figures), figures[-1]))
-        met = f"{sum(row.passed is True for row in own)} of {len(own)}"
-        unit = f", {own[0].unit}" if own[0].unit not in ("", "×") else ""
+        met = f"{sum(row.passed is True for row in of_kind)} of {len(of_kind)}"
+        unit = f", {of_kind[0].unit}" if of_kind[0].unit not in ("", "×") else ""
         lines.append(f"| {' | '.join((kind + unit, target, met, *lies))} |")
     return "\n".join(lines) + "\n"
 
@@ -78,8 +78,8 @@ def facts(report: Report) -> str:
     of_commit: dict[str, list[str]] = {}
     for piece, commit in report.commits.items():
         of_commit.setdefault(str(commit), []).append(piece.partition(":")[0])
-    said = [f"{name} ({', '.join(dict.fromkeys(parts))})" for name, parts in of_commit.items()]
-    known: dict[str, Any] = {**report.machine, "commit": "; ".join(said if len(said) > 1 else of_commit) or None}
+    commits = [f"{name} ({', '.join(dict.fromkeys(parts))})" for name, parts in of_commit.items()]
+    known: dict[str, Any] = {**report.machine, "commit": "; ".join(commits if len(commits) > 1 else of_commit) or None}
     return "".join(f"- {name}: {value}\n" for name, value in known.items() if value is not None)
 
 
@@ -87,14 +87,14 @@ def written(page: str, report: Report, prefix: str = "") -> str:
     """A page with the tables between its marks taken from the report. A part that it has no rows of stays as it is.
     prefix: of the marks `machine`, what was measured on, and `summary`, of all rows."""
 
-    def fill(found: re.Match[str]) -> str:
-        name = found[2]
-        own = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        of_part = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
         if name == f"{prefix}machine":
-            return f"{found[1]}{facts(report)}{found[3]}"
+            return f"{match[1]}{facts(report)}{match[3]}"
         if name == f"{prefix}summary":
-            return f"{found[1]}{summary(row for rows in report.rows.values() for row in rows)}{found[3]}"
-        return f"{found[1]}{markdown(own)}{found[3]}" if own else found[0]
+            return f"{match[1]}{summary(row for rows in report.rows.values() for row in rows)}{match[3]}"
+        return f"{match[1]}{markdown(of_part)}{match[3]}" if of_part else match[0]
 
     return MARKS.sub(fill, page)
 

@@ -59,9 +59,9 @@ class Row:
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Row:
         target, interval = values["target"], values["interval"]
-        own = {name: values[name] for name in ("name", "figure", "unit", "note")}
+        fields = {name: values[name] for name in ("name", "figure", "unit", "note")}
         low_high = (interval[0], interval[1]) if interval else None
-        return cls(**own, target=Target(**target) if target else None, interval=low_high)
+        return cls(**fields, target=Target(**target) if target else None, interval=low_high)
 
 
 def compared(
@@ -71,9 +71,9 @@ def compared(
     return of_ratio(name, paired_ratio(ours, theirs), target, note)
 
 
-def of_ratio(name: str, found: Ratio, target: Target | None = None, note: str = "") -> Row:
-    said = f"{note}; " if note else ""
-    return Row(name, found.figure, target, (found.low, found.high), note=f"{said}{found.rounds} rounds")
+def of_ratio(name: str, ratio: Ratio, target: Target | None = None, note: str = "") -> Row:
+    prefix = f"{note}; " if note else ""
+    return Row(name, ratio.figure, target, (ratio.low, ratio.high), note=f"{prefix}{ratio.rounds} rounds")
 
 
 def missing(name: str, why: str) -> Row:

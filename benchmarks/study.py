@@ -43,15 +43,15 @@ class Watched:
         self.at[worker] = job
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
-        found = []
+        finished = []
         for worker, job in enumerate(self.at):
             if job is not None:
                 self.at[worker] = None
-                found.append((worker, execute_safely(job, self.runs, self.parts[worker])))
+                finished.append((worker, execute_safely(job, self.runs, self.parts[worker])))
                 cache = token_cache.cache_folder()
                 assert cache is not None
                 self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
-        return found
+        return finished
 
     def close(self) -> None:
         pass

@@ -48,7 +48,7 @@ def measure(
     max_length: int = 128,
 ) -> list[Row]:
     """A row for each method: how many times faster its epochs are with the states."""
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as made, cache(Path(made) / "cache"):
         place = Path(made)
         data = _data(place / "data", rows)
@@ -59,8 +59,8 @@ def measure(
                     output = place / f"{number}-{turn}-{side}"
                     seconds[side] += epochs(model, method, data, size, output, max_length)
             name = f"frozen trunk kept: an epoch of {method}, times faster"
-            found.append(compared(name, seconds["run"], seconds["kept"], Target(target, "at least"), f"{rows} rows"))
-    return found
+            results.append(compared(name, seconds["run"], seconds["kept"], Target(target, "at least"), f"{rows} rows"))
+    return results
 
 
 def _data(folder: Path, rows: int) -> Path:

@@ -61,9 +61,9 @@ def commands(data: Path, output: Path, columns: Sequence[str], epochs: int, seed
     """Both sides: the same model, method, rate, rows a step, epochs and longest text."""
     run, shared = [sys.executable, "-m"], ["--epochs", str(epochs), "--seed", str(seed)]
     named = ",".join(f"{name}={name}" for name in columns)
-    asked = ["--data", str(data), "--columns", named, "--method", METHOD, "--lr", "1e-3", "--batch-size", "32"]
+    arguments = ["--data", str(data), "--columns", named, "--method", METHOD, "--lr", "1e-3", "--batch-size", "32"]
     return {
-        "ours": [*run, "deltune", "train", "--model", "minilm", "--output", str(output / "ours"), *asked, *shared],
+        "ours": [*run, "deltune", "train", "--model", "minilm", "--output", str(output / "ours"), *arguments, *shared],
         "theirs": [*run, "benchmarks.whole_peft", str(packaged_minilm()), str(data), str(output / "theirs"), *shared],
     }
 
@@ -99,15 +99,15 @@ def measure(
             theirs = json.loads((output / "theirs" / "found.json").read_text(encoding="utf-8"))
             accuracy["ours"].append(ours["test"]["accuracy"])
             accuracy["theirs"].append(theirs["test_accuracy"])
-    both_said = ", ".join(f"{side} {statistics.fmean(own):.0f} s" for side, own in seconds.items())
+    both_said = ", ".join(f"{side} {statistics.fmean(of_side):.0f} s" for side, of_side in seconds.items())
     note = f"{epochs} epochs{f', shortened: {most}' if most else ''}; {both_said}"
     # short ones are not judged: starting a process weighs three times as much in them
     rows = [compared(names[0], seconds["ours"], seconds["theirs"], None if most else Target(job.limit), note)]
     gaps = [a - b for a, b in zip(accuracy["ours"], accuracy["theirs"], strict=True)]
-    spread = max(statistics.stdev(own) for own in accuracy.values()) if len(seeds) > 1 else None
-    said = "; ".join(f"{side} {', '.join(f'{a:.3f}' for a in own)}" for side, own in accuracy.items())
+    spread = max(statistics.stdev(of_side) for of_side in accuracy.values()) if len(seeds) > 1 else None
+    accuracies = "; ".join(f"{side} {', '.join(f'{a:.3f}' for a in of_side)}" for side, of_side in accuracy.items())
     limit = None if spread is None else Target(-spread, "at least")
-    rows.append(Row(names[1], statistics.fmean(gaps), limit, median_interval(gaps), "", said))
+    rows.append(Row(names[1], statistics.fmean(gaps), limit, median_interval(gaps), "", accuracies))
     return rows
 
 

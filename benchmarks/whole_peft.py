@@ -20,42 +20,42 @@ from datasets import load_dataset
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("model")
-    asked.add_argument("data", type=Path)
-    asked.add_argument("output", type=Path)
-    asked.add_argument("--epochs", type=int, default=3)
-    asked.add_argument("--seed", type=int, default=0)
-    given = asked.parse_args()
-    transformers.set_seed(given.seed)
-    files = {split: str(given.data / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    data = load_dataset("json", data_files=files, cache_dir=str(given.output / "cache"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("data", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    transformers.set_seed(options.seed)
+    files = {split: str(options.data / f"{split}.jsonl") for split in ("train", "validation", "test")}
+    data = load_dataset("json", data_files=files, cache_dir=str(options.output / "cache"))
     texts = [name for name in ("text", "pair") if name in data["train"].column_names]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 
     def encode(rows: dict[str, Any]) -> Any:
         return tokenizer(*(rows[name] for name in texts), truncation=True, max_length=128)
 
     data = data.map(encode, batched=True, remove_columns=texts)
     labels = len(set(data["train"]["label"]))
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(given.model, num_labels=labels)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=labels)
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=8))
     arguments = transformers.TrainingArguments(
-        output_dir=str(given.output), num_train_epochs=given.epochs, per_device_train_batch_size=32,
-        learning_rate=1e-3, seed=given.seed, eval_strategy="epoch", save_strategy="epoch", report_to="none",
+        output_dir=str(options.output), num_train_epochs=options.epochs, per_device_train_batch_size=32,
+        learning_rate=1e-3, seed=options.seed, eval_strategy="epoch", save_strategy="epoch", report_to="none",
         load_best_model_at_end=True, metric_for_best_model="accuracy", disable_tqdm=True,
     )  # fmt: skip
 
-    def accuracy(found: Any) -> dict[str, float]:
-        return {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))}
+    def accuracy(predicted: Any) -> dict[str, float]:
+        return {"accuracy": float(np.mean(predicted.predictions.argmax(-1) == predicted.label_ids))}
 
     trainer = transformers.Trainer(
         model, arguments, train_dataset=data["train"], eval_dataset=data["validation"], processing_class=tokenizer,
         data_collator=transformers.DataCollatorWithPadding(tokenizer), compute_metrics=accuracy,
     )  # fmt: skip
     trainer.train()
-    found = trainer.predict(data["test"]).metrics
-    (given.output / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    metrics = trainer.predict(data["test"]).metrics
+    (options.output / "found.json").write_text(json.dumps(metrics), encoding="utf-8")
 
 
 if __name__ == "__main__":

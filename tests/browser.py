@@ -28,7 +28,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 
 def executable() -> str | None:
-    return next((found for found in map(shutil.which, NAMES) if found), None)
+    return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 class Browser:

@@ -40,20 +40,20 @@ def outcome(cell: Mapping[str, Any], scores: Mapping[str, float], percent: float
 
 def nlu(models: tuple[str, ...] = ("minilm", "bert"), seeds: int = 3) -> list[Outcome]:
     """LN table 1 in small: a method that failed on a task, a seed that failed, a method not run on a task."""
-    rng, found = random.Random(1), []
+    rng, results = random.Random(1), []
     for model in models:
         for m, (method, percent) in enumerate(METHODS.items()):
             for t, (task, metric) in enumerate(TASKS.items()):
                 for seed in range(seeds):
                     cell = {"model": model, "task": task, "method": method, "seed": seed}
                     if method == "three_vectors" and task == "csqa":
-                        found.append(Outcome(cell, error="DeltuneError: three_vectors: no head for multiple choice"))
+                        results.append(Outcome(cell, error="DeltuneError: three_vectors: no head for multiple choice"))
                     elif method == "bitfit" and task == "cb" and seed == 1 and model == "minilm":
-                        found.append(Outcome(cell, error="Diverged: the loss is no number at step 40"))
+                        results.append(Outcome(cell, error="Diverged: the loss is no number at step 40"))
                     elif not (method == "lora(rank=16)" and task == "conll04" and model == "bert"):
                         value = 0.9 - 0.05 * t - 0.015 * ((m * 5) % 9) + rng.uniform(-0.006, 0.006)
-                        found.append(outcome(cell, {metric: value, "loss": 1 - value}, percent))
-    return found
+                        results.append(outcome(cell, {metric: value, "loss": 1 - value}, percent))
+    return results
 
 
 NLU = TableSpec(
@@ -65,15 +65,15 @@ NLU = TableSpec(
 
 
 def nlg() -> list[Outcome]:
-    rng, found = random.Random(2), []
+    rng, results = random.Random(2), []
     metrics = {"e2e": ("bleu", "meteor", "rougeL", "cider"), "samsum": ("rouge1", "rouge2", "rougeL"),
                "dart": ("bleu", "ter")}  # fmt: skip
     for m, (method, percent) in enumerate(METHODS.items()):
         for task, several in metrics.items():
             scores = {name: 60 - 4 * i - m + rng.uniform(-0.5, 0.5) for i, name in enumerate(several)}
             scores = {k: v / 100 if k == "meteor" else v / 30 if k == "cider" else v for k, v in scores.items()}
-            found.append(outcome({"task": task, "method": method, "seed": 0}, scores, percent))
-    return found
+            results.append(outcome({"task": task, "method": method, "seed": 0}, scores, percent))
+    return results
 
 
 NLG = TableSpec(
@@ -83,16 +83,16 @@ NLG = TableSpec(
 
 
 def times() -> list[Outcome]:
-    rng, found = random.Random(3), []
+    rng, results = random.Random(3), []
     for m, (method, percent) in enumerate(METHODS.items()):
         for task in ("sick", "sst2", "conll04"):
             cell = {"task": task, "method": method}
             step = 50 * (1 - 0.04 * m) + rng.uniform(-1, 1) if method != "full" else 60
             if (method, task) == ("bitfit", "sst2"):
-                found.append(Outcome(cell, error="out of memory"))
+                results.append(Outcome(cell, error="out of memory"))
             else:
-                found.append(outcome(cell, {"train_step": step, "forward": 20 + m}, percent, curve=()))
-    return found
+                results.append(outcome(cell, {"train_step": step, "forward": 20 + m}, percent, curve=()))
+    return results
 
 
 TIMES = Bars(
@@ -102,7 +102,7 @@ TIMES = Bars(
 
 
 def terms(layers: int = 12) -> list[Outcome]:
-    rng, found = random.Random(4), []
+    rng, results = random.Random(4), []
     for task in ("sick", "sst2", "cb", "csqa", "conll04"):
         for seed in range(2):
             changes = [
@@ -110,8 +110,8 @@ def terms(layers: int = 12) -> list[Outcome]:
                  "value": 0.002 * layer * (2 if term == "gain" else 1) * rng.uniform(0.7, 1.3)}
                 for layer in range(layers) for module in ("attention norm", "ffn norm") for term in ("gain", "bias")
             ]  # fmt: skip
-            found.append(outcome({"task": task, "seed": seed}, {"accuracy": 0.8}, extra={"changes": changes}))
-    return found
+            results.append(outcome({"task": task, "seed": seed}, {"accuracy": 0.8}, extra={"changes": changes}))
+    return results
 
 
 TERMS = HeatMap(
@@ -123,21 +123,21 @@ TERMS = HeatMap(
 
 
 def budget() -> list[Outcome]:
-    rng, found = random.Random(5), []
+    rng, results = random.Random(5), []
     sizes = {"full": {0: 100.0}, "bitfit": {0: 0.08}, "prefix": {30: 0.5, 200: 3.6, 512: 9.2},
              "adapter": {30: 0.6, 200: 3.4, 600: 7.2}, "lora": {30: 0.7, 200: 3.9, 600: 7.0}, "prompt": {100: 0.1},
              "parallel_adapter": {30: 0.62, 512: 6.1, 1024: 12.3}, "mam": {512: 6.7}}  # fmt: skip
     for task in ("xsum", "wmt16_enro"):
-        for m, (method, own) in enumerate(sizes.items()):
-            for size, percent in own.items():
+        for m, (method, percents) in enumerate(sizes.items()):
+            for size, percent in percents.items():
                 for seed in range(3):
                     score = 21.9 if method == "full" else 17 + m * 0.4 + percent * 0.2 + rng.uniform(-0.3, 0.3)
                     cell = {"task": task, "method": method, "size": size, "seed": seed}
                     if (method, size, seed) == ("lora", 600, 2):
-                        found.append(Outcome(cell, error="out of memory"))
+                        results.append(Outcome(cell, error="out of memory"))
                     else:
-                        found.append(outcome(cell, {"rouge2": score}, percent))
-    return found
+                        results.append(outcome(cell, {"rouge2": score}, percent))
+    return results
 
 
 BUDGET = Scatter(
@@ -165,14 +165,14 @@ REPRESENTATION = Scatter(title="Attention or FFN", y="rouge2", series=("at", "me
 
 
 def gap() -> list[Outcome]:
-    rng, found = random.Random(7), []
+    rng, results = random.Random(7), []
     for model, size in {"tiny": 4_400_000, "mini": 11_200_000, "small": 28_800_000, "base": 110_000_000}.items():
         for m, method in enumerate(("full", "lora", "adapter", "bitfit", "prompt")):
             for seed in range(3):
                 value = 0.92 - m * 0.25 / (size / 4e6) ** 0.7 + rng.uniform(-0.01, 0.01)
                 cell = {"model": model, "size": size, "method": method, "seed": seed}
-                found.append(outcome(cell, {"accuracy": value}))
-    return found
+                results.append(outcome(cell, {"accuracy": value}))
+    return results
 
 
 GAP = Curves(
@@ -196,7 +196,7 @@ STRUCTURE = Bars(
 
 
 def convergence() -> list[Outcome]:
-    found = []
+    results = []
     for kind, speed in {"adjacent": 90, "discrete": 220}.items():
         for seed in range(3):
             rng = random.Random(f"{kind}{seed}")
@@ -206,15 +206,15 @@ def convergence() -> list[Outcome]:
                 if step % 100 == 0:
                     score = 0.33 + 0.5 * (1 - 2.718 ** (-step / speed))
                     curve.append({"step": step, "eval_accuracy": score + rng.uniform(-0.02, 0.02), "eval_loss": 1.0})
-            found.append(outcome({"kind": kind, "seed": seed}, {"accuracy": 0.8}, curve=curve))
-    return found
+            results.append(outcome({"kind": kind, "seed": seed}, {"accuracy": 0.8}, curve=curve))
+    return results
 
 
 CONVERGENCE = Curves(title="Convergence", series="kind", reference_lines={"chance": 1 / 3})
 
 
 def thresholds() -> list[Outcome]:
-    found = []
+    results = []
     for model, shift in {"small": 0, "base": -0.4}.items():
         for m, method in enumerate(("lora", "adapter", "bitfit")):
             for i, n in enumerate((10, 100, 1_000, 10_000, 100_000, 1_000_000)):
@@ -224,10 +224,10 @@ def thresholds() -> list[Outcome]:
                         0.5 + 0.42 / (1 + 2.718 ** (-(i + shift * -1 - 2.2 - 0.2 * m) * 2)) + rng.uniform(-0.01, 0.01)
                     )
                     cell = {"model": model, "method": method, "N": n, "seed": seed}
-                    found.append(outcome(cell, {"accuracy": score}))
+                    results.append(outcome(cell, {"accuracy": score}))
             marks = {"low": (60 * (m + 1), 150 * (m + 1)), "high": (20_000 * (m + 1), 45_000 * (m + 1))}
-            found.append(outcome({"model": model, "method": method}, {}, extra=marks, curve=()))
-    return found
+            results.append(outcome({"model": model, "method": method}, {}, extra=marks, curve=()))
+    return results
 
 
 THRESHOLDS = Curves(

@@ -41,10 +41,10 @@ from deltune.studies.engine.timing import median_interval, paired_ratio, time_in
 
 def measured(rows: Iterable[Row]) -> list[Row]:
     """All of them, each with a figure or a reason."""
-    found = list(rows)
-    assert found and all(row.figure is not None or row.note.startswith("not measured: ") for row in found)
-    assert len({row.name for row in found}) == len(found)
-    return found
+    listed = list(rows)
+    assert listed and all(row.figure is not None or row.note.startswith("not measured: ") for row in listed)
+    assert len({row.name for row in listed}) == len(listed)
+    return listed
 
 
 # -- arithmetic
@@ -63,15 +63,15 @@ def test_few_rounds_give_their_whole_range() -> None:
 def test_ratios_are_of_the_same_round() -> None:
     """A round that was slow for both is no noise."""
     noise = [1.0, 4.0, 0.25, 1.0, 2.0, 8.0, 0.5]
-    found = paired_ratio([0.75 * x for x in noise], noise)
-    assert found.figure == found.low == found.high == 0.75 and found.rounds == 7
+    ratio = paired_ratio([0.75 * x for x in noise], noise)
+    assert ratio.figure == ratio.low == ratio.high == 0.75 and ratio.rounds == 7
 
 
 def test_each_round_has_an_order_of_its_own() -> None:
     def turns() -> list[str]:
         seen: list[str] = []
-        found = time_interleaved({name: partial(seen.append, name) for name in "abcdef"}, rounds=20, warm=1)
-        assert {len(own) for own in found.values()} == {20}
+        seconds = time_interleaved({name: partial(seen.append, name) for name in "abcdef"}, rounds=20, warm=1)
+        assert {len(of_case) for of_case in seconds.values()} == {20}
         return ["".join(seen[i : i + 6]) for i in range(0, len(seen), 6)]
 
     rounds = turns()
@@ -131,10 +131,10 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     path, here = tmp_path / "bench.json", {"cpu": "x"}
     with pytest.raises(KeyboardInterrupt):
         carry_out(pieces(True), Report.begin(path, here, pieces(True)), lambda piece: None)
-    told: list[str] = []
+    begun: list[str] = []
     report = Report.begin(path, here, pieces(False))
-    carry_out(pieces(False), report, lambda piece: told.append(piece.name))
-    assert done == ["a", "b", "c"] and told == ["b", "c"] and not report.left
+    carry_out(pieces(False), report, lambda piece: begun.append(piece.name))
+    assert done == ["a", "b", "c"] and begun == ["b", "c"] and not report.left
     assert [row.name for row in Report.read(path).all_rows()] == ["a", "b", "c"]
     assert set(Report.read(path).commits) == {"a", "b", "c"}  # each piece may be of another one
     one = pieces(False)[:1]
@@ -154,9 +154,9 @@ def test_parts_are_chosen_by_name() -> None:
     ]
     with pytest.raises(SystemExit, match="no part stps; the parts are adapterhub"):
         chosen(known, "stps")
-    every = [piece for own in known.values() for piece in own]
+    every = [piece for of_part in known.values() for piece in of_part]
     assert len({piece.name for piece in every}) == len(every)
-    assert all(piece.name.partition(":")[0] == name for name, own in known.items() for piece in own)
+    assert all(piece.name.partition(":")[0] == name for name, of_part in known.items() for piece in of_part)
 
 
 def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
         f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("summary", "steps", "mixed", "machine")
     )
     measured = Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows, commits={"steps: a": "1f", "life: b": "2e"})
-    found = report.written(page, measured)
-    assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in found and "steps as it was" not in found
-    assert "mixed as it was" in found and "gpu" not in found
-    assert "| x | ≤ 1 | 1 of 1 | 0.500 | 0.500 | 0.500 |\n" in found and "| y |" not in found
-    assert "| z | ≤ 2 | 1 of 3 | 1.000 | 3.000 | 9.000 |\n| z | ≤ 7 | 1 of 1 | 5.000 |" in found
-    assert "- cpu: Z80\n- commit: 1f (steps); 2e (life)\n" in found
-    assert report.written(found, measured) == found
+    text = report.written(page, measured)
+    assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in text and "steps as it was" not in text
+    assert "mixed as it was" in text and "gpu" not in text
+    assert "| x | ≤ 1 | 1 of 1 | 0.500 | 0.500 | 0.500 |\n" in text and "| y |" not in text
+    assert "| z | ≤ 2 | 1 of 3 | 1.000 | 3.000 | 9.000 |\n| z | ≤ 7 | 1 of 1 | 5.000 |" in text
+    assert "- cpu: Z80\n- commit: 1f (steps); 2e (life)\n" in text
+    assert report.written(text, measured) == text
 
 
 RESIDENT = """
@@ -192,9 +192,9 @@ def test_freed_memory_is_kept() -> None:
     """256 MiB are freed; what is resident afterwards, in MiB."""
 
     def resident(how: str) -> float:
-        asked = [sys.executable, "-c", RESIDENT, how]
-        own = subprocess.run(asked, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
-        return int(own.stdout) / 1024
+        command = [sys.executable, "-c", RESIDENT, how]
+        completed = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+        return int(completed.stdout) / 1024
 
     kept, given_back = resident("kept"), resident("given back")
     assert kept > 256 > 128 > given_back
@@ -222,8 +222,8 @@ def test_sides_share_their_frozen_weights(kind: str) -> None:
     shape = tiny(kind)
     like = build(shape)
     other = build(shape, like)
-    own = {name: tensor.data_ptr() for name, tensor in like.named_parameters()}
-    assert {name: tensor.data_ptr() for name, tensor in other.named_parameters()} == own
+    addresses = {name: tensor.data_ptr() for name, tensor in like.named_parameters()}
+    assert {name: tensor.data_ptr() for name, tensor in other.named_parameters()} == addresses
     padded, _ = batch(replace(shape, padded=True))
     assert padded["attention_mask"].sum() < padded["attention_mask"].numel()
 
@@ -265,8 +265,8 @@ def test_a_study_reads_its_backbone_once_a_worker_and_tokenises_once_a_task(tmp_
 
 
 def test_trunk(tmp_path: Path) -> None:
-    found = trunk.measure(str(parts.model(tmp_path / "model")), 40, 1, {"head": 10.0}, max_length=32)
-    assert measured(found)[0].note == "40 rows; 2 rounds"
+    results = trunk.measure(str(parts.model(tmp_path / "model")), 40, 1, {"head": 10.0}, max_length=32)
+    assert measured(results)[0].note == "40 rows; 2 rounds"
 
 
 def test_adapterhub_where_it_is_not(tmp_path: Path) -> None:

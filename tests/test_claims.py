@@ -47,14 +47,14 @@ def grid(
 ) -> list[Outcome]:
     """Outcomes of a full grid: accuracy `truth(cell)` with noise of seeds, on examples as hard for all of them."""
     axes = {"task": ("cb", "sick"), **axes}
-    found = []
+    results = []
     for labels in itertools.product(*axes.values()):
         for seed in range(seeds):
             cell = {**dict(zip(axes, labels, strict=True)), "seed": seed}
             generator = np.random.default_rng([draw, *str(cell).encode()])
             hard = np.random.default_rng([draw, *str(cell["task"]).encode()]).uniform(size=examples)
             right = (hard < truth(cell) + noise * generator.standard_normal()).astype(float)
-            found.append(
+            results.append(
                 Outcome(
                     cell=cell,
                     scores={"accuracy": float(right.mean())},
@@ -63,12 +63,14 @@ def grid(
                     extra={"parameters": SIZES.get(str(cell.get("model")), 1e7)},
                 )
             )
-    return found
+    return results
 
 
 def decided(form: Form, outcomes: list[Outcome], **options: Any) -> Finding:
-    (found,) = decide_claims([Claim("it is so", "here", form)], outcomes, options.pop("metric", "accuracy"), **options)
-    return found
+    (decision,) = decide_claims(
+        [Claim("it is so", "here", form)], outcomes, options.pop("metric", "accuracy"), **options
+    )
+    return decision
 
 
 def by_method(cell: Mapping[str, Any]) -> float:
@@ -122,21 +124,21 @@ FORMS: tuple[tuple[Form, list[Outcome], str], ...] = (
 
 @pytest.mark.parametrize(("form", "outcomes", "verdict"), FORMS)
 def test_a_form_is_decided_as_the_truth_is(form: Form, outcomes: list[Outcome], verdict: str) -> None:
-    found = decided(form, outcomes)
-    assert found.verdict == verdict, found
-    if found.interval and not found.comparisons:
-        low, high = found.interval
-        assert low < found.effect < high
+    decision = decided(form, outcomes)
+    assert decision.verdict == verdict, decision
+    if decision.interval and not decision.comparisons:
+        low, high = decision.interval
+        assert low < decision.effect < high
 
 
 @pytest.mark.parametrize(("form", "outcomes"), [(form, outcomes) for form, outcomes, _ in FORMS])
 def test_one_seed_decides_nothing_but_counts(form: Form, outcomes: list[Outcome]) -> None:
-    found = decided(form, [o for o in outcomes if o.cell["seed"] == 0])
+    decision = decided(form, [o for o in outcomes if o.cell["seed"] == 0])
     if isinstance(form, FewerParameters):
-        assert found.verdict != "undecided"
+        assert decision.verdict != "undecided"
     else:
-        assert found.verdict == "undecided"
-        assert "no claim from one seed" in found.note
+        assert decision.verdict == "undecided"
+        assert "no claim from one seed" in decision.note
 
 
 def test_one_seed_in_one_setting_is_enough_to_say_nothing() -> None:
@@ -153,22 +155,22 @@ def failing(outcomes: list[Outcome], **cell: Any) -> list[Outcome]:
 
 @pytest.mark.parametrize(("form", "outcomes"), [(form, outcomes) for form, outcomes, _ in FORMS])
 def test_a_failed_cell_is_told_and_nothing_is_decided(form: Form, outcomes: list[Outcome]) -> None:
-    found = decided(form, failing(outcomes, method="a", seed=0))
-    assert found.verdict == "undecided" and found.effect is None
-    assert "failed: task=cb, method=a" in found.note
-    assert "diverged at step 3" in found.note and "more\n" not in found.note
+    decision = decided(form, failing(outcomes, method="a", seed=0))
+    assert decision.verdict == "undecided" and decision.effect is None
+    assert "failed: task=cb, method=a" in decision.note
+    assert "diverged at step 3" in decision.note and "more\n" not in decision.note
 
 
 def test_a_cell_that_waits_is_told_apart() -> None:
     waiting = [replace(o, error="not run yet", waiting=True) if o.cell["seed"] == 0 else o for o in METHODS]
-    found = decided(FORMS[0][0], waiting)
-    assert found.verdict == "undecided" and "waiting: " in found.note and "failed" not in found.note
+    decision = decided(FORMS[0][0], waiting)
+    assert decision.verdict == "undecided" and "waiting: " in decision.note and "failed" not in decision.note
 
 
 def test_a_missing_cell_is_told() -> None:
     kept = [o for o in METHODS if o.cell != {"task": "cb", "method": "b", "seed": 2}]
-    found = decided(Beats(A, B), kept)
-    assert (found.verdict, found.note) == ("undecided", "missing: task=cb, method=b, seed=2")
+    decision = decided(Beats(A, B), kept)
+    assert (decision.verdict, decision.note) == ("undecided", "missing: task=cb, method=b, seed=2")
     lacking = [o for o in METHODS if not (o.cell["method"] == "b" and o.cell["task"] == "cb")]
     assert "nothing has method=b at task=cb" in decided(Beats(A, B), lacking).note
     assert decided(Beats({"method": "x"}, {"method": "y"}), METHODS).note == (
@@ -180,8 +182,8 @@ def test_a_missing_cell_is_told() -> None:
 
 def test_off_leaves_out_what_a_claim_is_not_about() -> None:
     lacking = [o for o in METHODS if not (o.cell["method"] == "b" and o.cell["task"] == "cb")]
-    (found,) = decide_claims([Claim("", "", Beats(A, B), exclude={"task": ("cb",)})], lacking, "accuracy")
-    assert (found.verdict, found.n_pairs) == ("holds", 3)
+    (decision,) = decide_claims([Claim("", "", Beats(A, B), exclude={"task": ("cb",)})], lacking, "accuracy")
+    assert (decision.verdict, decision.n_pairs) == ("holds", 3)
 
 
 def test_what_was_said_of_smallest_and_largest_needs_two() -> None:
@@ -200,14 +202,14 @@ def test_holm_is_over_the_claims_of_a_study() -> None:
         Claim("", "", Beats(A, C)),
         Claim("", "", Beats(C, {"method": "full"})),
     ] * 5
-    together = decide_claims(claims, outcomes, "accuracy")
+    decisions = decide_claims(claims, outcomes, "accuracy")
     alone = decided(Beats(A, B), outcomes)
-    assert alone.p == pytest.approx(together[0].p) == pytest.approx(alone.p_adjusted)
-    assert together[0].p_adjusted == pytest.approx(min(1.0, 11 * alone.p))
-    assert together[0].interval[0] < alone.interval[0] and together[0].interval[1] > alone.interval[1]
-    for found in together:
-        excluded = found.interval[0] > 0 or found.interval[1] < 0
-        assert (found.p_adjusted <= 0.05) == excluded == (found.verdict != "undecided")
+    assert alone.p == pytest.approx(decisions[0].p) == pytest.approx(alone.p_adjusted)
+    assert decisions[0].p_adjusted == pytest.approx(min(1.0, 11 * alone.p))
+    assert decisions[0].interval[0] < alone.interval[0] and decisions[0].interval[1] > alone.interval[1]
+    for decision in decisions:
+        excluded = decision.interval[0] > 0 or decision.interval[1] < 0
+        assert (decision.p_adjusted <= 0.05) == excluded == (decision.verdict != "undecided")
 
 
 def test_claims_that_could_not_be_tested_cost_nothing() -> None:
@@ -234,8 +236,8 @@ def test_a_study_without_differences_is_seldom_wrong() -> None:
 
 def test_without_examples_seeds_alone_decide() -> None:
     bare = [replace(o, examples={}) for o in METHODS]
-    found = decided(Beats(A, B), bare)
-    assert found.verdict == "holds" and "seeds alone" in found.note
+    decision = decided(Beats(A, B), bare)
+    assert decision.verdict == "holds" and "seeds alone" in decision.note
     assert "seeds and examples" in decided(Beats(A, B), METHODS).note
     wrong = [replace(o, examples={"accuracy": [0.0, 1.0]}) for o in METHODS]  # not what the score is the mean of
     assert "seeds alone" in decided(Beats(A, B), wrong).note
@@ -247,8 +249,8 @@ def test_examples_of_two_tasks_are_no_pairs() -> None:
 
 def test_the_same_of_every_seed_is_no_evidence() -> None:
     same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
-    found = decided(Beats(A, B), same)
-    assert found.verdict == "undecided" and found.note == "every seed gave the same (10): no spread to judge by"
+    decision = decided(Beats(A, B), same)
+    assert decision.verdict == "undecided" and decision.note == "every seed gave the same (10): no spread to judge by"
 
 
 def test_lower_scores_are_better_where_it_is_said() -> None:
@@ -270,8 +272,8 @@ def test_each_task_may_have_its_metric() -> None:
         replace(o, scores={"entity_f1": o.scores["accuracy"]}, examples={}) if o.cell["task"] == "cb" else o
         for o in METHODS
     ]
-    found = decided(Beats(A, B), mixed, metric={"cb": "entity_f1", "sick": "accuracy"})
-    assert found.verdict == "holds" and found.effect == pytest.approx(10, abs=3)
+    decision = decided(Beats(A, B), mixed, metric={"cb": "entity_f1", "sick": "accuracy"})
+    assert decision.verdict == "holds" and decision.effect == pytest.approx(10, abs=3)
 
 
 def test_two_outcomes_of_one_cell_are_refused() -> None:
@@ -325,12 +327,12 @@ def test_models_of_one_task_share_its_test_split(monkeypatch: pytest.MonkeyPatch
 
 def curves(fast: str, seeds: int = 4) -> list[Outcome]:
     """The fast structure rises twice as quickly to the same value; both from 0.5."""
-    found = []
+    results = []
     for structure, seed in itertools.product(("adjacent", "discrete"), range(seeds)):
         pace = (100 if structure == fast else 200) * (1 + 0.05 * seed * (structure == fast))
         curve = [{"step": s, "eval_accuracy": 0.5 + 0.4 * (1 - 2 ** (-s / pace))} for s in range(10, 2010, 10)]
-        found.append(Outcome({"structure": structure, "seed": seed}, curve=[*curve, {"step": 5, "loss": 1.0}]))
-    return found
+        results.append(Outcome({"structure": structure, "seed": seed}, curve=[*curve, {"step": 5, "loss": 1.0}]))
+    return results
 
 
 def test_fewer_steps_to_converge() -> None:
@@ -381,8 +383,8 @@ def test_ranks_are_among_all_methods_over_all_metrics() -> None:
     outcomes = [
         replace(o, scores=ranked(o.cell, o.cell["seed"]), examples={}) for o in METHODS if o.cell["method"] != "full"
     ]
-    found = decided(Beats(A, C, measurement=RANK), outcomes)
-    assert found.unit == "ranks" and found.effect == pytest.approx((2 + 2 + 0) / 3)
+    decision = decided(Beats(A, C, measurement=RANK), outcomes)
+    assert decision.unit == "ranks" and decision.effect == pytest.approx((2 + 2 + 0) / 3)
     broken = failing(outcomes, task="cb", method="b", seed=1)
     assert "no rank: metrics are missing of b" in decided(Beats(A, C, measurement=RANK), broken).note
 
@@ -400,8 +402,10 @@ def test_changes_of_terms_are_cells() -> None:
     ]  # fmt: skip
     claims = CLAIMS["ln/terms"][:2]
     assert [f.verdict for f in decide_claims(claims, outcomes, "accuracy")] == ["holds", "holds"]
-    found = decide_claims(claims, failing(outcomes, seed=1), "accuracy")
-    assert {f.verdict for f in found} == {"undecided"} and all("failed: task=cb, seed=1" in f.note for f in found)
+    decisions = decide_claims(claims, failing(outcomes, seed=1), "accuracy")
+    assert {f.verdict for f in decisions} == {"undecided"} and all(
+        "failed: task=cb, seed=1" in f.note for f in decisions
+    )
 
 
 def test_transfer_is_relative_to_the_targets_own() -> None:
@@ -418,8 +422,8 @@ def test_transfer_is_relative_to_the_targets_own() -> None:
         replace(o, scores={"accuracy": o.scores["accuracy"] + 0.001 * (sum(map(ord, str(o.cell))) % 7)})
         for o in outcomes
     ]
-    found = decided(Beats(same, other, measurement=RELATIVE), spread)
-    assert found.verdict == "holds" and found.effect == pytest.approx(100 * 0.3 / 0.9, abs=2)
+    decision = decided(Beats(same, other, measurement=RELATIVE), spread)
+    assert decision.verdict == "holds" and decision.effect == pytest.approx(100 * 0.3 / 0.9, abs=2)
 
 
 STUDIES = {  # axes that a study has; enough for its claims to be about existing cells
@@ -452,10 +456,10 @@ STUDIES = {  # axes that a study has; enough for its claims to be about existing
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_papers_claims_can_be_tested_on_its_study(study: str) -> None:
     outcomes = grid(lambda cell: 0.7, noise=0.03, examples=50, **STUDIES[study])
-    for found in decide_claims(CLAIMS[study], outcomes, "accuracy"):
-        tested = found.p is not None or "without a test" in found.note
-        assert tested, (found.claim.text, found.note)
-        assert found.claim.text and found.claim.source
+    for decision in decide_claims(CLAIMS[study], outcomes, "accuracy"):
+        tested = decision.p is not None or "without a test" in decision.note
+        assert tested, (decision.claim.text, decision.note)
+        assert decision.claim.text and decision.claim.source
 
 
 def test_every_study_has_claims() -> None:

@@ -44,18 +44,18 @@ def deltune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
             code: Any = 0
         except SystemExit as stop:
             code = stop.code
-        told = capsys.readouterr()
-        assert "Traceback" not in told.err
-        return Told(int(code or 0), told.out, told.err)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Told(int(code or 0), captured.out, captured.err)
 
     return run
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("tiny")
-    tiny.spec(found)
-    return found
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.spec(folder)
+    return folder
 
 
 def options(root: Path, **changes: object) -> list[object]:
@@ -73,13 +73,13 @@ def names(folder: Path) -> set[str]:
 
 def test_inspect(deltune: Command, root: Path) -> None:
     assert "layer 1" in deltune("inspect", root / "model").out
-    found = json.loads(deltune("inspect", root / "model" / "config.json", "--json").out)
-    assert found["family"] == "bert" and len(found["layers"]) == 2
+    facts = json.loads(deltune("inspect", root / "model" / "config.json", "--json").out)
+    assert facts["family"] == "bert" and len(facts["layers"]) == 2
 
 
 def test_methods(deltune: Command) -> None:
-    told = deltune("methods").out
-    assert all(name in told for name in ("layernorm", "prefix", "lora", "mam"))
+    output = deltune("methods").out
+    assert all(name in output for name in ("layernorm", "prefix", "lora", "mam"))
     page = deltune("methods", "prefix").out
     assert "prefix(length=16" in page and "UV eq. 5" in page and "0.01" in page and "example: deltune count" in page
     assert json.loads(deltune("methods", "lora", "--json").out)["rate"] == 1e-3
@@ -90,13 +90,13 @@ def test_methods(deltune: Command) -> None:
 
 def test_every_example_can_be_counted(deltune: Command, root: Path) -> None:
     for name, fact in json.loads(deltune("methods", "--json").out).items():
-        told = deltune("count", root / "model", fact["example"])
-        assert told.code == 0 and name in fact["example"], told.err
+        result = deltune("count", root / "model", fact["example"])
+        assert result.code == 0 and name in fact["example"], result.err
 
 
 def test_count(deltune: Command, root: Path) -> None:
-    told = json.loads(deltune("count", root / "model", "lora(rank=2)", "--json").out)
-    assert told["method"] == 2 * 2 * (32 * 2 + 2 * 32) and told["denominator"] == "model"
+    counts = json.loads(deltune("count", root / "model", "lora(rank=2)", "--json").out)
+    assert counts["method"] == 2 * 2 * (32 * 2 + 2 * 32) and counts["denominator"] == "model"
     assert json.loads(deltune("count", root / "model", "head", "--denominator", 100, "--json").out)["percent"] == 0
     assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
 
@@ -106,9 +106,9 @@ def test_count(deltune: Command, root: Path) -> None:
 
 def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    told = deltune("train", *options(root, output=run), "--json")
-    assert told.code == 0, told.err
-    assert json.loads(told.out) == RunDir(run).metrics.as_json()
+    result = deltune("train", *options(root, output=run), "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out) == RunDir(run).metrics.as_json()
     again = deltune("train", *options(root, output=run))
     assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
 
@@ -117,13 +117,13 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert "test" in deltune("evaluate", run, "--split", "test", "--output", tmp_path / "out").out
     assert names(tmp_path / "out") == {"test.jsonl"}
 
-    found = json.loads(deltune("predict", run, "--text", "a plum", "--text", "[b]the[/b] saw", "--json").out)
-    assert [row["input"] for row in found] == ["a plum", "[b]the[/b] saw"]
-    assert set(found[0]) == {"id", "input", "prediction", "scores"}
+    predictions = json.loads(deltune("predict", run, "--text", "a plum", "--text", "[b]the[/b] saw", "--json").out)
+    assert [row["input"] for row in predictions] == ["a plum", "[b]the[/b] saw"]
+    assert set(predictions[0]) == {"id", "input", "prediction", "scores"}
     assert "[b]the[/b] saw" in deltune("predict", run, "--text", "[b]the[/b] saw").out
 
-    told = deltune("merge", run, "--to", tmp_path / "plain")
-    assert told.code == 0 and "model.safetensors" in names(tmp_path / "plain")
+    result = deltune("merge", run, "--to", tmp_path / "plain")
+    assert result.code == 0 and "model.safetensors" in names(tmp_path / "plain")
 
 
 def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_every_field_of_the_config_is_an_option(deltune: Command, root: Path, tm
     }  # fmt: skip
     settings = [f"{'.'.join(PLACES[name.replace('-', '_')])}={value}" for name, value in values.items()]
     both = [(values, []), ({}, [part for item in settings for part in ("--set", item)])]
-    for i, (given, more) in enumerate(both):
-        assert deltune("train", *options(root, output=tmp_path / f"{i}", **given), *more).code == 0
+    for i, (by_option, more) in enumerate(both):
+        assert deltune("train", *options(root, output=tmp_path / f"{i}", **by_option), *more).code == 0
         config = RunDir(tmp_path / f"{i}").config
         assert (config.optim.adam_betas, config.optim.adam_epsilon, config.data.test_rows) == ((0.9, 0.98), 1e-6, 5)
         assert len(RunDir(tmp_path / f"{i}").environment["data"]["labels"]) == 2
@@ -166,16 +166,16 @@ def test_print_config(deltune: Command, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: m\ndata: {source: d, columns: [text, label]}\noptim: {lr: 0.5}\nmethod: layernorm\n")
     more = ["--lr", "null", "--set", "generation.template={source}", "--set", "evaluation.metric_options={bleu: {}}"]
-    told = deltune("train", file, "--output", tmp_path / "run", "--print-config", *more)
-    assert told.code == 0 and not told.err and names(tmp_path) == {"run.yaml"}
-    values = yaml.safe_load(told.out)
+    result = deltune("train", file, "--output", tmp_path / "run", "--print-config", *more)
+    assert result.code == 0 and not result.err and names(tmp_path) == {"run.yaml"}
+    values = yaml.safe_load(result.out)
     assert {section: set(fields) for section, fields in values.items()} == {
         section: set(kind.model_fields) for section, kind in SECTIONS.items()
     }
     assert values["optim"]["lr"] == 1e-2, "the rate of the method"
     assert values["generation"]["template"] == "{source}" and values["data"]["columns"] == ["text", "label"]
-    file.write_text(told.out)
-    assert deltune("train", file, "--print-config").out == told.out
+    file.write_text(result.out)
+    assert deltune("train", file, "--print-config").out == result.out
 
 
 @pytest.mark.parametrize(
@@ -190,27 +190,27 @@ def test_print_config(deltune: Command, tmp_path: Path) -> None:
 )
 def test_wrong_settings(settings: list[str], match: str, deltune: Command, tmp_path: Path) -> None:
     more = [part for item in settings for part in ("--set", item)]
-    told = deltune("train", "--model", "m", "--data", "d", "--method", "head", "--output", tmp_path / "run", *more)
-    assert told.code == 2 and match in told.err and not names(tmp_path)
+    result = deltune("train", "--model", "m", "--data", "d", "--method", "head", "--output", tmp_path / "run", *more)
+    assert result.code == 2 and match in result.err and not names(tmp_path)
 
 
 def test_the_help_of_train_fits_two_screens(deltune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The common options, by section; and no other."""
     monkeypatch.setenv("COLUMNS", "100")
-    told = deltune("train", "--help")
-    assert told.code == 0 and len(told.out.splitlines()) <= 100
+    result = deltune("train", "--help")
+    assert result.code == 0 and len(result.out.splitlines()) <= 100
     for part in ("--lr", "--set", "--print-config", *(f"─ {section} ─" for section in SECTIONS)):
-        assert part in told.out, part
-    assert "--adam-betas" not in told.out
+        assert part in result.out, part
+    assert "--adam-betas" not in result.out
 
 
 def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
     (tmp_path / "texts.txt").write_text("a plum\n\nthe saw\n")
-    told = deltune("predict", run, "--file", tmp_path / "texts.txt", "--output", tmp_path / "new" / "out.jsonl")
+    result = deltune("predict", run, "--file", tmp_path / "texts.txt", "--output", tmp_path / "new" / "out.jsonl")
     rows = tiny.objects(tmp_path / "new" / "out.jsonl")
-    assert told.code == 0 and not told.out and [row["input"] for row in rows] == ["a plum", "the saw"]
+    assert result.code == 0 and not result.out and [row["input"] for row in rows] == ["a plum", "the saw"]
     assert [row["id"] for row in rows] == ["1", "3"]
     table = deltune("predict", run, "--file", root / "data" / "test.jsonl", "--json")
     assert len(json.loads(table.out)) == 24
@@ -252,8 +252,8 @@ BAD_DATA = {
 def test_bad_data(case: str, deltune: Command, root: Path, tmp_path: Path) -> None:
     files, more, match = BAD_DATA[case]
     data = broken(root, tmp_path / "data", **files)
-    told = deltune("train", *options(root, data=data, output=tmp_path / "run", **more))
-    assert told.code == 2 and match in told.err and not told.out
+    result = deltune("train", *options(root, data=data, output=tmp_path / "run", **more))
+    assert result.code == 2 and match in result.err and not result.out
     assert names(tmp_path) == {"data"}, "nothing half-written"
 
 
@@ -276,8 +276,8 @@ def test_bad_data(case: str, deltune: Command, root: Path, tmp_path: Path) -> No
     ids=str,
 )
 def test_bad_options(change: dict[str, object], match: str, deltune: Command, root: Path, tmp_path: Path) -> None:
-    told = deltune("train", *options(root, output=tmp_path / "run", **change))
-    assert told.code == 2 and match in told.err and not told.out
+    result = deltune("train", *options(root, output=tmp_path / "run", **change))
+    assert result.code == 2 and match in result.err and not result.out
     assert names(tmp_path) == set(), "nothing half-written"
 
 
@@ -288,63 +288,63 @@ def test_a_family_that_is_unknown(deltune: Command, tmp_path: Path) -> None:
         if command[0] == "train":
             tiny.data(tmp_path / "data")
             more = ["--data", str(tmp_path / "data"), "--method", "head", "--output", str(tmp_path / "run")]
-        told = deltune(*command, tmp_path, *more)
-        assert told.code == 2 and "unknown model_type 'brt'" in told.err and "'bert'" in told.err, told.err
+        result = deltune(*command, tmp_path, *more)
+        assert result.code == 2 and "unknown model_type 'brt'" in result.err and "'bert'" in result.err, result.err
     assert not (tmp_path / "run").exists()
 
 
 def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: m\nmethod: lroa\nepoch: 3\nbatch_size: 0\n")
-    told = deltune("train", path, "--output", tmp_path / "run")
-    assert told.code == 2 and "4 problems" in told.err
+    result = deltune("train", path, "--output", tmp_path / "run")
+    assert result.code == 2 and "4 problems" in result.err
     for part in ("data is missing", "'lora'", "Did you mean 'epochs'", "batch_size"):
-        assert part in told.err, part
+        assert part in result.err, part
     assert "--output" in deltune("train", "--model", "m", "--data", "d", "--method", "head").err
 
 
 def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None:
     for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--to", tmp_path / "x"]):
-        told = deltune(*command, root / "model")
-        assert told.code == 2 and "spec.yaml is missing" in told.err
-    told = deltune("train", *options(root, output=root / "data"))
-    assert told.code == 2 and "is not a RUN folder" in told.err
+        result = deltune(*command, root / "model")
+        assert result.code == 2 and "spec.yaml is missing" in result.err
+    result = deltune("train", *options(root, output=root / "data"))
+    assert result.code == 2 and "is not a RUN folder" in result.err
 
 
 def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
-    told = deltune("export", run, "--to", tmp_path / "peft")
-    assert told.code == 0 and "written for peft" in told.out, told.err
+    result = deltune("export", run, "--to", tmp_path / "peft")
+    assert result.code == 0 and "written for peft" in result.out, result.err
     assert names(tmp_path / "peft") == {"adapter_config.json", "adapter_model.safetensors"}
-    told = deltune("import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "ours", "--json")
-    assert told.code == 0, told.err
-    assert json.loads(told.out)["method"] == "lora(rank=2)" and names(tmp_path / "ours") == names(run / "delta")
+    result = deltune("import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "ours", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["method"] == "lora(rank=2)" and names(tmp_path / "ours") == names(run / "delta")
     before, after = (load_file(folder / "delta.safetensors") for folder in (run / "delta", tmp_path / "ours"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
     folder = Path(__file__).parent / "peers" / "adapterhub" / "bert"
-    told = deltune("import", folder / "seq_bn", "--model", folder / "base", "--output", tmp_path / "hub")
-    assert told.code == 0 and told.out.startswith("adapter(style='pfeiffer', rank=2, bias=True)"), told.err
+    result = deltune("import", folder / "seq_bn", "--model", folder / "base", "--output", tmp_path / "hub")
+    assert result.code == 0 and result.out.startswith("adapter(style='pfeiffer', rank=2, bias=True)"), result.err
     facts = json.loads((tmp_path / "hub" / "delta.json").read_text())
     assert facts["head"]["tensors"] == ["classifier.weight", "classifier.bias"]
     assert len(facts["labels"]["id2label"]) == 3
 
-    told = deltune("export", run, "--to", tmp_path / "other", "--format", "gguf")
-    assert told.code == 2 and "unknown format" in told.err
-    told = deltune("import", run, "--model", root / "model", "--output", tmp_path / "other")
-    assert told.code == 2 and "no adapter_config.json" in told.err
-    told = deltune(
+    result = deltune("export", run, "--to", tmp_path / "other", "--format", "gguf")
+    assert result.code == 2 and "unknown format" in result.err
+    result = deltune("import", run, "--model", root / "model", "--output", tmp_path / "other")
+    assert result.code == 2 and "no adapter_config.json" in result.err
+    result = deltune(
         "import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "other", "--kind", "?"
     )
-    assert told.code == 2 and "unknown kind" in told.err
+    assert result.code == 2 and "unknown kind" in result.err
     assert not (tmp_path / "other").exists()
 
 
 def test_what_cannot_be_merged(deltune: Command, root: Path, tmp_path: Path) -> None:
     deltune("train", *options(root, method="prefix(length=2)", output=tmp_path / "run", **{"max-train-rows": 8}))
-    told = deltune("merge", tmp_path / "run", "--to", tmp_path / "plain")
-    assert told.code == 2 and "cannot be merged" in told.err and names(tmp_path) == {"run"}
+    result = deltune("merge", tmp_path / "run", "--to", tmp_path / "plain")
+    assert result.code == 2 and "cannot be merged" in result.err and names(tmp_path) == {"run"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["train", "--lrr", "3"], ["count", "minilm"]])
@@ -360,9 +360,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_loads_no_torch() -> None:
-    told = python("-X", "importtime", "-m", "deltune", "--help")
-    loaded = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
-    assert told.returncode == 0 and "quickstart" in told.stdout
+    completed = python("-X", "importtime", "-m", "deltune", "--help")
+    loaded = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
+    assert completed.returncode == 0 and "quickstart" in completed.stdout
     assert "typer" in loaded and not loaded & {"torch", "transformers", "pydantic"}
 
 
@@ -373,8 +373,8 @@ def test_importing_loads_no_torch() -> None:
 
 def test_a_closed_pipe_is_no_traceback() -> None:
     shell = f"{sys.executable} -m deltune methods | true"
-    told = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
-    assert "Traceback" not in told.stderr and "Exception" not in told.stderr
+    completed = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
+    assert "Traceback" not in completed.stderr and "Exception" not in completed.stderr
 
 
 def full_disk(size: str) -> list[str] | None:
@@ -397,9 +397,11 @@ def test_a_full_disk(size: str, root: Path) -> None:
     train = [sys.executable, "-m", "deltune", "train", *map(str, options(root, method="full", output="/mnt/run"))]
     shell = ["sh", "-c", '"$@"; code=$?; ls -A /mnt /mnt/run; exit $code', "sh"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = subprocess.run([*prefix, *shell, *train], capture_output=True, text=True, check=False, env=environment)
-    assert told.returncode == 2 and "no space left" in told.stderr and "Traceback" not in told.stderr, told.stderr
-    left = {name for name in told.stdout.split() if not name.endswith(":")} - {"run"}
+    completed = subprocess.run([*prefix, *shell, *train], capture_output=True, text=True, check=False, env=environment)
+    assert completed.returncode == 2 and "no space left" in completed.stderr and "Traceback" not in completed.stderr, (
+        completed.stderr
+    )
+    left = {name for name in completed.stdout.split() if not name.endswith(":")} - {"run"}
     assert left <= set(CONTENTS) - {"metrics.json"}, "nothing torn"
 
 

@@ -48,13 +48,13 @@ class Here:
         self.given.append(job.name)
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
-        found = []
+        answered = []
         for i, job in enumerate(self.at):
             if job is not None:
                 self.at[i] = None
                 self.hook(job)
-                found.append((i, execute_safely(job, self.runs, self.parts)))
-        return found
+                answered.append((i, execute_safely(job, self.runs, self.parts)))
+        return answered
 
     def close(self) -> None:
         pass
@@ -199,8 +199,8 @@ def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
     pool._pipes, pool._processes, pool._jobs = [ours], [Ended()], [of(1)[0]]
     pool._start = lambda: (ours, Ended())  # type: ignore[method-assign]
     ours.recv_bytes()
-    ((_, found),) = pool.poll(1.0)
-    assert found.worker_died
+    ((_, outcome),) = pool.poll(1.0)
+    assert outcome.worker_died
 
 
 def test_a_plan_that_learns(tmp_path: Path) -> None:
@@ -277,19 +277,21 @@ def whole(root: Path) -> dict[str, Any]:
         return {r.name: scores(r) for r in file.records()}
 
 
-def scores(found: JobRecord) -> Any:
-    assert found.result is not None
-    return found.result["scores"], found.result["examples"], found.result["curve"][-1]
+def scores(record: JobRecord) -> Any:
+    assert record.result is not None
+    return record.result["scores"], record.result["examples"], record.result["curve"][-1]
 
 
 def test_what_a_run_answers(root: Path, whole: dict[str, Any]) -> None:
     with ResultStore(root / "whole.sqlite") as file:
-        for found in file.records():
-            assert found.result is not None
-            outcome = Outcome({}, found.spec, found.result["scores"], found.result["count"], found.result["examples"])
+        for record in file.records():
+            assert record.result is not None
+            outcome = Outcome(
+                {}, record.spec, record.result["scores"], record.result["count"], record.result["examples"]
+            )
             examples = outcome.examples["accuracy"]
             assert len(examples) == 24 and sum(examples) / 24 == pytest.approx(outcome.scores["accuracy"])
-            assert [line["step"] for line in found.result["curve"] if "eval_loss" in line] == [6, 12]
+            assert [line["step"] for line in record.result["curve"] if "eval_loss" in line] == [6, 12]
 
 
 SCRIPT = """
@@ -416,7 +418,7 @@ def test_equal_counts(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"methods": ["lorra", "layernorm"], "tasks": {"x": {"task": "sikc"}}}, "Did you mean 'lora'"),
         ({"options": {"epoch": 3}}, "Did you mean 'epochs'"),
@@ -432,6 +434,6 @@ def test_equal_counts(root: Path) -> None:
         ({"axes": {"rate": {"low\x00": {"lr": 1e-4}}}}, "axes rate: .* is not a label"),
     ],
 )
-def test_what_is_wrong_with_a_grid(changes: dict[str, Any], said: str, root: Path) -> None:
-    with pytest.raises(DeltuneError, match=said):
+def test_what_is_wrong_with_a_grid(changes: dict[str, Any], message: str, root: Path) -> None:
+    with pytest.raises(DeltuneError, match=message):
         study(root, **changes).cells()

@@ -39,9 +39,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def test_a_run_gives_its_own_numbers_again(run: RunDir, tmp_path: Path) -> None:
-    found = evaluate(run.folder, output=tmp_path)
-    assert found == {split: run.metrics.scores[split] for split in ("validation", "test")}
-    for split in found:
+    scores = evaluate(run.folder, output=tmp_path)
+    assert scores == {split: run.metrics.scores[split] for split in ("validation", "test")}
+    for split in scores:
         assert (tmp_path / f"{split}.jsonl").read_text() == (run.predictions / f"{split}.jsonl").read_text()
 
 
@@ -49,8 +49,8 @@ def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -
     shutil.copytree(run.folder, tmp_path / "copy")
     spec = (tmp_path / "copy" / "spec.yaml").read_text()
     (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.config.model.name, "/nowhere"))
-    wanted = {s: {n: v for n, v in run.metrics.scores[s].items() if n != "loss"} for s in ("validation", "test")}
-    assert rescore(tmp_path / "copy") == wanted
+    expected = {s: {n: v for n, v in run.metrics.scores[s].items() if n != "loss"} for s in ("validation", "test")}
+    assert rescore(tmp_path / "copy") == expected
     assert set(rescore(tmp_path / "copy", ["f1_macro"])["test"]) == {"f1_macro"}
     with pytest.raises(DeltuneError, match="classification cannot be measured by bleu; it can by accuracy"):
         rescore(tmp_path / "copy", ["bleu"])
@@ -92,9 +92,9 @@ def test_splits_that_are_not_there(run: RunDir, pairs: RunDir) -> None:
 
 def test_predictions_are_those_of_the_evaluation(run: RunDir) -> None:
     rows = tiny.objects(run.predictions / "test.jsonl")
-    found = predict(run.folder, [row["input"] for row in rows])
-    assert [answer["label"] for answer in found] == [row["prediction"] for row in rows]
-    assert found[0]["scores"] == pytest.approx(rows[0]["scores"])
+    answers = predict(run.folder, [row["input"] for row in rows])
+    assert [answer["label"] for answer in answers] == [row["prediction"] for row in rows]
+    assert answers[0]["scores"] == pytest.approx(rows[0]["scores"])
 
 
 def test_a_model_is_loaded_once_for_many_calls(run: RunDir) -> None:
@@ -127,8 +127,8 @@ def test_texts_of_several_runs_in_one_batch(run: RunDir, tmp_path: Path) -> None
         assert mixed[i]["label"] == alone[name][i]["label"]
         assert mixed[i]["scores"] == pytest.approx(alone[name][i]["scores"], abs=1e-5)
     assert predict(both, texts) == alone["one"]
-    for wrong, told in ((names[:2], "of 2 texts, and there are 9"), (["thre"] * 9, "'thre'")):
-        with pytest.raises(DeltuneError, match=told):
+    for wrong, message in ((names[:2], "of 2 texts, and there are 9"), (["thre"] * 9, "'thre'")):
+        with pytest.raises(DeltuneError, match=message):
             predict(both, texts, rows=wrong)
 
 
@@ -152,8 +152,8 @@ def test_merged_it_is_a_plain_checkpoint(run: RunDir, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [row["text"] for row in tiny.sentences(6, 9)]
     with torch.no_grad():
-        found = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
-    for row, answer in zip(found, predict(run.folder, texts), strict=True):
+        probabilities = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
+    for row, answer in zip(probabilities, predict(run.folder, texts), strict=True):
         assert row.tolist() == pytest.approx(list(answer["scores"].values()), abs=1e-5)
     assert model.config.id2label == {0: "beast", 1: "fruit", 2: "tool"}
     assert not [name for name in model.state_dict() if "deltune" in name]
@@ -170,8 +170,8 @@ def test_what_cannot_be_merged(pairs: RunDir, tmp_path: Path) -> None:
 def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.txt").write_text("one\n\nthree\n", encoding="utf-8")
     with pytest.warns(UserWarning, match="1 blank lines are left out"):
-        found = prediction_inputs.inputs_from_file(tmp_path / "some.txt", run.folder)
-    assert found == [{"id": "1", "input": "one"}, {"id": "3", "input": "three"}]
+        inputs = prediction_inputs.inputs_from_file(tmp_path / "some.txt", run.folder)
+    assert inputs == [{"id": "1", "input": "one"}, {"id": "3", "input": "three"}]
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nthree\n"))
     assert [row["input"] for row in prediction_inputs.inputs_from_file(Path("-"), run.folder)] == ["one", "three"]
 

@@ -94,16 +94,20 @@ def _some(arguments: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dic
     return st.fixed_dictionaries({}, optional=arguments)
 
 
-def _made(name: str, given: dict[str, Any]) -> Method:
-    given = {"which": "layers", **given} if name == "bitfit" and "layers" in given else given  # "all" has no layers
-    if name == "diff_pruning" and "layers" in given:
-        given = {**given, "over": "linear"}
-    at = given.get("at", ("ffn",) if "parallel_adapter" in name and "multi" not in name else ("query",))
+def _made(name: str, arguments: dict[str, Any]) -> Method:
+    arguments = (
+        {"which": "layers", **arguments} if name == "bitfit" and "layers" in arguments else arguments
+    )  # "all" has no layers
+    if name == "diff_pruning" and "layers" in arguments:
+        arguments = {**arguments, "over": "linear"}
+    at = arguments.get("at", ("ffn",) if "parallel_adapter" in name and "multi" not in name else ("query",))
     if not {"query", "key", "value", "output", "heads", "attention"} & set([at] if isinstance(at, str) else at) or (
-        given.get("style") == "pfeiffer"
+        arguments.get("style") == "pfeiffer"
     ):
-        given = {key: value for key, value in given.items() if key != "attention"}  # it has no attention to choose
-    return REGISTRY[name].make(**given)
+        arguments = {
+            key: value for key, value in arguments.items() if key != "attention"
+        }  # it has no attention to choose
+    return REGISTRY[name].make(**arguments)
 
 
 NAMES = {
@@ -141,7 +145,7 @@ TERMS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size
 SUMS = TERMS.map(lambda terms: sum(terms[1:], terms[0]))
 MASKABLE = SUMS.filter(lambda method: all(getattr(part, "sparsity", None) is None for part in method.parts))
 MASKED = st.builds(
-    lambda method, parameters, given: REGISTRY["apet"].make(method, parameters, **given),
+    lambda method, parameters, arguments: REGISTRY["apet"].make(method, parameters, **arguments),
     MASKABLE, RANKS | st.sampled_from(["0.05%", "1%"]), _some(ARGUMENTS["apet"]),
 )  # fmt: skip
 METHODS = st.one_of(SUMS, SUMS, MASKED, st.builds(lambda one, two: one + two, MASKED, SUMS))

@@ -115,11 +115,11 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         lines = tiny.objects(run.predictions / f"{split}.jsonl")
         assert len(lines) == 12 and set(lines[0]) == {"id", "input", "prediction", "reference", "scores"}
         assert (tmp_path / "again" / f"{split}.jsonl").read_text().count("\n") == 12
-    given = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
-    for own, line in zip(given, lines, strict=True):
-        assert set(own) == {"id", "input", "prediction", "scores"}
-        assert own["input"] == line["input"] and own["scores"] == _close(line["scores"])
-        assert own["prediction"] == _close(line["prediction"])
+    predictions = predict_rows(run.folder, inputs_from_file(places / kind / "test.jsonl", run.folder))
+    for prediction, line in zip(predictions, lines, strict=True):
+        assert set(prediction) == {"id", "input", "prediction", "scores"}
+        assert prediction["input"] == line["input"] and prediction["scores"] == _close(line["scores"])
+        assert prediction["prediction"] == _close(line["prediction"])
     scored = {
         split: {n: v for n, v in metrics.scores[split].items() if n != "loss"} for split in ("validation", "test")
     }

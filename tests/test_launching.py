@@ -34,11 +34,11 @@ def gone(pid: int) -> bool:
 
 def test_each_is_told_which_it_is(tmp_path: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    told = f"import json; open(f'{tmp_path}/{{rank}}', 'w').write(json.dumps([os.environ[n] for n in {names}]))"
-    assert launch(3, python(told)) == 0
-    found = [json.loads((tmp_path / str(i)).read_text()) for i in range(3)]
-    assert [own[:4] for own in found] == [[str(i), str(i), "3", "3"] for i in range(3)]
-    assert len({tuple(own[4:]) for own in found}) == 1
+    code = f"import json; open(f'{tmp_path}/{{rank}}', 'w').write(json.dumps([os.environ[n] for n in {names}]))"
+    assert launch(3, python(code)) == 0
+    variables = [json.loads((tmp_path / str(i)).read_text()) for i in range(3)]
+    assert [values[:4] for values in variables] == [[str(i), str(i), "3", "3"] for i in range(3)]
+    assert len({tuple(values[4:]) for values in variables}) == 1
 
 
 @pytest.mark.parametrize(

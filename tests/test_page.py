@@ -85,7 +85,7 @@ class Reader(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.words.append(data)
 
-    def said(self) -> str:
+    def visible_text(self) -> str:
         return " ".join(" ".join(self.words).split())
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
@@ -93,14 +93,14 @@ class Reader(HTMLParser):
 
 
 def test_the_page_is_whole_and_asks_for_nothing(text: str) -> None:
-    found = Reader(text)
-    for tag, attrs in found.elements:
+    reader = Reader(text)
+    for tag, attrs in reader.elements:
         for name in ("src", "href", "xlink:href", "action", "data", "poster", "srcset"):
             value = attrs.get(name) or ""
             assert not value or value.startswith(("#", "data:image/png;base64,")), f"<{tag} {name}={value[:60]}>"
     assert not re.search(r"https?:|url\((?!#)|@import", text)
-    assert len(found.all("script")) == 1 and len(found.all("style")) == 1
-    assert "default-src 'none'" in str(found.all("meta"))
+    assert len(reader.all("script")) == 1 and len(reader.all("style")) == 1
+    assert "default-src 'none'" in str(reader.all("meta"))
 
 
 def test_ids_are_unique_and_every_reference_has_its_target(text: str) -> None:
@@ -110,21 +110,21 @@ def test_ids_are_unique_and_every_reference_has_its_target(text: str) -> None:
 
 
 def test_the_page_says_everything(text: str) -> None:
-    found = Reader(text)
-    said = found.said()
+    reader = Reader(text)
+    visible = reader.visible_text()
     for name, (outcomes, views) in made.STUDIES.items():
-        assert name in said
+        assert name in visible
         for view in views:
-            assert view.title in said
+            assert view.title in visible
         for outcome in outcomes:
-            assert not outcome.error or outcome.error in said
+            assert not outcome.error or outcome.error in visible
     for one in FOUND:
-        assert one.claim.text in said and one.verdict in said
-    assert "+0.021" in said and "−0.011" in said and "< 0.001" in said
+        assert one.claim.text in visible and one.verdict in visible
+    assert "+0.021" in visible and "−0.011" in visible and "< 0.001" in visible
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
     curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
-    assert f"{rows} runs" in said
-    assert sum(attrs.get("class") == "spark" for attrs in found.all("svg")) == curves
+    assert f"{rows} runs" in visible
+    assert sum(attrs.get("class") == "spark" for attrs in reader.all("svg")) == curves
 
 
 def test_ten_studies_fit_into_three_megabytes(text: str) -> None:
@@ -132,10 +132,10 @@ def test_ten_studies_fit_into_three_megabytes(text: str) -> None:
 
 
 def test_figures_have_words_for_those_who_do_not_see_them(text: str) -> None:
-    found = Reader(text)
-    assert all(attrs.get("aria-label") or attrs.get("role") == "img" for attrs in found.all("svg"))
-    assert text.count("<title>") == 1 + len(found.all("svg"))
-    assert all(attrs.get("alt") for attrs in found.all("img"))
+    reader = Reader(text)
+    assert all(attrs.get("aria-label") or attrs.get("role") == "img" for attrs in reader.all("svg"))
+    assert text.count("<title>") == 1 + len(reader.all("svg"))
+    assert all(attrs.get("alt") for attrs in reader.all("img"))
 
 
 def test_equal_outcomes_give_an_equal_page() -> None:
@@ -155,14 +155,14 @@ def test_every_word_is_escaped() -> None:
     )
     one = section(EVIL, outcomes, views, (finding(EVIL, EVIL, "holds", note=EVIL),))
     made_page = render_page([one, one], title=EVIL)
-    found = Reader(made_page)
-    assert len(found.all("script")) == 1
-    assert "alert(" in found.said() and "<script>alert" not in made_page
+    reader = Reader(made_page)
+    assert len(reader.all("script")) == 1
+    assert "alert(" in reader.visible_text() and "<script>alert" not in made_page
 
 
 @pytest.mark.parametrize("sections", [[], [Section("empty")], [section("none", [], (TableSpec(), Bars()))]])
 def test_a_study_without_a_run_has_its_page(sections: list[Section]) -> None:
-    assert "0 runs" in Reader(render_page(sections)).said()
+    assert "0 runs" in Reader(render_page(sections)).visible_text()
 
 
 def test_a_spec_is_told_once_where_it_is_shared() -> None:
@@ -225,8 +225,8 @@ def test_it_fits_opened_from_disk(tab: browser.Browser, file: Path, tmp_path: Pa
 
 def test_it_fetches_nothing(tab: browser.Browser, file: Path) -> None:
     tab.open(file, 1280)
-    asked = [e["params"]["request"]["url"] for e in tab.events if e.get("method") == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
+    urls = [e["params"]["request"]["url"] for e in tab.events if e.get("method") == "Network.requestWillBeSent"]
+    assert [url for url in urls if not url.startswith("data:")] == [file.as_uri()]
     errors = [e for e in tab.events if e.get("method") == "Runtime.exceptionThrown"]
     assert errors == []
 

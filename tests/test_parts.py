@@ -18,9 +18,9 @@ LAYERS = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 def test_a_head_of_another_seed_is_built_around_the_same_weights(tmp_path: Path) -> None:
     place, parts = str(tiny.model(tmp_path / "model")), ModelCache()
     for seed in (0, 1, 0, 2):
-        found = parts.model(place, "classification", ("a", "b", "c"), seed).state_dict()
-        wanted = load_model(place, "classification", ("a", "b", "c"), "float32", seed).state_dict()
-        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+        state = parts.model(place, "classification", ("a", "b", "c"), seed).state_dict()
+        expected = load_model(place, "classification", ("a", "b", "c"), "float32", seed).state_dict()
+        assert state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in expected)
     assert parts.read["models"] == 1
     parts.model(place, "tagging", ("a", "b"), 0)
     assert parts.read["models"] == 2

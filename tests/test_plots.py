@@ -33,13 +33,13 @@ FIGURES = [
 def words(figure: Figure) -> list[tuple[Text, Bbox]]:
     """Every text that is seen, with its place on the canvas."""
     renderer = lay_out(figure).get_renderer()
-    found = []
+    boxes = []
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         box = Text.get_window_extent(text, renderer)
         if text.get_text().strip() and text.get_visible() and box.width > 0 and seen(text, figure):
-            found.append((text, box))
-    return found
+            boxes.append((text, box))
+    return boxes
 
 
 def touch(one: tuple[Text, Bbox], other: tuple[Text, Bbox], height: float) -> bool:
@@ -77,11 +77,11 @@ def artists(figure: Figure) -> set[str]:
 
 
 def assert_legible(figure: Figure) -> None:
-    found, frame = words(figure), figure.bbox
-    height = min(box.height for text, box in found if not text.get_rotation())
-    for one, other in combinations(found, 2):
+    boxes, frame = words(figure), figure.bbox
+    height = min(box.height for text, box in boxes if not text.get_rotation())
+    for one, other in combinations(boxes, 2):
         assert not touch(one, other, height), f"{one[0].get_text()!r} and {other[0].get_text()!r} overlap"
-    for text, box in found:
+    for text, box in boxes:
         inside = box.x0 >= -0.5 and box.y0 >= -0.5 and box.x1 <= frame.x1 + 0.5 and box.y1 <= frame.y1 + 0.5
         assert inside, f"{text.get_text()!r} is cut off"
 
@@ -103,9 +103,9 @@ def test_every_series_and_level_has_an_artist(view: FigureSpec, outcomes: list[O
         axes = (view.bars,)
     elif view.panels:
         axes = (view.panels,)
-    wanted = {f"series {', '.join(view.display(o.cell[axis]) for axis in axes)}" for o in rest}
-    wanted |= {f"level {name}" for name in view.reference_lines}
-    assert wanted <= artists(figure)
+    expected = {f"series {', '.join(view.display(o.cell[axis]) for axis in axes)}" for o in rest}
+    expected |= {f"level {name}" for name in view.reference_lines}
+    assert expected <= artists(figure)
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
@@ -309,8 +309,8 @@ def test_ticks_in_short(value: float, text: str) -> None:
 )
 def test_without_the_extra_it_is_named(package: str, module: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None\ntry: import {module}\nexcept Exception as e: print(repr(e))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.startswith("DeltuneError") and "pip install 'deltune[studies]'" in told
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("DeltuneError") and "pip install 'deltune[studies]'" in output
 
 
 def test_a_figure_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:

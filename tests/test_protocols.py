@@ -54,10 +54,10 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("protocol", "task", "method", "said"), SAID)
-def test_a_protocol_is_what_its_paper_says(protocol: str, task: str, method: str, said: dict[str, Any]) -> None:
-    found = spec(protocol=protocol, task=task, method=method)
-    assert {name: found.flat()[name] for name in said} == said
+@pytest.mark.parametrize(("protocol", "task", "method", "expected"), SAID)
+def test_a_protocol_is_what_its_paper_says(protocol: str, task: str, method: str, expected: dict[str, Any]) -> None:
+    settings = spec(protocol=protocol, task=task, method=method)
+    assert {name: settings.flat()[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -71,10 +71,10 @@ def test_a_protocol_fits_every_task_it_names(protocol: str) -> None:
 
 
 def test_what_is_given_wins() -> None:
-    found = spec(protocol="ln_nlu", epochs=2, lr=5e-3, seed=7)
-    assert (found.optim.epochs, found.optim.lr) == (2, 5e-3)
-    assert (found.runtime.seed, found.runtime.seeds, found.runtime.search) == (7, (), {})
-    assert found.evaluation.patience == 10 and not found.is_series
+    settings = spec(protocol="ln_nlu", epochs=2, lr=5e-3, seed=7)
+    assert (settings.optim.epochs, settings.optim.lr) == (2, 5e-3)
+    assert (settings.runtime.seed, settings.runtime.seeds, settings.runtime.search) == (7, (), {})
+    assert settings.evaluation.patience == 10 and not settings.is_series
     assert spec(protocol="uv_xsum", task="xsum", epochs=2).optim.steps is None
     short = "{source} In short:"
     assert spec(protocol="uv_xsum", task="xsum", template=short).generation.template == short
@@ -98,7 +98,7 @@ def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"protocol": "ln_nl"}, "Did you mean 'ln_nl"),
         ({"search": {"rate": [1]}}, "unknown option 'rate'"),
@@ -110,8 +110,8 @@ def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:
         ({"seeds": [0, 0]}, "different"),
     ],
 )
-def test_what_is_wrong_is_told(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(DeltuneError, match=said):
+def test_what_is_wrong_is_told(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeltuneError, match=message):
         spec(**values)
 
 
@@ -120,8 +120,8 @@ def test_what_is_the_same_in_all_runs_is_not_searched(field: str) -> None:
     """The documentation names every such field."""
     with pytest.raises(DeltuneError, match=f"{field} is not searched but given"):
         spec(search={field: ["a"]})
-    told = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text()
-    assert f"`{field}`" in told.partition("Any field may be searched")[2].partition("`metrics.json`")[0]
+    text = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text()
+    assert f"`{field}`" in text.partition("Any field may be searched")[2].partition("`metrics.json`")[0]
 
 
 def test_names_tell_runs_apart() -> None:
@@ -131,8 +131,8 @@ def test_names_tell_runs_apart() -> None:
     lengths = {"search": {"target_length": [64, 32]}}
     assert spec(max_generated=64, **lengths).name != spec(**lengths).name
     assert spec(search={"lr": ["1e-3"]}).name == spec(search={"lr": [1e-3]}).name
-    own = {"data": "folder", "task": "classification"}
-    assert spec(**own, data_root="a").name == spec(**own, data_root="b").name
+    options = {"data": "folder", "task": "classification"}
+    assert spec(**options, data_root="a").name == spec(**options, data_root="b").name
     rates = (
         merge_values({"method": "layernorm", "lr": 1e-2}, {"method": "full"}),
         merge_values({"method": "layernorm", "lr": 3e-3}, {"method": "full"}),
@@ -232,12 +232,12 @@ def test_steps_and_validations_between_epochs(root: Path, tmp_path: Path) -> Non
 
 
 def test_validation_on_a_sample(root: Path, tmp_path: Path) -> None:
-    said = []
+    ids = []
     for seed in (0, 1):
         train(
             tiny.spec(root, epochs=1, max_train_rows=9, validation_rows=5, test_rows=7, seed=seed), tmp_path / f"{seed}"
         )
         run = RunDir(tmp_path / f"{seed}")
         assert run.environment["data"]["rows"] == {"train": 9, "validation": 5, "test": 7}
-        said.append([json.loads(line)["id"] for line in (run.predictions / "test.jsonl").read_text().splitlines()])
-    assert said[0] == said[1], "whatever the seed, so that runs compare"
+        ids.append([json.loads(line)["id"] for line in (run.predictions / "test.jsonl").read_text().splitlines()])
+    assert ids[0] == ids[1], "whatever the seed, so that runs compare"

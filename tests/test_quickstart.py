@@ -26,9 +26,9 @@ def test_its_story_on_a_tiny_model(
     monkeypatch.setattr(quickstart, "BATCH", 16)
     quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
     assert whole.stat().st_mtime_ns > before, "another spec begins afresh"
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in ("test accuracy", "trained scalars", "Please cancel my plan.", "deltune predict"):
-        assert part in told, part
+        assert part in output, part
     assert all(RunDir(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
 
 

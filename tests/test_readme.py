@@ -47,8 +47,8 @@ class Block:
 
 def blocks(page: Path, *marks: str) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\S*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    all_of_them = [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in found]
+    matches = re.finditer(r"^```(\S*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    all_of_them = [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in matches]
     return [block for block in all_of_them if not marks or block.mark in marks]
 
 
@@ -65,7 +65,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool]:
+def run_command(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool]:
     """Everything that a command line prints, run in this process, and whether it went well."""
     code: Any = 0
     monkeypatch.setattr(sys, "argv", command + (FEW if command[1] == "train" else []))
@@ -86,13 +86,13 @@ def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
             lines = iter(squeezed(line) for line in out.getvalue().splitlines())
-            for wanted in re.findall(r"# ->(.*)", block.text):
-                assert squeezed(wanted) in lines, f"{at}: {wanted!r} is not among {out.getvalue()!r}"
+            for expected in re.findall(r"# ->(.*)", block.text):
+                assert squeezed(expected) in lines, f"{at}: {expected!r} is not among {out.getvalue()!r}"
         else:
-            for command, wanted in sessions(block):
-                printed, well = told(command, monkeypatch)
-                assert well != wanted.startswith("deltune:"), f"{at}: {shlex.join(command)} prints\n{printed}"
-                pattern = ".*".join(re.escape(squeezed(part)) for part in wanted.split("…"))
+            for command, expected in sessions(block):
+                printed, well = run_command(command, monkeypatch)
+                assert well != expected.startswith("deltune:"), f"{at}: {shlex.join(command)} prints\n{printed}"
+                pattern = ".*".join(re.escape(squeezed(part)) for part in expected.split("…"))
                 assert re.fullmatch(pattern, squeezed(printed)), f"{at}: {shlex.join(command)} prints\n{printed}"
 
 
@@ -135,12 +135,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def rows() -> dict[str, tuple[str, str]]:
     """The README's tables of methods: scalars a layer and count on MiniLM, by name."""
-    found = re.findall(
+    matches = re.findall(
         r"^\| `(\w+)(?:\([^|]*\))?` \|.*\| ([^|]*) \| ([\d,]+|N) \|[^|]*\|$",
         (ROOT / "README.md").read_text(),
         re.MULTILINE,
     )
-    return {name: (scalars, count) for name, scalars, count in found}
+    return {name: (scalars, count) for name, scalars, count in matches}
 
 
 @pytest.mark.parametrize("name", sorted({*registry.REGISTRY, *rows()}))

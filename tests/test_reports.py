@@ -50,14 +50,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
     assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
-    told = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet", code=1).stdout
-    assert "6 run, 0 were there; 2 of them failed" in told
+    output = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet", code=1).stdout
+    assert "6 run, 0 were there; 2 of them failed" in output
     return root
 
 
 def test_it_is_not_run_again(place: Path) -> None:
-    told = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet", code=1).stdout
-    assert "0 run, 6 were there; 2 of them failed" in told
+    output = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet", code=1).stdout
+    assert "0 run, 6 were there; 2 of them failed" in output
     dry = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--dry-run").stdout
     assert "6 works, 6 done; 0 left" in dry
 
@@ -66,13 +66,13 @@ def test_status(place: Path) -> None:
     facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
     assert facts["works"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
     assert all("decoder" in error for error in facts["failed"].values())
-    told = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
-    assert "method impossible" in told and "seed 1" in told, "a cell's name, not the hash of its content"
+    output = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
+    assert "method impossible" in output and "seed 1" in output, "a cell's name, not the hash of its content"
 
 
 def test_a_report_in_words(place: Path) -> None:
-    told = deltune("report", place / "mine.yaml", "--store", place / "r.sqlite").stdout
-    assert "norms" in told and "±" in told and "2 of 6: " in told
+    output = deltune("report", place / "mine.yaml", "--store", place / "r.sqlite").stdout
+    assert "norms" in output and "±" in output and "2 of 6: " in output
 
 
 def test_a_report_as_files(place: Path) -> None:
@@ -95,8 +95,8 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
     text = (place / "mine.yaml").read_text()
     more = place / "more.yaml"
     more.write_text(text.replace("- 1\n", "- 1\n- 2\n") if "- 1\n" in text else text.replace("[0, 1]", "[0, 1, 2]"))
-    told = deltune("report", more, "--store", store).stdout
-    assert "3 of 9: not run yet" in told and "2 of 9: " in told
+    output = deltune("report", more, "--store", store).stdout
+    assert "3 of 9: not run yet" in output and "2 of 9: " in output
     deltune("report", more, "--store", store, "--html", place / "more.html")
     assert "9 runs, 2 failed, 3 not run yet" in (place / "more.html").read_text()
 
@@ -119,7 +119,7 @@ def test_what_is_not_there_is_told(place: Path, tmp_path: Path) -> None:
     assert "tasks is missing" in deltune("run", tmp_path / "x.yaml", code=2).stderr
     assert "unknown engine" in deltune("run", place / "mine.yaml", "--engine", "rai", code=2).stderr
     for command in ("status", "report"):
-        told = deltune(command, place / "mine.yaml", "--store", tmp_path / "mistyped.sqlite", code=2).stderr
-        assert "there are no results" in told and not list(tmp_path.glob("mistyped*"))
+        message = deltune(command, place / "mine.yaml", "--store", tmp_path / "mistyped.sqlite", code=2).stderr
+        assert "there are no results" in message and not list(tmp_path.glob("mistyped*"))
     tiny.lines(tmp_path / "no.sqlite", [{"a": 1}] * 100)
     assert "damaged" in deltune("status", place / "mine.yaml", "--store", tmp_path / "no.sqlite", code=2).stderr

@@ -153,10 +153,10 @@ def test_all_problems_come_at_once() -> None:
     values = {"model": "m", "method": "prefx + lora(rnk=3)", "epochs": 0, "bach_size": 3, "head": "thaw", "lr": -1}
     with pytest.raises(DeltuneError) as caught:
         RunConfig.model_validate(values)
-    told = str(caught.value)
-    assert "6 problems" in told
+    message = str(caught.value)
+    assert "6 problems" in message
     for part in ("data is missing", "'prefix'", "'rank'", "epochs", "'batch_size'", "'train' or 'freeze'", "lr"):
-        assert part in told, part
+        assert part in message, part
 
 
 @pytest.mark.parametrize(

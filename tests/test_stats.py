@@ -81,27 +81,27 @@ def test_models_on_one_test_split_share_its_examples() -> None:
 def test_the_parts_add_up_to_the_variance_of_the_mean(spread: tuple[float, float, float]) -> None:
     """σ_S²/n_s + σ_E²/n_i + σ_R²/(n_s n_i), on average: the residual is in it once."""
     generator = np.random.default_rng(0)
-    found = [sum(v for v, _ in paired_estimate(study(generator, 1, 4, 60, spread)).parts) for _ in range(TIMES)]
+    variances = [sum(v for v, _ in paired_estimate(study(generator, 1, 4, 60, spread)).parts) for _ in range(TIMES)]
     s, e, r = spread
     expected = s**2 / 4 + e**2 / 60 + r**2 / 240
-    assert np.mean(found) == pytest.approx(expected, abs=4 * np.std(found) / np.sqrt(TIMES) + 0.05 * expected)
+    assert np.mean(variances) == pytest.approx(expected, abs=4 * np.std(variances) / np.sqrt(TIMES) + 0.05 * expected)
 
 
 def test_a_difference_is_found() -> None:
     generator = np.random.default_rng(0)
-    found = sum(
+    detected = sum(
         paired_estimate([d + 0.1 for d in study(generator, 8, 3, 100, (0.05, 0.3, 0.3))]).p(0.0) < 0.05
         for _ in range(300)
     )
-    assert found / 300 > 0.9
+    assert detected / 300 > 0.9
 
 
 def test_seeds_alone_are_the_one_sample_t_test() -> None:
     d = np.array([0.3, 0.1, 0.4, 0.2])
     expected = scipy_stats.ttest_1samp(d, 0.05)
-    found = paired_estimate([d])
-    assert found.p(0.05) == pytest.approx(expected.pvalue)
-    assert found.interval(0.1) == pytest.approx(tuple(expected.confidence_interval(0.9)))
+    estimate = paired_estimate([d])
+    assert estimate.p(0.05) == pytest.approx(expected.pvalue)
+    assert estimate.interval(0.1) == pytest.approx(tuple(expected.confidence_interval(0.9)))
 
 
 def test_strata_of_seeds_have_satterthwaites_degrees_of_freedom() -> None:
@@ -113,12 +113,12 @@ def test_strata_of_seeds_have_satterthwaites_degrees_of_freedom() -> None:
 
 @pytest.mark.parametrize("alpha", [0.05, 0.005])
 def test_p_is_the_level_at_which_the_interval_meets_the_boundary(alpha: float) -> None:
-    found = paired_estimate([d + 0.1 for d in study(np.random.default_rng(3), 2, 3, 50, (0.05, 0.3, 0.1))])
-    assert len(found.parts) == 2
-    low, high = found.interval(alpha)
-    assert found.p(low) == pytest.approx(alpha, rel=1e-5)
-    assert found.p(high) == pytest.approx(alpha, rel=1e-5)
-    assert found.p(low, -100.0) == pytest.approx(alpha, rel=1e-5)
+    estimate = paired_estimate([d + 0.1 for d in study(np.random.default_rng(3), 2, 3, 50, (0.05, 0.3, 0.1))])
+    assert len(estimate.parts) == 2
+    low, high = estimate.interval(alpha)
+    assert estimate.p(low) == pytest.approx(alpha, rel=1e-5)
+    assert estimate.p(high) == pytest.approx(alpha, rel=1e-5)
+    assert estimate.p(low, -100.0) == pytest.approx(alpha, rel=1e-5)
 
 
 def test_slack_widens_the_interval_and_weakens_the_test() -> None:

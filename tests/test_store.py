@@ -48,9 +48,9 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 def change_facts(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    found = json.loads((folder / serialization.FACTS).read_text())
-    change(found)
-    (folder / serialization.FACTS).write_text(json.dumps(found))
+    content = json.loads((folder / serialization.FACTS).read_text())
+    change(content)
+    (folder / serialization.FACTS).write_text(json.dumps(content))
 
 
 def change_numbers(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -229,12 +229,12 @@ def _as(role: str) -> PreTrainedModel:
 
 def test_half_precision_is_the_same_base(saved: Path) -> None:
     model = specimen("bert")
-    wanted = run(deltune.load(model, saved).model, batch(model))["logits"]
+    expected = run(deltune.load(model, saved).model, batch(model))["logits"]
     deltune.tuned(model).detach()
     half = build(FAMILIES["bert"], "sequence", torch.bfloat16)
-    found = run(deltune.load(half, saved).model, batch(model))["logits"]
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - wanted).norm() < 0.05 * wanted.norm()
+    logits = run(deltune.load(half, saved).model, batch(model))["logits"]
+    assert logits.dtype == torch.bfloat16
+    assert (logits.double() - expected).norm() < 0.05 * expected.norm()
 
 
 def test_a_name_in_use(saved: Path) -> None:
@@ -392,10 +392,10 @@ def test_no_permission(tmp_path: Path) -> None:
 
 def test_files_hold_no_code(saved: Path) -> None:
     assert sorted(p.name for p in saved.iterdir()) == [serialization.FACTS, serialization.NUMBERS]
-    told = json.loads((saved / serialization.FACTS).read_text())
-    assert told["method"] == METHOD and deltune.parse(told["explicit"]).parts == deltune.parse(METHOD).parts
+    content = json.loads((saved / serialization.FACTS).read_text())
+    assert content["method"] == METHOD and deltune.parse(content["explicit"]).parts == deltune.parse(METHOD).parts
     numbers = load_file(saved / serialization.NUMBERS)
-    assert {name: list(t.shape) for name, t in numbers.items()} == told["tensors"]
+    assert {name: list(t.shape) for name, t in numbers.items()} == content["tensors"]
 
 
 PLACES = {
@@ -419,10 +419,10 @@ def test_what_may_be_edited_by_hand(saved: Path, folder: Path) -> None:
     change_facts(folder, lambda f: f.update(method=METHOD.replace("rank=2", "rank=2, scale=3")))
     change_facts(folder, lambda f: f.update(explicit=f["explicit"].replace("scale=1,", "scale=3,")))
     model = specimen("bert")
-    wanted = run(deltune.load(model, saved).model, batch(model))
+    expected = run(deltune.load(model, saved).model, batch(model))
     deltune.tuned(model).detach()
     edited = deltune.load(model, folder)
-    assert "lora(rank=2, scale=3)" in repr(edited.method) and not equal(run(model, batch(model)), wanted)
+    assert "lora(rank=2, scale=3)" in repr(edited.method) and not equal(run(model, batch(model)), expected)
     edited.detach()
 
 

@@ -183,8 +183,8 @@ def test_a_name_that_is_none() -> None:
 
 def test_small_says_what_to_give(tmp_path: Path) -> None:
     for name in STUDIES:
-        said = "--model-root" if name == "ln/time" else "(?s)--data-root.*--model-root"
-        with pytest.raises(DeltuneError, match=said):
+        message = "--model-root" if name == "ln/time" else "(?s)--data-root.*--model-root"
+        with pytest.raises(DeltuneError, match=message):
             STUDIES[name](StudySetup("small"))
     (tmp_path / "data" / "sick").mkdir(parents=True)
     with pytest.raises(DeltuneError, match=r"(?s)no folder sst2.*has no model minilm-d128: give --model-root"):
@@ -207,12 +207,12 @@ def test_works_are_the_same_from_wherever_their_folders_are_named(
     assert len({StudySetup("small", **{root: str(folder)}).model("minilm-d128") for folder in named}) == 1
 
 
-@pytest.mark.parametrize(("method", "wanted"), [
+@pytest.mark.parametrize(("method", "rate"), [
     ("full", LEARNING_RATES["full"]), ("prefix(length=4) + lora", LEARNING_RATES["lora"]),
     ("apet(bitfit, parameters=9)", LEARNING_RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),
 ])  # fmt: skip
-def test_a_sum_learns_at_the_lowest_rate(method: str, wanted: float) -> None:
-    assert small_scale_rate(method) == wanted
+def test_a_sum_learns_at_the_lowest_rate(method: str, rate: float) -> None:
+    assert small_scale_rate(method) == rate
 
 
 def test_sizes_of_the_groups() -> None:
@@ -245,8 +245,8 @@ def test_bisection_finds_every_place(count: int) -> None:
     sizes = powers_of_two(4 * 2 ** (count - 1))
     assert len(sizes) == count
     for place in range(count + 1):
-        asked, bracket = bisect_sizes(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
-        assert len(asked) == len(set(asked)) <= 1 + math.ceil(math.log2(max(1, count)))
+        tried, bracket = bisect_sizes(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
+        assert len(tried) == len(set(tried)) <= 1 + math.ceil(math.log2(max(1, count)))
         if place == count:
             assert bracket == (sizes[-1], None)
         else:
@@ -274,8 +274,8 @@ def test_thresholds_of_a_noisy_curve(seed: int) -> None:
             held = {"scores": {"accuracy": sum(right) / 1000}, "examples": {"accuracy": right},
                     "count": {"denominator_size": 10**6}}  # fmt: skip
             rows[job.name] = JobRecord(job.name, "score", dict(job.spec), held, None, 1.0)
-    (found,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
-    assert found.extra == {"low": [64, 128], "high": [2048, 4096]}
+    (thresholds,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
+    assert thresholds.extra == {"low": [64, 128], "high": [2048, 4096]}
     assert len(rows) <= 2 + 2 * math.ceil(math.log2(len(one.sizes)))
 
 

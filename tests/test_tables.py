@@ -53,33 +53,33 @@ def entries(made_grid: Table) -> dict[tuple[str, str], TableCell]:
 @settings(deadline=None)
 @given(JOBS)
 def test_every_outcome_is_in_its_cell_or_said_to_be_missing(jobs: list[tuple[str, str, int, float | None]]) -> None:
-    found = build_table(TableSpec(), [cell(row, column, value, seed) for row, column, seed, value in jobs])
-    at = entries(found)
+    table = build_table(TableSpec(), [cell(row, column, value, seed) for row, column, seed, value in jobs])
+    at = entries(table)
     values: dict[tuple[str, str], list[float]] = {}
     for row, column, seed, value in jobs:
         if value is None:
-            assert all(f"why {row}{column}{seed}" in text(found) for text in FORMATS.values())
+            assert all(f"why {row}{column}{seed}" in text(table) for text in FORMATS.values())
         elif value != value:
-            assert any("accuracy is nan" in found.notes[i] for i in at[row, column].notes)
+            assert any("accuracy is nan" in table.notes[i] for i in at[row, column].notes)
         else:
             values.setdefault((row, column), []).append(value)
     for row in {job[0] for job in jobs}:
         for column in {job[1] for job in jobs}:
-            entry, own = at[row, column], values.get((row, column), [])
-            assert entry.n == len(own)
-            assert entry.mean == (pytest.approx(statistics.fmean(own)) if own else None)
-            assert entry.std == (pytest.approx(statistics.stdev(own)) if len(own) > 1 else None)
-            assert own or entry.notes, "an empty cell without a word"
+            entry, scores = at[row, column], values.get((row, column), [])
+            assert entry.n == len(scores)
+            assert entry.mean == (pytest.approx(statistics.fmean(scores)) if scores else None)
+            assert entry.std == (pytest.approx(statistics.stdev(scores)) if len(scores) > 1 else None)
+            assert scores or entry.notes, "an empty cell without a word"
 
 
 @pytest.mark.parametrize("name", [name for name, (_, views) in made.STUDIES.items() if isinstance(views[0], TableSpec)])
 def test_every_error_of_a_study_stands_below_its_table(name: str) -> None:
     outcomes, views = made.STUDIES[name]
     assert isinstance(views[0], TableSpec)
-    found = build_table(views[0], outcomes)
+    table = build_table(views[0], outcomes)
     for outcome in outcomes:
         if outcome.error:
-            assert outcome.error in " ".join(found.notes)
+            assert outcome.error in " ".join(table.notes)
 
 
 LN = {  # table 1, BERT-large
@@ -105,8 +105,8 @@ def test_a_papers_table_comes_out_as_printed() -> None:
         for method, row in LN.items()
         for i, value in enumerate(row)
     ]
-    found = build_table(TableSpec(percent=False), outcomes)
-    at = entries(found)
+    table = build_table(TableSpec(percent=False), outcomes)
+    at = entries(table)
     for method, printed in PRINTED.items():  # made there of numbers with more digits than are printed
         assert 100 * (at[method, "Avg."].mean or 0) == pytest.approx(printed, abs=0.07)
     for column, best in BEST.items():
@@ -114,7 +114,7 @@ def test_a_papers_table_comes_out_as_printed() -> None:
         assert [method for method in LN if at[method, column].second] == SECOND[column]
     partial = at["3V", "Avg."]
     assert partial.state == "partial" and not partial.best
-    assert "over 6 of 8 columns" in found.notes[partial.notes[0]]
+    assert "over 6 of 8 columns" in table.notes[partial.notes[0]]
 
 
 @pytest.mark.parametrize(
@@ -132,47 +132,47 @@ def test_a_papers_table_comes_out_as_printed() -> None:
     ],
 )
 def test_best_and_second(values: list[float | None], lower: bool, best: list[int], second: list[int]) -> None:
-    found = mark_best(
+    marked = mark_best(
         [TableCell(value, None, 1, "missing" if value is None else "shown") for value in values],
         NumberFormat(100, 1, lower),
     )
-    assert [i for i, entry in enumerate(found) if entry.best] == best
-    assert [i for i, entry in enumerate(found) if entry.second] == second
+    assert [i for i, entry in enumerate(marked) if entry.best] == best
+    assert [i for i, entry in enumerate(marked) if entry.second] == second
 
 
 def test_lower_is_better_where_the_metric_says_so() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
     assert isinstance(view, TableSpec)
-    found = build_table(view, outcomes)
-    (ter,) = [i for i, column in enumerate(found.columns) if "TER" in column.text]
-    values = [row.cells[ter].mean or 0.0 for row in found.rows]
-    assert found.rows[values.index(min(values))].cells[ter].best
-    assert "↓" in found.columns[ter].text
-    ranks = [row.cells[-1].mean or 0.0 for row in found.rows]
-    assert found.rows[ranks.index(min(ranks))].cells[-1].best
+    table = build_table(view, outcomes)
+    (ter,) = [i for i, column in enumerate(table.columns) if "TER" in column.text]
+    values = [row.cells[ter].mean or 0.0 for row in table.rows]
+    assert table.rows[values.index(min(values))].cells[ter].best
+    assert "↓" in table.columns[ter].text
+    ranks = [row.cells[-1].mean or 0.0 for row in table.rows]
+    assert table.rows[ranks.index(min(ranks))].cells[-1].best
     assert sum(ranks) == pytest.approx(len(ranks) * (len(ranks) + 1) / 2), "ranks with ties shared add up"
 
 
 def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
     assert isinstance(view, TableSpec)
-    found = build_table(view, outcomes)
-    assert found.excluded == tuple(f"{task}, BLEURT: in no outcome" for task in ("E2E", "SAMSum", "dart"))
-    assert not any("BLEURT" in column.text for column in found.columns)
+    table = build_table(view, outcomes)
+    assert table.excluded == tuple(f"{task}, BLEURT: in no outcome" for task in ("E2E", "SAMSum", "dart"))
+    assert not any("BLEURT" in column.text for column in table.columns)
 
 
 def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
-    found = build_table(TableSpec(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
-    planned = found.rows[1]
+    table = build_table(TableSpec(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
+    planned = table.rows[1]
     assert planned.label == "planned"
     assert [entry.state for entry in planned.cells[1:3]] == ["missing", "missing"]
-    assert "not run" in to_markdown(found)
+    assert "not run" in to_markdown(table)
 
 
 def test_a_seed_that_was_not_run_is_said() -> None:
-    found = build_table(TableSpec(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
-    entry = entries(found)["b", "x"]
-    assert entry.n == 1 and found.notes[entry.notes[0]] == "1 of 2: seed 1 not run"
+    table = build_table(TableSpec(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
+    entry = entries(table)["b", "x"]
+    assert entry.n == 1 and table.notes[entry.notes[0]] == "1 of 2: seed 1 not run"
 
 
 def test_a_forgotten_axis_is_an_error_and_no_average() -> None:
@@ -198,9 +198,9 @@ def test_relative_then_pooled() -> None:
 def test_columns_in_different_units_have_no_average() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
     assert isinstance(view, TableSpec)
-    found = build_table(TableSpec(columns=view.columns, metric=view.metric, average=True), outcomes)
-    assert "no average: the columns are in different units" in found.excluded
-    assert all(column.kind != "average" for column in found.columns)
+    table = build_table(TableSpec(columns=view.columns, metric=view.metric, average=True), outcomes)
+    assert "no average: the columns are in different units" in table.excluded
+    assert all(column.kind != "average" for column in table.columns)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_numbers_as_they_are_shown(number_format: NumberFormat, value: float | N
 @settings(deadline=None)
 @given(JOBS)
 def test_csv_reads_back_to_the_same_numbers(jobs: list[tuple[str, str, int, float | None]]) -> None:
-    found = build_table(TableSpec(rank=True), [cell(row, column, value, seed) for row, column, seed, value in jobs])
-    lines = list(csv.DictReader(io.StringIO(to_csv(found))))
-    for row, line in zip(found.rows, lines, strict=False):
+    table = build_table(TableSpec(rank=True), [cell(row, column, value, seed) for row, column, seed, value in jobs])
+    lines = list(csv.DictReader(io.StringIO(to_csv(table))))
+    for row, line in zip(table.rows, lines, strict=False):
         assert line["method"] == row.label
-        for entry, column in zip(row.cells, found.columns, strict=True):
+        for entry, column in zip(row.cells, table.columns, strict=True):
             assert (float(line[column.text]) if line[column.text] else None) == entry.mean
             if line.get(f"{column.text} std"):
                 assert float(line[f"{column.text} std"]) == entry.std
@@ -243,12 +243,12 @@ def test_any_label_survives_every_format(row: str, column: str, reason: str) -> 
         cell(row, column, 0.6),
         Outcome({"method": "failed", "task": column}, error=reason),
     ]
-    found = build_table(TableSpec(title=row, groups=""), outcomes)
-    lines = to_markdown(found).splitlines()
+    built = build_table(TableSpec(title=row, groups=""), outcomes)
+    lines = to_markdown(built).splitlines()
     table = [line for line in lines if line.startswith("| ")]
     bars = {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in table}
-    assert len(table) == 2 + len(found.rows) and len(bars) == 1, "every line has as many cells"
-    body = to_latex(found)
+    assert len(table) == 2 + len(built.rows) and len(bars) == 1, "every line has as many cells"
+    body = to_latex(built)
     for one, other in {
         r"\&": "",
         r"\%": "",
@@ -262,11 +262,11 @@ def test_any_label_survives_every_format(row: str, column: str, reason: str) -> 
         body = body.replace(one, other)
     rows = body[body.index(r"\toprule") : body.index(r"\bottomrule")]
     assert not re.search(r"[#_~^<>|\"]", re.sub(r"\$_{\\pm [\d.]+}\$", "", rows))
-    assert {line.count("&") for line in rows.splitlines() if "&" in line} == {len(found.columns)}
+    assert {line.count("&") for line in rows.splitlines() if "&" in line} == {len(built.columns)}
     assert rows.count("{") == rows.count("}") and rows.count("$") % 2 == 0
-    readers = list(csv.reader(io.StringIO(to_csv(found))))
+    readers = list(csv.reader(io.StringIO(to_csv(built))))
     assert {len(line) for line in readers} == {len(readers[0])}
-    assert all(line[0] in (r.label, f"'{r.label}") for line, r in zip(readers[1:], found.rows, strict=True))
+    assert all(line[0] in (r.label, f"'{r.label}") for line, r in zip(readers[1:], built.rows, strict=True))
 
 
 def test_latex_specials() -> None:
@@ -280,16 +280,16 @@ def test_what_the_formats_look_like() -> None:
     outcomes = [cell("lora", "sick", 0.861 + seed / 100, seed, 0.33) for seed in range(2)]
     outcomes += [cell("bitfit", "sick", 0.8, seed, 0.07) for seed in range(2)]
     view = TableSpec(title="T", display_names={"lora": "LoRA", "sick": "SICK"}, published={("lora", "sick"): 86.4})
-    found = build_table(view, outcomes)
-    assert to_markdown(found).splitlines()[2:6] == [
+    table = build_table(view, outcomes)
+    assert to_markdown(table).splitlines()[2:6] == [
         "| method | % params | SICK |",
         "| :-- | --: | --: |",
         "| LoRA | 0.33 % | **86.6** ± 0.7 (86.4) |",
         "| bitfit | 0.07 % | <u>80.0</u> ± 0.0 |",
     ]
-    assert r"LoRA & 0.33 \% & \textbf{86.6}$_{\pm 0.7}$ {\scriptsize(86.4)} \\" in to_latex(found)
-    assert r"bitfit & 0.07 \% & \underline{80.0}$_{\pm 0.0}$ \\" in to_latex(found)
-    assert to_csv(found).splitlines()[0] == "method,% params,SICK,SICK std,SICK n,SICK paper,notes"
+    assert r"LoRA & 0.33 \% & \textbf{86.6}$_{\pm 0.7}$ {\scriptsize(86.4)} \\" in to_latex(table)
+    assert r"bitfit & 0.07 \% & \underline{80.0}$_{\pm 0.0}$ \\" in to_latex(table)
+    assert to_csv(table).splitlines()[0] == "method,% params,SICK,SICK std,SICK n,SICK paper,notes"
 
 
 def test_marks_go_on_after_z() -> None:
@@ -298,5 +298,5 @@ def test_marks_go_on_after_z() -> None:
 
 @pytest.mark.parametrize("outcomes", [[], [cell("a", "x", None)]])
 def test_nothing_to_show_is_no_error(outcomes: list[Any]) -> None:
-    found = build_table(TableSpec(title="T", rank=True), outcomes)
-    assert all(text(found) for text in FORMATS.values())
+    table = build_table(TableSpec(title="T", rank=True), outcomes)
+    assert all(text(table) for text in FORMATS.values())

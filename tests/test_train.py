@@ -32,9 +32,9 @@ TIMES = ("seconds",)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny model and the tiny data."""
-    found = tmp_path_factory.mktemp("tiny")
-    tiny.spec(found)
-    return found
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.spec(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def whole(root: Path) -> RunDir:
 
 
 def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in metrics.items() if name not in TIMES}
-    if "runs" in found:
-        found["runs"] = [lasting(one) for one in found["runs"]]
-    return found
+    kept = {name: value for name, value in metrics.items() if name not in TIMES}
+    if "runs" in kept:
+        kept["runs"] = [lasting(one) for one in kept["runs"]]
+    return kept
 
 
 def log(run: RunDir) -> list[dict[str, Any]]:
@@ -117,11 +117,11 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
         root, data=str(tmp_path / "data"), method="full", epochs=12, lr=3e-3, schedule="constant", metric=metric
     )
     metrics = train(spec, run.folder)
-    found = [line for line in log(run) if "eval_loss" in line]
-    ranks = [(-line["eval_accuracy"] if metric == "accuracy" else 0, line["eval_loss"]) for line in found]
+    evaluations = [line for line in log(run) if "eval_loss" in line]
+    ranks = [(-line["eval_accuracy"] if metric == "accuracy" else 0, line["eval_loss"]) for line in evaluations]
     best = ranks.index(min(ranks))
-    assert 0 < best < 11 and metrics.validation["loss"] == found[best]["eval_loss"]
-    value = found[best][f"eval_{metric}"]
+    assert 0 < best < 11 and metrics.validation["loss"] == evaluations[best]["eval_loss"]
+    value = evaluations[best][f"eval_{metric}"]
     assert metrics.best == Best(epoch=1 + best, step=6 * (1 + best), metric=metric, value=value)
     assert evaluate(run.folder, output=tmp_path / "again") == metrics.scores
     for split in ("validation", "test"):
@@ -321,8 +321,8 @@ def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
     while checkpoints.latest_checkpoint(run.checkpoint) is None and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "run the same command again" in told and "Traceback" not in told
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130 and "run the same command again" in message and "Traceback" not in message
     assert run.exists and not run.finished
 
 
@@ -334,8 +334,8 @@ def test_an_interrupt_that_is_swallowed_comes_again() -> None:
         "try:\n    interrupts.raise_if_interrupted()\nexcept KeyboardInterrupt:\n    print('again')\n"
         "interrupts.raise_if_interrupted()"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout == "again\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout == "again\n"
 
 
 def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

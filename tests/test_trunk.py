@@ -39,9 +39,9 @@ COLUMNS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("trunk")
-    tiny.spec(found)
-    return found
+    folder = tmp_path_factory.mktemp("trunk")
+    tiny.spec(folder)
+    return folder
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_a_run_from_states_is_the_same_run(
     model = root / family
     if not model.exists():
         tiny.model(model, family)
-    asked = spec(root, model=str(model), **changes)
-    without = asked.replace(trunk_cache=0.0)
-    assert asked.name == without.name != asked.replace(trunk_dropout="on").name
-    train(asked, tmp_path / "kept")
+    run_spec = spec(root, model=str(model), **changes)
+    without = run_spec.replace(trunk_cache=0.0)
+    assert run_spec.name == without.name != run_spec.replace(trunk_dropout="on").name
+    train(run_spec, tmp_path / "kept")
     assert len(files(place)) == 3
     train(without, tmp_path / "run")
     runs = [sorted(path.parent for path in (tmp_path / name).rglob("log.jsonl")) for name in ("kept", "run")]
@@ -111,8 +111,8 @@ def test_dropout_of_the_trunk_is_what_off_takes_away(root: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
-    asked = spec(root, epochs=60)
-    (tmp_path / "spec.yaml").write_text(asked.yaml())
+    run_spec = spec(root, epochs=60)
+    (tmp_path / "spec.yaml").write_text(run_spec.yaml())
     run = RunDir(tmp_path / "run")
     command = [sys.executable, "-m", "deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
@@ -125,8 +125,8 @@ def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
         process.communicate()
     assert not run.finished
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
-    train(asked, run.folder)
-    train(asked.replace(trunk_cache=0.0), tmp_path / "whole")
+    train(run_spec, run.folder)
+    train(run_spec.replace(trunk_cache=0.0), tmp_path / "whole")
     alike(RunDir(tmp_path / "whole"), run)
     assert {path.name: path.read_bytes() for path in place.glob("*.safetensors")} == made
 
@@ -181,16 +181,16 @@ def test_as_little_as_is_read_is_kept(
 ) -> None:
     """Real tokens alone, of one layer boundary; of the one token, where a head reads one; memory-mapped."""
     trunk, use, encoded = parts(root, family, method)
-    found = with_cached_activations(trunk, use, {"train": encoded}, 1)["train"]
-    assert isinstance(found, CachedRows) and found.states is not None
-    (tensor,) = found.states.values()
+    cached = with_cached_activations(trunk, use, {"train": encoded}, 1)["train"]
+    assert isinstance(cached, CachedRows) and cached.states is not None
+    (tensor,) = cached.states.values()
     tokens = len(encoded) if reads != "all" else sum(encoded.lengths)
-    assert found.reads == reads and tuple(tensor.shape) == (tokens, states, 32)
-    assert found.lengths == encoded.lengths and found[3] == encoded[3]
+    assert cached.reads == reads and tuple(tensor.shape) == (tokens, states, 32)
+    assert cached.lengths == encoded.lengths and cached[3] == encoded[3]
     (file,) = place.glob("*.safetensors")
     mapped = Path("/proc/self/maps")
     assert not mapped.exists() or file.name in mapped.read_text()
-    rows = found.__getitems__([5, 2])
+    rows = cached.__getitems__([5, 2])
     batch = collate(use.tokenizer, rows)
     assert batch["input_ids"].shape[1] == (1 if reads != "all" else max(encoded.lengths[5], encoded.lengths[2]))
     use.model.eval()

@@ -44,11 +44,11 @@ PAIRS = (("It was", "great"), ("It was ", "great"), ("It was\n", "great"), ("", 
 
 def byte_level() -> PreTrainedTokenizerFast:
     """A tokenizer as GPT-2's: the blank belongs to the word after it."""
-    own = Tokenizer(models.BPE())
-    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"])
-    own.train_from_iterator(["It was great", "that was bad", "a great b c"] * 20, made)
-    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
+    tokenizer.train_from_iterator(["It was great", "that was bad", "a great b c"] * 20, made)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 @pytest.mark.parametrize("name", ["byte level", "stories260k-llama", "babyllama-char-llama"])
@@ -86,14 +86,14 @@ def test_a_target_stands_where_it_would_in_the_text(name: str, places: Path, req
         tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
     model, limits = AutoModelForCausalLM.from_pretrained(places / "gpt2"), TaskOptions(32, 16, "{source}")
     for prompt, word in PAIRS[:1] + PAIRS[2:3] + PAIRS[4:]:
-        told = CAUSAL_GENERATION.encode(
+        encoded = CAUSAL_GENERATION.encode(
             tokenizer, model, {"source": [prompt], "targets": [[word, "bad"]]}, limits, True
         ).rows
-        asked = CAUSAL_GENERATION.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
+        prompted = CAUSAL_GENERATION.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
         text = prompt + ("" if prompt[-1].isspace() else " ") + word
-        assert told[0]["input_ids"] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        assert all(row["input_ids"][: row["prompt_length"]] == asked["input_ids"] for row in told)
-        assert tokenizer.decode(told[0]["labels"][asked["prompt_length"] : -1]).strip() == word
+        assert encoded[0]["input_ids"] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        assert all(row["input_ids"][: row["prompt_length"]] == prompted["input_ids"] for row in encoded)
+        assert tokenizer.decode(encoded[0]["labels"][prompted["prompt_length"] : -1]).strip() == word
     both = CAUSAL_GENERATION.encode(
         tokenizer, model, {"source": ["It was "], "targets": [["great"]]}, limits, True
     ).rows[0]
@@ -112,9 +112,9 @@ def test_what_is_cut_is_counted(places: Path) -> None:
         (CAUSAL_GENERATION, byte_level(), after),
         (CAUSAL_GENERATION, gpt2, after),
     ):
-        found = kind.encode(tokenizer, model, columns, limits, True)
-        room = [sum(label != IGNORE_INDEX for label in row["labels"]) for row in found.rows]
-        assert found.truncated == 1 and found.truncated_targets == sum(n >= 5 for n in room) >= 2, kind.head
+        encoded = kind.encode(tokenizer, model, columns, limits, True)
+        room = [sum(label != IGNORE_INDEX for label in row["labels"]) for row in encoded.rows]
+        assert encoded.truncated == 1 and encoded.truncated_targets == sum(n >= 5 for n in room) >= 2, kind.head
         assert kind.encode(tokenizer, model, columns, TaskOptions(64, 32), True).truncated_targets == 0
     choices = {"question": ["the saw"], "choices": [["the old fig and saw", "fig"]], "answer": [1]}
     assert SEQ2SEQ_CHOICE.encode(t5, both, choices, limits, False).truncated_targets == 1
@@ -135,8 +135,8 @@ def test_words_of_a_real_decoder(shared: Path) -> None:
     texts = [row["sentence"] for row in read(shared, "sst2", 24)]
     limits = TaskOptions(max_length=256, template="{text} It was", label_words=words)
     encoded = CAUSAL_CLASSIFICATION.encode(tokenizer, model, {"text": texts}, limits, False)
-    found = CAUSAL_CLASSIFICATION.predict(InferenceContext(model, tokenizer, list(words), limits, 7), encoded)
-    for text, best, scores in zip(texts, found.predictions, found.scores, strict=True):
+    predicted = CAUSAL_CLASSIFICATION.predict(InferenceContext(model, tokenizer, list(words), limits, 7), encoded)
+    for text, best, scores in zip(texts, predicted.predictions, predicted.scores, strict=True):
         plain = []
         for word in words.values():
             ids = torch.tensor([tokenizer(f"{text} It was {word}")["input_ids"]])
@@ -157,18 +157,20 @@ def test_choices_of_a_real_encoder_decoder(shared: Path) -> None:
     columns = {"question": [row["source"] for row in rows], "choices": choices, "answer": [0] * len(rows)}
     limits = TaskOptions(max_length=32, max_target_length=32)
     encoded = SEQ2SEQ_CHOICE.encode(tokenizer, model, columns, limits, False)
-    found = SEQ2SEQ_CHOICE.predict(InferenceContext(model, tokenizer, (), limits, 9), encoded)
-    assert sum(best == 0 for best in found.predictions) >= 46 and found.loss is not None and found.loss < 0.2
+    predicted = SEQ2SEQ_CHOICE.predict(InferenceContext(model, tokenizer, (), limits, 9), encoded)
+    assert (
+        sum(best == 0 for best in predicted.predictions) >= 46 and predicted.loss is not None and predicted.loss < 0.2
+    )
     for i in range(4):
         plain = []
         for choice in choices[i]:
             labels = torch.tensor([tokenizer(text_target=choice)["input_ids"]])
-            given = tokenizer(rows[i]["source"], return_tensors="pt")
+            inputs = tokenizer(rows[i]["source"], return_tensors="pt")
             with torch.no_grad():
-                said = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"], labels=labels)
-            logs = said.logits[0].log_softmax(-1).gather(1, labels[0, :, None])[:, 0]
+                output = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels)
+            logs = output.logits[0].log_softmax(-1).gather(1, labels[0, :, None])[:, 0]
             plain.append(logs[1:-1].mean())  # without <s> and </s>
-        assert found.scores[i] == pytest.approx(torch.stack(plain).softmax(0).tolist(), abs=1e-4)
+        assert predicted.scores[i] == pytest.approx(torch.stack(plain).softmax(0).tolist(), abs=1e-4)
 
 
 def test_real_entities_survive_their_words(shared: Path) -> None:
@@ -194,13 +196,16 @@ def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     assert metrics.count["head"] == 0 and metrics.count["method"] == 11 * 64
     rows = read(shared, "sst2", 20)
     lines = RunDir(tmp_path / "run").predictions / "test.jsonl"
-    said = tiny.objects(lines)[:20]
-    assert set(said[0]["scores"]) == {"negative", "positive"} and said[0]["prediction"] in said[0]["scores"]
+    predictions = tiny.objects(lines)[:20]
+    assert (
+        set(predictions[0]["scores"]) == {"negative", "positive"}
+        and predictions[0]["prediction"] in predictions[0]["scores"]
+    )
     tiny.lines(tmp_path / "other" / "test.jsonl", [{"sentence": r["sentence"], "label": r["label"]} for r in rows])
     evaluate(tmp_path / "run", str(tmp_path / "other"), ["test"], tmp_path / "out")
     again = tiny.objects(tmp_path / "out" / "test.jsonl")
-    assert [row["prediction"] for row in again] == [row["prediction"] for row in said]
-    assert again[0]["scores"] == pytest.approx(said[0]["scores"], rel=1e-4)
+    assert [row["prediction"] for row in again] == [row["prediction"] for row in predictions]
+    assert again[0]["scores"] == pytest.approx(predictions[0]["scores"], rel=1e-4)
 
 
 # -- mistakes, before anything is written
@@ -266,7 +271,7 @@ def test_words_of_one_token_need_one_pass(places: Path) -> None:
             if folder == "t5":
                 seen: list[int] = []
                 hook = model.get_encoder().register_forward_pre_hook(
-                    lambda module, args, given, seen=seen: seen.append(len(given["input_ids"])), with_kwargs=True
+                    lambda module, args, keywords, seen=seen: seen.append(len(keywords["input_ids"])), with_kwargs=True
                 )
                 kind.predict(InferenceContext(model, tokenizer, "abc", limits), encoded)
                 hook.remove()
@@ -300,18 +305,18 @@ def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
     """The ways of writing an input mean the same; what is none is refused with its number."""
     model, inputs, message, wrong = INPUTS[kind]
     run = load_run(trained(places, tmp_path / "run", kind, model))
-    found = predict(run, inputs)
-    assert len(found) == len(inputs) and all(answer == found[0] for answer in found)
+    predictions = predict(run, inputs)
+    assert len(predictions) == len(inputs) and all(answer == predictions[0] for answer in predictions)
     key = "label" if run.kind.predicts_label_ids else "prediction"
-    assert set(found[0]) == {key, "scores"}
+    assert set(predictions[0]) == {key, "scores"}
     if kind == "tagging":
-        assert len(found[0]["prediction"]) == len(found[0]["scores"]) == 3
+        assert len(predictions[0]["prediction"]) == len(predictions[0]["scores"]) == 3
     if kind == "language":
-        assert found[0]["scores"] > 1 > 0 > found[0]["prediction"]
-        assert [answer["scores"] for answer in predict(run, ["", "the old fig", ""])][1] == found[0]["scores"]
-    with pytest.raises(DeltuneError) as told:
+        assert predictions[0]["scores"] > 1 > 0 > predictions[0]["prediction"]
+        assert [answer["scores"] for answer in predict(run, ["", "the old fig", ""])][1] == predictions[0]["scores"]
+    with pytest.raises(DeltuneError) as caught:
         predict(run, [*inputs, wrong])
-    assert message in str(told.value) and f"row {len(inputs) + 1} has something else" in str(told.value)
+    assert message in str(caught.value) and f"row {len(inputs) + 1} has something else" in str(caught.value)
     with pytest.raises(DeltuneError, match="classification by heads"):
         predict(run, inputs, rows=["default"] * len(inputs))
 
@@ -319,21 +324,30 @@ def test_predict(kind: str, places: Path, tmp_path: Path) -> None:
 def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from deltune.cli.app import app
 
-    def said(*arguments: str) -> str:
+    def printed(*arguments: str) -> str:
         app([*arguments], standalone_mode=False)
         return capsys.readouterr().out
 
     tags, choice = trained(places, tmp_path / "tags", "tagging", "bert"), tmp_path / "choice"
     trained(places, choice, "choice", "gpt2", answer="words", head="freeze")
-    found = json.loads(said("predict", str(tags), "--text", "the old fig", "--json"))
-    assert found[0]["input"] == ["the", "old", "fig"] and set(found[0]) == {"id", "input", "prediction", "scores"}
-    assert "the | old | fig" in said("predict", str(tags), "--text", "the old fig")
+    predictions = json.loads(printed("predict", str(tags), "--text", "the old fig", "--json"))
+    assert predictions[0]["input"] == ["the", "old", "fig"] and set(predictions[0]) == {
+        "id",
+        "input",
+        "prediction",
+        "scores",
+    }
+    assert "the | old | fig" in printed("predict", str(tags), "--text", "the old fig")
     file = tiny.lines(tmp_path / "in.jsonl", [{"id": 7, "question": "the old", "choices": ["fig", "a saw"]}])
-    found = json.loads(said("predict", str(choice), "--file", str(file), "--json"))
-    assert found[0]["id"] == "7" and found[0]["prediction"] in (0, 1) and sum(found[0]["scores"]) == pytest.approx(1)
-    assert "the old | fig | a saw" in said("predict", str(choice), "--file", str(file))
+    predictions = json.loads(printed("predict", str(choice), "--file", str(file), "--json"))
+    assert (
+        predictions[0]["id"] == "7"
+        and predictions[0]["prediction"] in (0, 1)
+        and sum(predictions[0]["scores"]) == pytest.approx(1)
+    )
+    assert "the old | fig | a saw" in printed("predict", str(choice), "--file", str(file))
     tiny.lines(tmp_path / "in.jsonl", [{"question": "the old", "choices": "fig"}])
     with pytest.raises(DeltuneError, match="line 1: column 'choices' must be a list of texts"):
-        said("predict", str(choice), "--file", str(file))
+        printed("predict", str(choice), "--file", str(file))
     with pytest.raises(DeltuneError, match="row 1 has something else"):
-        said("predict", str(choice), "--text", "the old")
+        printed("predict", str(choice), "--text", "the old")

@@ -35,15 +35,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_labels_get_one_set_of_names(root: Path) -> None:
-    found = reading.load_data(str(root / "data"))
-    one = reading.rename_labels(found, {"fruit": "1", "beast": "0", "tool": "0"})
-    assert one.labels == ("0", "1") and one.fingerprint != found.fingerprint
-    for split, rows in found.splits.items():
-        assert [found.labels[i] == "fruit" for i in rows["label"]] == [i == 1 for i in one.splits[split]["label"]]
+    data = reading.load_data(str(root / "data"))
+    one = reading.rename_labels(data, {"fruit": "1", "beast": "0", "tool": "0"})
+    assert one.labels == ("0", "1") and one.fingerprint != data.fingerprint
+    for split, rows in data.splits.items():
+        assert [data.labels[i] == "fruit" for i in rows["label"]] == [i == 1 for i in one.splits[split]["label"]]
     with pytest.raises(DeltuneError, match=r"(?s)unknown label 'fruits'.*'fruit' has no new name"):
-        reading.rename_labels(found, {"fruits": "1", "beast": "0", "tool": "0"})
+        reading.rename_labels(data, {"fruits": "1", "beast": "0", "tool": "0"})
     with pytest.raises(DeltuneError, match="two are needed"):
-        reading.rename_labels(found, dict.fromkeys(found.labels, "1"))
+        reading.rename_labels(data, dict.fromkeys(data.labels, "1"))
 
 
 def test_transfer(root: Path, tmp_path: Path) -> None:
@@ -55,12 +55,12 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
     parts = ModelCache()
     execute(run_job(spec), tmp_path, parts)
     target = {"task": "rotten_tomatoes", "data_root": str(root), "relabel": unify}
-    found = execute(transfer_job(spec, target), tmp_path, parts)
-    own = evaluate(tmp_path / spec.name)["test"]
-    assert found["scores"].keys() == own.keys() and 0 <= found["scores"]["accuracy"] <= 1
+    result = execute(transfer_job(spec, target), tmp_path, parts)
+    expected = evaluate(tmp_path / spec.name)["test"]
+    assert result["scores"].keys() == expected.keys() and 0 <= result["scores"]["accuracy"] <= 1
     assert transfer_job(spec, target).requires == (run_job(spec),)
     same = execute(transfer_job(spec, {**target, "task": "sst2"}), tmp_path, parts)
-    assert same["scores"] == pytest.approx(own)
+    assert same["scores"] == pytest.approx(expected)
     with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
         evaluate(tmp_path / spec.name, other={**target, "relabel": {"negative": "no", "positive": "yes"}})
 
@@ -69,8 +69,8 @@ def test_terms(root: Path, tmp_path: Path) -> None:
     """The mean absolute change of every gain and bias, computed straight from the tensors."""
     spec = tiny.spec(root, method="layernorm(layers='upper half')", epochs=2)
     execute(run_job(spec), tmp_path, ModelCache())
-    found = execute(term_change_job(spec), tmp_path, ModelCache())["changes"]
-    places = {(row["layer"], row["module"], row["term"]) for row in found}
+    changes = execute(term_change_job(spec), tmp_path, ModelCache())["changes"]
+    places = {(row["layer"], row["module"], row["term"]) for row in changes}
     assert places == {(1, module, term) for module in ("attention", "ffn") for term in ("gain", "bias")}
     from deltune import load
 
@@ -78,17 +78,17 @@ def test_terms(root: Path, tmp_path: Path) -> None:
     load(after, tmp_path / spec.name)
     norm = "encoder.layer.1.attention.output.LayerNorm.weight"
     moved: Any = before.base_model.get_parameter(norm) - after.base_model.get_parameter(norm)
-    (said,) = [r["value"] for r in found if (r["module"], r["term"]) == ("attention", "gain")]
-    assert said == pytest.approx(moved.abs().mean().item()) and said > 0
+    (gain,) = [r["value"] for r in changes if (r["module"], r["term"]) == ("attention", "gain")]
+    assert gain == pytest.approx(moved.abs().mean().item()) and gain > 0
 
 
 def test_time(root: Path, tmp_path: Path) -> None:
     """Every method has its turns in every round; the bare model has no step."""
     methods = {"full": "full", "ours": "lora(rank=2)"}
     job = timing_job(str(root / "model"), methods, rows=2, tokens=8, repeats=3)
-    found = execute(job, tmp_path, ModelCache())["turns"]
-    assert set(found) == {"full", "ours", "bare"} and "step" not in found["bare"]
-    assert all(len(seconds) == 3 for one in found.values() for seconds in one["turns"].values())
-    assert found["ours"]["kept"] < found["full"]["kept"] and found["ours"]["percent"] > 0
+    turns = execute(job, tmp_path, ModelCache())["turns"]
+    assert set(turns) == {"full", "ours", "bare"} and "step" not in turns["bare"]
+    assert all(len(seconds) == 3 for one in turns.values() for seconds in one["turns"].values())
+    assert turns["ours"]["kept"] < turns["full"]["kept"] and turns["ours"]["percent"] > 0
     torch.manual_seed(0)
     assert time_methods(str(root / "model"), {}, rows=2, tokens=8, repeats=1).keys() == {"bare"}

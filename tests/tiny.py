@@ -31,13 +31,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def sentences(rows: int, seed: int) -> list[dict[str, Any]]:
     """Sentences of 3 to 12 words, one of which gives the label away."""
     chance = random.Random(seed)
-    found = []
+    examples = []
     for i in range(rows):
         label = sorted(WORDS)[i % len(WORDS)]
         words = chance.choices(FILLERS, k=chance.randint(2, 11))
         words.insert(chance.randrange(len(words) + 1), chance.choice(WORDS[label]))
-        found.append({"text": " ".join(words), "label": label})
-    return found
+        examples.append({"text": " ".join(words), "label": label})
+    return examples
 
 
 def objects(path: Path) -> list[dict[str, Any]]:

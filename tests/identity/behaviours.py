@@ -75,25 +75,25 @@ def _attentions(entry: Entry, model: PreTrainedModel) -> Any:
 
 def _embeddings(entry: Entry, model: PreTrainedModel) -> Any:
     """The same batch as vectors; whatever is asked for besides stays."""
-    given = batch(entry, model)
+    inputs = batch(entry, model)
     with torch.no_grad():
-        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
-        return model(**given)
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+        return model(**inputs)
 
 
 def _later_tokens(entry: Entry, model: PreTrainedModel) -> Any:
     """A forward pass that goes on from the cache of another."""
-    given = batch(entry, model, None)
-    name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    inputs = batch(entry, model, None)
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     with torch.no_grad():
-        first = model(**given, use_cache=True)
+        first = model(**inputs, use_cache=True)
         if not first.past_key_values:
             raise TypeError("its outputs have no past_key_values")
-        more: dict[str, Any] = {name: given[name][:, -1:]}
+        more: dict[str, Any] = {name: inputs[name][:, -1:]}
         if name == "decoder_input_ids":
             more |= {
                 "encoder_outputs": BaseModelOutput(first.encoder_last_hidden_state),
-                "attention_mask": given["attention_mask"],
+                "attention_mask": inputs["attention_mask"],
             }
         return model(**more, past_key_values=first.past_key_values, use_cache=True)
 
@@ -132,7 +132,7 @@ def _to(dtype: torch.dtype) -> Prepare:
 
 
 def _labels(entry: Entry, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    given = batch(entry, model)
+    inputs = batch(entry, model)
     rows = torch.tensor([0, 1])
     match entry.role:
         case "sequence" | "choice":
@@ -140,9 +140,9 @@ def _labels(entry: Entry, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         case "question":
             return {"start_positions": rows, "end_positions": rows + 2}
         case "tokens":
-            return {"labels": given["input_ids"] % 2}
+            return {"labels": inputs["input_ids"] % 2}
         case _:
-            return {"labels": given.get("decoder_input_ids", given["input_ids"])}
+            return {"labels": inputs.get("decoder_input_ids", inputs["input_ids"])}
 
 
 def _loss(entry: Entry, model: PreTrainedModel) -> Any:
@@ -205,11 +205,11 @@ def _resized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def generate(entry: Entry, model: PreTrainedModel, rows: int = 2, **options: Any) -> Any:
-    given = batch(entry, model, "left", rows)
-    given.pop("decoder_input_ids", None)
+    inputs = batch(entry, model, "left", rows)
+    inputs.pop("decoder_input_ids", None)
     fixed = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1, "pad_token_id": 1}
-    asked = {"return_dict_in_generate": True, "output_scores": True}
-    return model.generate(**{**given, **fixed, **asked, **options})
+    returning = {"return_dict_in_generate": True, "output_scores": True}
+    return model.generate(**{**inputs, **fixed, **returning, **options})
 
 
 def _generation(rows: int = 2, **options: Any) -> Run:
@@ -345,10 +345,10 @@ def flat(value: Any, place: str = "") -> dict[str, Any]:
         parts = {name: part for name, part in vars(value).items() if _holds(part)}
     else:
         return {place: type(value).__name__}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, part in parts.items():
-        found |= flat(part, f"{place}.{name}" if place else str(name))
-    return found
+        leaves |= flat(part, f"{place}.{name}" if place else str(name))
+    return leaves
 
 
 def _holds(value: Any) -> bool:

@@ -76,8 +76,12 @@ def entries() -> tuple[Entry, ...]:
 def configuration(entry: Entry, **changes: Any) -> PreTrainedConfig:
     """The tiny configuration of a class: its family's, or the part of it that the class is built from."""
     config = tiny(entry.model_type, **changes)
-    wanted = getattr(transformers, entry.class_name).config_class
-    parts = [name for name, kind in config.sub_configs.items() if kind is wanted and not isinstance(config, wanted)]
+    config_class = getattr(transformers, entry.class_name).config_class
+    parts = [
+        name
+        for name, kind in config.sub_configs.items()
+        if kind is config_class and not isinstance(config, config_class)
+    ]
     config = getattr(config, parts[0]) if parts else config
     if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = entry.role == "causal"  # families of encoders have a class of each kind

@@ -105,24 +105,24 @@ _LLAMA = Stack("layers", _qkvo("self_attn"), _GATED_FFN, _PRE, causal=True)
 
 def _bart(place: str) -> tuple[Stack, Stack]:
     """Encoder and decoder of BART's kin, with norms `place` (pre or post) their sub-layers."""
-    own = _qkvo("self_attn", "q_proj", "k_proj", "v_proj", "out_proj")
+    attention = _qkvo("self_attn", "q_proj", "k_proj", "v_proj", "out_proj")
     cross = _qkvo("encoder_attn", "q_proj", "k_proj", "v_proj", "out_proj")
     norms = {"self_attn_layer_norm": f"{place} attention", "final_layer_norm": f"{place} ffn"}
-    encoder = Stack("encoder.layers", own, ("fc1", "fc2"), norms)
+    encoder = Stack("encoder.layers", attention, ("fc1", "fc2"), norms)
     more = {**norms, "encoder_attn_layer_norm": f"{place} attention"}
-    return encoder, Stack("decoder.layers", own, ("fc1", "fc2"), more, cross, causal=True)
+    return encoder, Stack("decoder.layers", attention, ("fc1", "fc2"), more, cross, causal=True)
 
 
 def _t5(*inputs: str) -> tuple[Stack, Stack]:
-    own = _qkvo("layer.0.SelfAttention", "q", "k", "v", "o")
+    attention = _qkvo("layer.0.SelfAttention", "q", "k", "v", "o")
     cross = _qkvo("layer.1.EncDecAttention", "q", "k", "v", "o")
     ffn = tuple(f"DenseReluDense.{name}" for name in (*inputs, "wo"))
     first = {"layer.0.layer_norm": "pre attention", "layer.1.layer_norm": "pre ffn"}
     second = {"layer.0.layer_norm": "pre attention", "layer.1.layer_norm": "pre attention"}
     return (
-        Stack("encoder.block", own, tuple(f"layer.1.{name}" for name in ffn), first),
+        Stack("encoder.block", attention, tuple(f"layer.1.{name}" for name in ffn), first),
         Stack(
-            "decoder.block", own, tuple(f"layer.2.{name}" for name in ffn),
+            "decoder.block", attention, tuple(f"layer.2.{name}" for name in ffn),
             {**second, "layer.2.layer_norm": "pre ffn"}, cross, causal=True,
         ),
     )  # fmt: skip

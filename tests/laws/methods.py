@@ -142,8 +142,8 @@ def crossed(*axes: Iterable[Any]) -> list[Any]:
 def cells(*texts: str, families: Callable[[Family], bool] = lambda f: True) -> pytest.MarkDecorator:
     """Parametrise `family` and `row`: every method (or those of the texts) on every family that can have it."""
     chosen = [METHODS[text] for text in texts] or list(ROWS)
-    found = [(f, row) for f in FAMILIES.values() if families(f) for row in chosen if not row.lacking(f)]
-    return _marked(found)
+    pairs = [(f, row) for f in FAMILIES.values() if families(f) for row in chosen if not row.lacking(f)]
+    return _marked(pairs)
 
 
 def refused() -> pytest.MarkDecorator:
@@ -151,5 +151,5 @@ def refused() -> pytest.MarkDecorator:
     return _marked([(f, row) for f in FAMILIES.values() for row in ROWS if row.lacking(f)])
 
 
-def _marked(found: list[tuple[Family, Row]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("family", "row"), found, ids=[f"{f.name}: {row.text}" for f, row in found])
+def _marked(pairs: list[tuple[Family, Row]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("family", "row"), pairs, ids=[f"{f.name}: {row.text}" for f, row in pairs])

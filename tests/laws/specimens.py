@@ -84,31 +84,31 @@ def specimen(name: str, role: str | None = None, dtype: torch.dtype = torch.floa
 
 def facts(model: PreTrainedModel) -> dict[str, Any]:
     """Everything about a model that attaching and detaching must leave alone."""
-    found: dict[str, Any] = {"keys": list(model.state_dict()), "names": [n for n, _ in model.named_modules()]}
+    values: dict[str, Any] = {"keys": list(model.state_dict()), "names": [n for n, _ in model.named_modules()]}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[f"value of {name}"] = parameter.detach().clone()
-        found[f"identity of {name}"] = id(parameter)
-        found[f"flag of {name}"] = parameter.requires_grad
+        values[f"value of {name}"] = parameter.detach().clone()
+        values[f"identity of {name}"] = id(parameter)
+        values[f"flag of {name}"] = parameter.requires_grad
     for name, buffer in model.named_buffers():
-        found[f"value of {name}"] = buffer.detach().clone()
+        values[f"value of {name}"] = buffer.detach().clone()
     for config in configurations(model):
-        found[f"configuration {id(config)}"] = str(config.to_dict())
-        found[f"attention of {id(config)}"] = config._attn_implementation
+        values[f"configuration {id(config)}"] = str(config.to_dict())
+        values[f"attention of {id(config)}"] = config._attn_implementation
     for name, module in model.named_modules():
-        found[f"hooks of {name}"] = (len(module._forward_hooks), len(module._forward_pre_hooks))
-        found[f"attributes of {name}"] = sorted(module.__dict__)
-        found[f"mode of {name}"] = module.training
+        values[f"hooks of {name}"] = (len(module._forward_hooks), len(module._forward_pre_hooks))
+        values[f"attributes of {name}"] = sorted(module.__dict__)
+        values[f"mode of {name}"] = module.training
         for plain in ("num_labels", "out_features", "in_features"):
-            found[f"{plain} of {name}"] = getattr(module, plain, None)
-    return found
+            values[f"{plain} of {name}"] = getattr(module, plain, None)
+    return values
 
 
 def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Every configuration object in the model, once."""
-    found = {
+    by_id = {
         id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
     }
-    return list(found.values())
+    return list(by_id.values())
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -180,13 +180,13 @@ def tensors(output: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
 
 def shapes(outputs: Outputs, grown: int = 0) -> dict[str, tuple[int, ...]]:
     """Shapes of outputs. grown: rows that the encoder's own outputs have besides, since the decoder attends to them."""
-    found = {}
+    by_name = {}
     for name, value in outputs.items():
         shape = list(value.shape)
         for axis in {"encoder_l": [1], "encoder_h": [1], "encoder_a": [2, 3], "cross_att": [3]}.get(name[:9], []):
             shape[axis] += grown
-        found[name] = tuple(shape)
-    return found
+        by_name[name] = tuple(shape)
+    return by_name
 
 
 def loss(outputs: Outputs) -> torch.Tensor:

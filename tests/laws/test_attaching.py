@@ -113,13 +113,13 @@ def test_denominators(family: Family) -> None:
     final = sum(n for name, n in sizes.items() if family.outer.get(name.rpartition(".")[0]) == "final")
     shared_by_layers = sum(n for name, n in sizes.items() if name.startswith("encoder.rel_embeddings"))  # DeBERTa
     for role in ("base", main_role(family)):
-        found = {d: deltune.count(specimen(family.name, role), "layernorm", d).denominator_size for d in DENOMINATORS}
+        counts = {d: deltune.count(specimen(family.name, role), "layernorm", d).denominator_size for d in DENOMINATORS}
         total = sum(sizes.values())
-        assert found["model"] == total
-        assert found["no_pooler"] == total - pooler
-        assert found["no_embeddings"] == layers + final + pooler + shared_by_layers
-        assert found["layers"] == layers + final + shared_by_layers
-        assert found["12,345"] == 12345
+        assert counts["model"] == total
+        assert counts["no_pooler"] == total - pooler
+        assert counts["no_embeddings"] == layers + final + pooler + shared_by_layers
+        assert counts["layers"] == layers + final + shared_by_layers
+        assert counts["12,345"] == 12345
 
 
 DENOMINATORS = ("model", "no_pooler", "no_embeddings", "layers", "12,345")
@@ -156,13 +156,13 @@ def test_a_prompt_starts_from_given_tokens(family: Family) -> None:
     ids = inputs["input_ids"]
     written = {**inputs, "input_ids": torch.cat([torch.tensor([[7, 8, 7]]), ids], 1)}
     written["attention_mask"] = torch.ones_like(written["input_ids"])
-    wanted = run(model, written)["logits"]
+    expected = run(model, written)["logits"]
     tuned = deltune.attach(model, "prompt(length=3, init_from=(7, 8))")
-    found = run(model, inputs)["logits"]
+    logits = run(model, inputs)["logits"]
     if family.kind == "decoder":
-        wanted = wanted[:, 3:]
+        expected = expected[:, 3:]
     if family.kind != "encoder":  # where a head reads the first position, the written text moves it
-        assert torch.allclose(found, wanted, rtol=1e-5 if not family.exact else 1e-9, atol=1e-7)
+        assert torch.allclose(logits, expected, rtol=1e-5 if not family.exact else 1e-9, atol=1e-7)
     rows = next(p for n, p in tuned.named_trainable_parameters() if n.startswith("deltune."))
     embedded = model.get_input_embeddings()(torch.tensor([7, 8, 7]))
     assert torch.equal(rows, embedded)
@@ -184,10 +184,14 @@ def test_names_that_cannot_be(name: object) -> None:
 def test_what_is_no_model(tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "base")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
-    for given, told in ((model.config, "not to a BertConfig"), ("lora", "attach.model, method"), (wrapped, "unload")):
+    for target, message in (
+        (model.config, "not to a BertConfig"),
+        ("lora", "attach.model, method"),
+        (wrapped, "unload"),
+    ):
         for attempt in (lambda it: deltune.attach(it, "lora"), lambda it: deltune.load(it, tmp_path)):
-            with pytest.raises(deltune.DeltuneError, match=told):
-                attempt(given)
+            with pytest.raises(deltune.DeltuneError, match=message):
+                attempt(target)
 
 
 def test_a_handle_that_was_taken_off_says_so() -> None:

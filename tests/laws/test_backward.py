@@ -34,9 +34,9 @@ SCOPES: dict[str, Callable[[deltune.Tuned], AbstractContextManager[Any]]] = {
 }
 
 OUTPUTS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "logits": lambda found: found.logits,
-    "the last state": lambda found: found.hidden_states[-1],
-    "a state between layers": lambda found: found.hidden_states[1],
+    "logits": lambda output: output.logits,
+    "the last state": lambda output: output.hidden_states[-1],
+    "a state between layers": lambda output: output.hidden_states[1],
 }
 """Of what a loss may be computed. Only the first one leads through the model's last operation."""
 
@@ -61,15 +61,15 @@ class Case:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Gradients by parameter, which are then forgotten; those that are zero everywhere count as none."""
-        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and bool(p.grad.any())}
+        grads = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and bool(p.grad.any())}
         for parameter in self.parameters.values():
             parameter.grad = None
-        return found
+        return grads
 
 
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.allclose(found[name], value, rtol=1e-9, atol=1e-12) for name, value in expected.items()
+def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        torch.allclose(actual[name], value, rtol=1e-9, atol=1e-12) for name, value in expected.items()
     )
 
 
@@ -84,7 +84,7 @@ def in_a_thread(work: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("texts", TEXTS)
 def test_layers_that_are_computed_again(texts: str, scope: str, output: str) -> None:
     """Whatever output a loss is computed of, and in whatever thread: gradients as without gradient checkpointing."""
-    found = []
+    gradients = []
     for way in CHECKPOINTS:
         case = Case(texts, output, way)
         runs: list[None] = []
@@ -96,9 +96,9 @@ def test_layers_that_are_computed_again(texts: str, scope: str, output: str) -> 
             with SCOPES[scope](case.tuned):
                 total = case.loss()
                 in_a_thread(total.backward) if thread else total.backward()
-            found.append(case.gradients())
+            gradients.append(case.gradients())
             assert len(runs) == (1 if way == SAVED else 2), "nothing was computed again"
-    assert found[0] and all(close(other, found[0]) for other in found)
+    assert gradients[0] and all(close(other, gradients[0]) for other in gradients)
 
 
 @pytest.mark.parametrize("way", [AGAIN, AGAIN_REENTRANT])
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_the_users_around_the_model(texts: str, scope: str, way:
     def logits(embeddings: torch.Tensor) -> torch.Tensor:
         return case.model(inputs_embeds=embeddings, **case.inputs).logits
 
-    found = []
+    gradients = []
     for checkpointed, thread in ((False, False), (True, False), (True, True)):
         with SCOPES[scope](case.tuned):
             use_reentrant = CHECKPOINTS[way]
@@ -124,9 +124,9 @@ def test_a_checkpoint_of_the_users_around_the_model(texts: str, scope: str, way:
                     in_a_thread(total.backward)
                 return
             in_a_thread(total.backward) if thread else total.backward()
-        found.append(case.gradients())
-        assert found[0] and close(found[-1], found[0])
-    assert len(found) == 3
+        gradients.append(case.gradients())
+        assert gradients[0] and close(gradients[-1], gradients[0])
+    assert len(gradients) == 3
 
 
 def passing(scope: AbstractContextManager[Any]) -> None:

@@ -75,17 +75,17 @@ def test_after_half_the_training_the_mask_is_fixed() -> None:
     tuned, _ = trained(0.5)
     assert not gates(tuned).is_fixed
     tuned.advance(0.5)
-    found = gates(tuned)
-    assert found.is_fixed and found.strength == 0
-    index = found.tensors_to_save()["index"]
-    before = found.delta.detach().clone()
+    form = gates(tuned)
+    assert form.is_fixed and form.strength == 0
+    index = form.tensors_to_save()["index"]
+    before = form.delta.detach().clone()
     model = tuned.model
     optimiser = torch.optim.SGD(tuned.trainable_parameters(), lr=1.0)
     loss(forward(model, batch(model, rows=4))).backward()
     optimiser.step()
-    moved = (found.delta != before).nonzero().flatten()
+    moved = (form.delta != before).nonzero().flatten()
     assert len(moved) and set(moved.tolist()) <= set(index.tolist())
-    assert torch.equal(found.tensors_to_save()["index"], index)
+    assert torch.equal(form.tensors_to_save()["index"], index)
     train, evaluate = run(model, batch(model)), run(model.eval(), batch(model))
     assert distance(train, evaluate) < 1e-12  # nothing is drawn any more
 
@@ -94,23 +94,23 @@ def test_the_penalty_closes_gates_and_grows() -> None:
     """Without any loss to mind, gates close under the penalty alone; at the start there is none."""
     model = build(FAMILIES["bert"], "base").train()
     tuned = deltune.attach(model, "diff_pruning")
-    found = gates(tuned)
+    form = gates(tuned)
     for share, strength in ((0.0, 0.0), (0.25, 5.0), (0.49, 9.8)):
         tuned.advance(share)
-        assert found.strength == pytest.approx(strength)
+        assert form.strength == pytest.approx(strength)
     (sum(v.sum() for v in forward(model, batch(model)).values()) * 0).backward()
-    assert (found.gate.grad > 0).all()
+    assert (form.gate.grad > 0).all()
 
 
 def test_the_penalty_is_the_derivative_of_the_expected_count() -> None:
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
     tensor = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    found = HardConcreteGates((Tensor("w", (7,), "layers", "linear.weight"),), 2, folded=False)
-    found.advance(0.25)
-    assert gradcheck(lambda t: _Penalised.apply(t, logits.detach(), found, "v"), (tensor,))
-    _Penalised.apply(tensor, logits, found, "w").sum().backward()
+    form = HardConcreteGates((Tensor("w", (7,), "layers", "linear.weight"),), 2, folded=False)
+    form.advance(0.25)
+    assert gradcheck(lambda t: _Penalised.apply(t, logits.detach(), form, "v"), (tensor,))
+    _Penalised.apply(tensor, logits, form, "w").sum().backward()
     again = logits.detach().requires_grad_()
-    (found.strength * torch.sigmoid(again - BETA * torch.log(torch.tensor(-GAMMA / ZETA))).mean()).backward()
+    (form.strength * torch.sigmoid(again - BETA * torch.log(torch.tensor(-GAMMA / ZETA))).mean()).backward()
     assert torch.allclose(logits.grad, again.grad)
 
 
@@ -119,14 +119,14 @@ def test_the_penalty_is_that_of_a_step(family: str) -> None:
     """Four backward passes of a quarter each have the penalty of one; so has a module that runs many times."""
     model = build(FAMILIES[family], "base").train()
     tuned = deltune.attach(model, "diff_pruning")
-    found = gates(tuned)
+    form = gates(tuned)
     pulls = []
     for parts in (1, 4):
         model.zero_grad()
         tuned.advance(0.4)
         for _ in range(parts):
             (sum(v.sum() for v in forward(model, batch(model)).values()) * 0).backward()
-        pulls.append(found.gate.grad.clone())
+        pulls.append(form.gate.grad.clone())
     assert torch.equal(*pulls) and pulls[0].any()
 
 
@@ -150,7 +150,7 @@ def test_a_refused_merge_and_an_export_leave_the_mode_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("diff_pruning(sparsity=0)", "between 0 and 1"),
         ("diff_pruning(sparsity=1)", "between 0 and 1"),
@@ -161,7 +161,7 @@ def test_a_refused_merge_and_an_export_leave_the_mode_alone() -> None:
         ("diff_pruning + diff_pruning(sparsity=0.1)", "one of them in part"),
     ],
 )
-def test_what_cannot_be(text: str, told: str) -> None:
+def test_what_cannot_be(text: str, message: str) -> None:
     model = build(FAMILIES["bert"], "base")
-    with pytest.raises(deltune.DeltuneError, match=told):
+    with pytest.raises(deltune.DeltuneError, match=message):
         deltune.attach(model, text)

@@ -36,37 +36,37 @@ HEADED = [
 def test_heads_with_other_labels(family: Family, role: str, tmp_path: Path) -> None:
     """Deltas for 2 and 5 labels on a model built for 3: head, num_labels and names switch with the delta."""
     names = {2: ("no", "yes"), 5: tuple("abcde")}
-    wanted: dict[int | None, tuple[dict[str, torch.Tensor], float]] = {}
+    expected: dict[int | None, tuple[dict[str, torch.Tensor], float]] = {}
     plain = build(family, role, num_labels=3)
     inputs = batch(plain)
 
     def answer(model: PreTrainedModel, count: int) -> tuple[dict[str, torch.Tensor], float]:
         shape = (2,) if role == "sequence" else inputs["input_ids"].shape
         labels = torch.full(shape, count - 1)
-        found = run(model, inputs, labels=labels)
-        return {"logits": found["logits"]}, float(found["loss"])
+        outputs = run(model, inputs, labels=labels)
+        return {"logits": outputs["logits"]}, float(outputs["loss"])
 
-    wanted[None] = answer(plain, 3)
+    expected[None] = answer(plain, 3)
     for count, labels in names.items():
         model = build(family, role, num_labels=count)
         model.config.id2label = dict(enumerate(labels))
-        own = {n: p for n, p in plain.named_parameters()}
+        parameters = {n: p for n, p in plain.named_parameters()}
         with torch.no_grad():
             for n, p in model.named_parameters():
-                if p.shape == own[n].shape:
-                    p.copy_(own[n])
+                if p.shape == parameters[n].shape:
+                    p.copy_(parameters[n])
         tuned = stir(deltune.attach(model, "layernorm"), seed=count)
-        wanted[count] = answer(model, count)
+        expected[count] = answer(model, count)
         tuned.save(tmp_path / str(count))
     known = facts(plain)
     for count in names:
         handle = deltune.load(plain, tmp_path / str(count), name=f"of{count}")
     for count in (2, 5, None, 5, 2, None, 2):
         handle.use(count and f"of{count}")
-        found, value = answer(plain, count or 3)
-        assert found["logits"].shape[-1] == plain.config.num_labels == (count or 3)
+        outputs, value = answer(plain, count or 3)
+        assert outputs["logits"].shape[-1] == plain.config.num_labels == (count or 3)
         assert getattr(plain, "num_labels", count or 3) == (count or 3)  # the encoder-decoders keep none
-        assert equal(found, wanted[count][0]) and value == wanted[count][1]
+        assert equal(outputs, expected[count][0]) and value == expected[count][1]
         if count:
             assert tuple(plain.config.id2label.values()) == names[count]
             assert plain.config.label2id == {label: i for i, label in enumerate(names[count])}

@@ -131,11 +131,11 @@ def law_gradients(cell: Cell) -> None:
     assert used, "nothing that the method trains is used by the forward pass"
     if cell.row.identity:
         loss(forward(other, cell.inputs)).backward()
-        for name, wanted in cell.plain.items():
+        for name, expected in cell.plain.items():
             if name in trained:
-                found = trained[name].grad
-                assert (found is None) == (wanted is None), name
-                assert wanted is None or torch.allclose(found, wanted, rtol=1e-9, atol=1e-12), name
+                gradient = trained[name].grad
+                assert (gradient is None) == (expected is None), name
+                assert expected is None or torch.allclose(gradient, expected, rtol=1e-9, atol=1e-12), name
         other.zero_grad()
     other.train()  # learned gates are drawn there; nothing else differs, for nothing has dropout
     for seed in range(4):  # a ReLU may be closed for every token of one batch
@@ -243,16 +243,16 @@ def law_loading(cell: Cell) -> None:
     loss(forward(cell.model, cell.inputs)).backward() if any(True for _ in handle.trainable_parameters()) else None
     cell.model.zero_grad()
     stir(deltune.attach(cell.model, "layernorm + adapter(rank=2)", name="two"), seed=2)
-    wanted = {"one": one, "two": cell.outputs(), None: cell.before}
-    assert not equal(wanted["two"], one)
+    expected = {"one": one, "two": cell.outputs(), None: cell.before}
+    assert not equal(expected["two"], one)
     for name in ("one", None, "two", "one", "two", "two", None, "one"):
-        assert equal(cell.outputs(handle.use(name).model), wanted[name])
+        assert equal(cell.outputs(handle.use(name).model), expected[name])
         assert (handle.method is None) == (name is None)
     handle.use("two").save(cell.folder / "again", name="one")  # not in use
     for file in ("delta.safetensors", "delta.json"):
         assert (cell.folder / "again" / file).read_bytes() == (cell.folder / "one" / file).read_bytes()
     handle.detach("one")
-    assert handle.names == ("two",) and equal(cell.outputs(), wanted["two"])
+    assert handle.names == ("two",) and equal(cell.outputs(), expected["two"])
     handle.detach("two")
     assert equal(cell.outputs(), cell.before)
     assert differences(cell.facts, facts(cell.model)) == []

@@ -40,31 +40,31 @@ def gradients(model: PreTrainedModel, inputs: dict[str, Any], how: How) -> dict[
         loss(outputs).backward()
     served = set(deltune.prefix_report(model).values())
     assert served == {"merged" if how == "merged" else "joined: asked"}
-    found = {name: value.detach() for name, value in outputs.items()}
+    values = {name: value.detach() for name, value in outputs.items()}
     for name, parameter in deltune.tuned(model).named_trainable_parameters():
         if parameter.grad is not None:
-            found[f"gradient of {name}"] = parameter.grad
+            values[f"gradient of {name}"] = parameter.grad
             parameter.grad = None
-    return found
+    return values
 
 
-def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
+def check(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for kind in (True, False):
-        names = [name for name in wanted if name.startswith("gradient") == kind]
-        size = max(wanted[name].abs().max().item() for name in names)
+        names = [name for name in expected if name.startswith("gradient") == kind]
+        size = max(expected[name].abs().max().item() for name in names)
         for name in names:
-            assert (found[name] - wanted[name]).abs().max() <= tolerance * size, name
+            assert (actual[name] - expected[name]).abs().max() <= tolerance * size, name
 
 
 @pytest.mark.parametrize("inputs", ["padded", "full", "bare"])
 @pytest.mark.parametrize("family", SOME, ids=lambda f: f.name)
 def test_training(family: Family, inputs: str) -> None:
     model = tuned_model(family).train()
-    given = batch(model, pad=2 if inputs == "padded" else 0)
+    encoded = batch(model, pad=2 if inputs == "padded" else 0)
     if inputs == "bare":
-        del given["attention_mask"]
-    check(gradients(model, given, "merged"), gradients(model, given, "joined"), tolerance(family))
+        del encoded["attention_mask"]
+    check(gradients(model, encoded, "merged"), gradients(model, encoded, "joined"), tolerance(family))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -72,13 +72,13 @@ def test_training(family: Family, inputs: str) -> None:
 def test_generation(name: str, beams: int) -> None:
     """Left padding, and one query at a time before a cache."""
     model = tuned_model(FAMILIES[name])
-    given = batch(model, rows=3, pad=0)
-    given["input_ids"][1, :3], given["attention_mask"][1, :3] = model.config.pad_token_id, 0
-    given.pop("decoder_input_ids", None)
+    encoded = batch(model, rows=3, pad=0)
+    encoded["input_ids"][1, :3], encoded["attention_mask"][1, :3] = model.config.pad_token_id, 0
+    encoded.pop("decoder_input_ids", None)
     texts = {}
     for how in ("merged", "joined"):
         with deltune.prefix_attention(how):  # type: ignore[arg-type]
-            texts[how] = model.generate(**given, num_beams=beams, max_new_tokens=6, do_sample=False)
+            texts[how] = model.generate(**encoded, num_beams=beams, max_new_tokens=6, do_sample=False)
         assert {report.split(":")[0] for report in deltune.prefix_report(model).values()} == {how}
     assert torch.equal(texts["merged"], texts["joined"])
 
@@ -90,13 +90,13 @@ def test_mixed_batches(family: Family, left: bool) -> None:
     model = build(family, main_role(family), attn_implementation="sdpa")
     for name, text in (("one", METHOD), ("two", "prefix(length=5)"), ("three", "adapter(rank=2)")):
         tuned = stir(deltune.attach(model, text, name=name), size=1.0)
-    given = batch(model, rows=5, pad=0)
+    encoded = batch(model, rows=5, pad=0)
     for row in (1, 3):
         columns = slice(0, 2) if left else slice(-2, None)
-        given["input_ids"][row, columns], given["attention_mask"][row, columns] = model.config.pad_token_id, 0
+        encoded["input_ids"][row, columns], encoded["attention_mask"][row, columns] = model.config.pad_token_id, 0
     with tuned.use(None).rows(["one", "two", None, "three", "one"]):
-        found, wanted = gradients(model, given, "merged"), gradients(model, given, "joined")
-    check(found, wanted, tolerance(family))
+        merged, joined = gradients(model, encoded, "merged"), gradients(model, encoded, "joined")
+    check(merged, joined, tolerance(family))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -127,10 +127,10 @@ def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
         return t.expand(2, 3, kv_heads, 8).transpose(1, 2)
 
     def apart(*tensors: torch.Tensor) -> torch.Tensor:
-        own, other = Block(*tensors[1:3], mask, kind == "causal"), Block(*map(by_row, tensors[3:]), None, False)
-        kernel = kernel_for(tensors[0], (own, other))
+        block, other = Block(*tensors[1:3], mask, kind == "causal"), Block(*map(by_row, tensors[3:]), None, False)
+        kernel = kernel_for(tensors[0], (block, other))
         assert kernel is not None
-        return merged_attention(tensors[0], own, other, 0.3, kernel, may_see_nothing=False)
+        return merged_attention(tensors[0], block, other, 0.3, kernel, may_see_nothing=False)
 
     def joined(*tensors: torch.Tensor) -> torch.Tensor:
         query, key, value, keys, values = (t.double() for t in tensors)
@@ -144,15 +144,15 @@ def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
 
     tensors = (query, key, value, keys, values)
     grad = torch.randn(2, 4, queries, 8, generator=made)
-    found, wanted = apart(*tensors), joined(*tensors)
+    output, expected = apart(*tensors), joined(*tensors)
     limit = 10 * torch.finfo(dtype).eps
-    assert (found - wanted).abs().max() < limit * wanted.abs().max()
-    ours = torch.autograd.grad((found * grad).sum(), tensors)
-    theirs = torch.autograd.grad((wanted * grad).sum(), tensors)
+    assert (output - expected).abs().max() < limit * expected.abs().max()
+    ours = torch.autograd.grad((output * grad).sum(), tensors)
+    theirs = torch.autograd.grad((expected * grad).sum(), tensors)
     for mine, right in zip(ours, theirs, strict=True):
         assert (mine - right).abs().max() <= limit * right.abs().max()
     with torch.no_grad():
-        assert torch.equal(apart(*tensors), found)
+        assert torch.equal(apart(*tensors), output)
     if dtype == torch.float64:
         assert torch.autograd.gradcheck(apart, tensors)
 
@@ -160,18 +160,18 @@ def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
 def test_what_sees_nothing_gives_nothing() -> None:
     query, key = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(1, 2, 3, 4, requires_grad=True)
     nothing = finite_mask(torch.tensor([True, False, True])[None, None, :, None].expand(1, 1, 3, 3), torch.float32)
-    own, other = (
+    block, other = (
         Block(key, key, nothing, False),
         Block(key, key, finite_mask(torch.zeros(1, 1, 1, 3, dtype=torch.bool), torch.float32), False),
     )
-    kernel = kernel_for(query, (own, other))
+    kernel = kernel_for(query, (block, other))
     assert kernel is not None
-    found = merged_attention(query, own, other, 0.5, kernel, may_see_nothing=True)
+    output = merged_attention(query, block, other, 0.5, kernel, may_see_nothing=True)
     alone = F.scaled_dot_product_attention(query, key, key, scale=0.5)
-    assert not found[:, :, 1].any() and torch.allclose(found[:, :, ::2], alone[:, :, ::2])
-    gradient = torch.autograd.grad(found.square().sum(), (query, key))
-    wanted = torch.autograd.grad(alone[:, :, ::2].square().sum(), (query, key))
-    assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(gradient, wanted, strict=True))
+    assert not output[:, :, 1].any() and torch.allclose(output[:, :, ::2], alone[:, :, ::2])
+    gradient = torch.autograd.grad(output.square().sum(), (query, key))
+    expected = torch.autograd.grad(alone[:, :, ::2].square().sum(), (query, key))
+    assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(gradient, expected, strict=True))
 
 
 REFUSED = {
@@ -201,10 +201,10 @@ def test_by_default_what_is_faster() -> None:
     model = tuned_model(FAMILIES["llama"], max_position_embeddings=2 * MERGE_ABOVE)
     for length, served in ((8, "joined: as fast"), (MERGE_ABOVE + 8, "merged")):
         ids = torch.randint(5, 99, (1, length), generator=torch.Generator().manual_seed(0))
-        found = forward(model, {"input_ids": ids})["logits"]
+        logits = forward(model, {"input_ids": ids})["logits"]
         assert set(deltune.prefix_report(model).values()) == {served}
         with deltune.prefix_attention("joined"):
-            wanted = forward(model, {"input_ids": ids})["logits"]
-        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+            expected = forward(model, {"input_ids": ids})["logits"]
+        assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(deltune.DeltuneError, match="unknown prefix attention"), deltune.prefix_attention("both"):  # type: ignore[arg-type]
         pass

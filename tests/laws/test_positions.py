@@ -29,10 +29,10 @@ def moved_by_hand(model: PreTrainedModel, family: Family, inputs: dict[str, Any]
     with torch.no_grad():
         for table in tables:
             table.weight.copy_(table.weight.roll(-3, 0))
-        found = run(model, inputs)
+        outputs = run(model, inputs)
         for table, weight in zip(tables, before, strict=True):
             table.weight.copy_(weight)
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("family", TAKES, ids=[f.name for f in TAKES])
@@ -44,20 +44,20 @@ def test_positions_start_after_the_prefix(family: Family, left: bool) -> None:
     if left:
         inputs |= {name: inputs[name].flip(1) for name in ("input_ids", "attention_mask")}
     tuned = stir(deltune.attach(model, "prefix(length=3)", name="plain", head="freeze"))
-    wanted, unmoved = moved_by_hand(model, family, inputs), run(model, inputs)
+    expected, unmoved = moved_by_hand(model, family, inputs), run(model, inputs)
     values = {name: t.clone() for name, t in tuned.delta().tensors_to_save().items()}
     deltune.attach(model, ALL, name="moved", head="freeze")
     with torch.no_grad():
         for name, tensor in tuned.delta("moved").tensors_to_save().items():
             tensor.copy_(values[name])
-    assert equal(run(model, inputs), wanted)
+    assert equal(run(model, inputs), expected)
     if family.table:
-        assert not equal(wanted, unmoved)
+        assert not equal(expected, unmoved)
     assert equal(run(tuned.use("plain").model, inputs), unmoved)
     with torch.no_grad(), tuned.rows(["moved", "plain"]):
         mixed = run(model, inputs)
     name = next(n for n in ("logits", "last_hidden_state") if n in mixed)
-    for row, alone in enumerate((wanted, unmoved)):
+    for row, alone in enumerate((expected, unmoved)):
         gap = (mixed[name][row] - alone[name][row]).abs()
         padded = mixed[name].dim() == 3 and family.kind != "both"  # what padding gives is nobody's business
         assert (gap[inputs["attention_mask"][row].bool()] if padded else gap).max() < 1e-4

@@ -58,24 +58,24 @@ def scores(call: Call, key: torch.Tensor) -> torch.Tensor:
     """q Kᵀ as the family scales (and caps) it: (B, N_h, n, m)."""
     scaling = call.options.get("scaling")
     key = key.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
-    found = call.query @ key.transpose(-1, -2) * (call.query.shape[-1] ** -0.5 if scaling is None else scaling)
+    products = call.query @ key.transpose(-1, -2) * (call.query.shape[-1] ** -0.5 if scaling is None else scaling)
     cap = call.options.get("softcap")
-    return found if cap is None else torch.tanh(found / cap) * cap
+    return products if cap is None else torch.tanh(products / cap) * cap
 
 
 def own_scores(call: Call, causal: bool) -> torch.Tensor:
     """Those of the tokens, with mask, causal order and position bias added."""
-    found = scores(call, call.key)
+    products = scores(call, call.key)
     if (bias := call.options.get("position_bias")) is not None:
-        found = found + bias
+        products = products + bias
     mask = call.mask
     if mask is None:
         if not causal:
-            return found
-        mask = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+            return products
+        mask = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
     if mask.dtype == torch.bool:
-        return found.masked_fill(~mask, -torch.inf)
-    return found + mask
+        return products.masked_fill(~mask, -torch.inf)
+    return products + mask
 
 
 def equation(call: Call, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -122,14 +122,14 @@ def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None
         assert call.query.shape[1:][::2] == (4, family.head_width) and call.key.shape[1] == family.kv_heads
         is_cross = any(name.startswith(f"{path}.") for name in cross)
         causal = not is_cross and any(s.causal and path.startswith(f"{s.layers}.") for s in family.stacks)
-        found, kept = call.output, prefixes[path]
-        wanted = equation(call, kept["keys"].detach(), kept["values"].detach(), causal)
-        assert found.shape == wanted.shape
+        output, kept = call.output, prefixes[path]
+        expected = equation(call, kept["keys"].detach(), kept["values"].detach(), causal)
+        assert output.shape == expected.shape
         # eager attention takes its softmax in float32 in most families, sdpa in float64 in all
         tolerance = 1e-12 if kernel == "sdpa" else 2e-6
-        assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance), (path, (found - wanted).abs().max())
+        assert torch.allclose(output, expected, rtol=tolerance, atol=tolerance), (path, (output - expected).abs().max())
         plain = equation(call, torch.zeros_like(kept["keys"]), torch.zeros_like(kept["values"]), causal)
-        assert not torch.allclose(found, plain, atol=1e-3)
+        assert not torch.allclose(output, plain, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if "sdpa" in f.kernels], ids=lambda f: f.name)

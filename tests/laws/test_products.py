@@ -43,12 +43,12 @@ class Written(TorchDispatchMode):
         if first is not None and func._schema.is_mutable and first.untyped_storage().data_ptr() in self.outputs:
             self.outputs.remove(first.untyped_storage().data_ptr())
             self.overwritten += 1
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.addmm.default and args[2].untyped_storage().data_ptr() in self.weights:
-            self.alive.append(found)  # so that no other tensor comes to lie there
-            self.outputs.add(found.untyped_storage().data_ptr())
+            self.alive.append(result)  # so that no other tensor comes to lie there
+            self.outputs.add(result.untyped_storage().data_ptr())
             self.made += 1
-        return found
+        return result
 
 
 @pytest.mark.parametrize("mode", WITHOUT)
@@ -242,9 +242,9 @@ def test_a_projection_checkpointed_by_itself(which: str, reentrant: bool) -> Non
             if part is not None and (which != "query" or part is layer.attentions[0].query):
                 module = model.get_submodule(part.path)
                 module._call_impl = partial(checkpoint, module._call_impl, use_reentrant=reentrant)
-    found = gradients()
-    assert len(found) == len(expected)
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, expected, strict=True))
+    actual = gradients()
+    assert len(actual) == len(expected)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(actual, expected, strict=True))
 
 
 def test_a_hook_that_gives_a_projection_another_tensor() -> None:
@@ -256,30 +256,30 @@ def test_a_hook_that_gives_a_projection_another_tensor() -> None:
     before = forward(model, inputs)
     value.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with torch.no_grad():
-        found = forward(model, inputs)
+        output = forward(model, inputs)
         with tuned.rows(["default", None]):
             mixed = forward(model, inputs)
         with tuned.disable():
             plain = forward(model, inputs)
-    for row, alone in enumerate((found, plain)):
+    for row, alone in enumerate((output, plain)):
         assert distance({k: v[row] for k, v in mixed.items()}, {k: v[row] for k, v in alone.items()}) < 1e-12
     tuned.merge()
-    assert distance(forward(model, inputs), found) < 1e-12
-    assert distance(found, before) > 1e-3
+    assert distance(forward(model, inputs), output) < 1e-12
+    assert distance(output, before) > 1e-3
 
 
 def test_an_ensemble_of_deltas_is_mapped() -> None:
     model = specimen("bert")
     inputs = batch(model)
     tuned = stir(deltune.attach(model, "lora(rank=2)"))
-    own = {n: p.detach() for n, p in model.named_parameters() if n.startswith("deltune.") and p.requires_grad}
-    several = {n: torch.stack([p, 2 * p, -p]) for n, p in own.items()}
+    parameters = {n: p.detach() for n, p in model.named_parameters() if n.startswith("deltune.") and p.requires_grad}
+    several = {n: torch.stack([p, 2 * p, -p]) for n, p in parameters.items()}
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
-            found = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (), inputs).logits)(several)
+            logits = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (), inputs).logits)(several)
             alone = forward(model, inputs)["logits"]
-        assert torch.allclose(found[0], alone, rtol=1e-10, atol=1e-12)
-        assert not torch.allclose(found[0], found[1])
+        assert torch.allclose(logits[0], alone, rtol=1e-10, atol=1e-12)
+        assert not torch.allclose(logits[0], logits[1])
     tuned.detach()
 
 
@@ -315,14 +315,14 @@ def test_forms_of_others_are_added_as_they_are(form: Form, monkeypatch: pytest.M
     model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
     stir(deltune.attach(model, Modification("query", form) + Modification("value", form)))
-    found = forward(model, inputs)
+    output = forward(model, inputs)
     with torch.no_grad():
         overwriting = forward(model, inputs)
     monkeypatch.setattr(
         Form, "add_to", lambda self, h, tensors, u, training, scale, out: h + self(tensors, u, training)
     )
     expected = forward(model, inputs)
-    assert distance(found, expected) < 1e-12 and distance(overwriting, expected) < 1e-12
+    assert distance(output, expected) < 1e-12 and distance(overwriting, expected) < 1e-12
 
 
 def test_what_is_read_is_not_overwritten_meanwhile() -> None:

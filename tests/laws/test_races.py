@@ -122,13 +122,13 @@ WAYS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 def answers(model: PreTrainedModel, inputs: dict[str, Any]) -> list[Outputs]:
     tuned = deltune.tuned(model)
     assert tuned.active == "d1"
-    found = [run(model, inputs)]
+    outputs = [run(model, inputs)]
     with tuned.disable():
-        found.append(run(model, inputs))
+        outputs.append(run(model, inputs))
     with tuned.rows(["d0", "d1"]):
-        found.append(run(model, inputs))
-    found += [run(tuned.use(name).model, inputs) for name in ("d0", None, "d1")]
-    return found
+        outputs.append(run(model, inputs))
+    outputs += [run(tuned.use(name).model, inputs) for name in ("d0", None, "d1")]
+    return outputs
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -165,8 +165,8 @@ def test_copied_while_another_thread_needs_other_tensors(way: str) -> None:
         hook.remove()
     assert begin.is_set()
     for each in (twin, model):
-        found = answers(each, inputs)
-        assert all(equal(one, two) for one, two in zip(found, expected, strict=True))
+        outputs = answers(each, inputs)
+        assert all(equal(one, two) for one, two in zip(outputs, expected, strict=True))
         assert list(each.state_dict()) == keys
 
 
@@ -188,12 +188,12 @@ def test_the_state_dict_names_what_is_in_use_here() -> None:
 
     with beside(other):
         entered.wait(PATIENCE)
-        found = model.state_dict()
+        enabled = model.state_dict()
         with tuned.disable():
             disabled = model.state_dict()
         leave.set()
-    for state, wanted in ((found, expected), (disabled, base)):
-        assert list(state) == list(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    for state, reference in ((enabled, expected), (disabled, base)):
+        assert list(state) == list(reference) and all(torch.equal(state[name], reference[name]) for name in reference)
 
 
 def test_copied_together_with_the_handle() -> None:
@@ -325,7 +325,7 @@ def test_a_pass_that_a_hook_starts_in_another_thread() -> None:
     model, inputs = tuned.model, batch(tuned.model)
     expected = run(model, inputs)
     order: list[str] = []
-    found: list[Outputs] = []
+    outputs: list[Outputs] = []
     outside = threading.get_ident()
 
     def start(module: Any, args: Any) -> None:
@@ -335,7 +335,7 @@ def test_a_pass_that_a_hook_starts_in_another_thread() -> None:
         changing.start()
         eventually(lambda: waiting(tuned))
         for _ in range(2):
-            helper = threading.Thread(target=lambda: found.append(run(model, inputs)), daemon=True)
+            helper = threading.Thread(target=lambda: outputs.append(run(model, inputs)), daemon=True)
             helper.start()
             helper.join(PATIENCE)
         order.append("hook")
@@ -344,14 +344,14 @@ def test_a_pass_that_a_hook_starts_in_another_thread() -> None:
 
     def first() -> None:
         threading.current_thread().name = "first"
-        found.append(run(model, inputs))
+        outputs.append(run(model, inputs))
 
     with beside(first):
         pass
     hook.remove()
     eventually(lambda: "change" in order)
     assert outside == threading.get_ident() and order == ["hook", "change"]
-    assert len(found) == 3 and all(equal(one, expected) for one in found) and tuned.active == "d0"
+    assert len(outputs) == 3 and all(equal(one, expected) for one in outputs) and tuned.active == "d0"
 
 
 def test_passes_that_join_others_do_not_starve_a_change() -> None:
@@ -484,18 +484,18 @@ def test_a_pass_goes_on_with_what_it_began_with() -> None:
         left.wait(PATIENCE)
 
     hook = model.transformer.h[1].register_forward_pre_hook(wait)
-    found: list[torch.Tensor] = []
+    generated: list[torch.Tensor] = []
     with tuned.rows(["d0", "d1"]):
         context = contextvars.copy_context()
         thread = threading.Thread(
-            target=context.run, args=(lambda: found.append(model.generate(**inputs, **ways)),), daemon=True
+            target=context.run, args=(lambda: generated.append(model.generate(**inputs, **ways)),), daemon=True
         )
         thread.start()
         begun.wait(PATIENCE)
     left.set()
     thread.join(PATIENCE)
     hook.remove()
-    assert torch.equal(found[0], expected)
+    assert torch.equal(generated[0], expected)
 
 
 def test_a_block_that_is_left_while_a_pass_waits() -> None:
@@ -569,9 +569,9 @@ def test_compiled_in_an_event_loop() -> None:
 
 
 def gradients(tuned: deltune.Tuned) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None]
+    grads = [p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None]
     tuned.model.zero_grad()
-    return found
+    return grads
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -593,9 +593,9 @@ def test_a_loss_of_what_a_hook_took_out(reentrant: bool) -> None:
     forward(model, inputs)
     with tuned.disable():
         loss({"": taken.pop().last_hidden_state}).backward()
-    found = gradients(tuned)
-    assert len(found) == len(expected) > 0
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
+    grads = gradients(tuned)
+    assert len(grads) == len(expected) > 0
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(grads, expected, strict=True))
 
 
 def test_two_models_that_are_computed_again_in_one_backward_pass() -> None:
@@ -619,10 +619,10 @@ def test_two_models_that_are_computed_again_in_one_backward_pass() -> None:
     late = total(True)
     with both[0].disable(), both[1].disable():
         late.backward()
-    for tuned, wanted in zip(both, expected, strict=True):
-        found = gradients(tuned)
-        assert len(found) == len(wanted) > 0
-        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+    for tuned, reference in zip(both, expected, strict=True):
+        grads = gradients(tuned)
+        assert len(grads) == len(reference) > 0
+        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(grads, reference, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -643,7 +643,7 @@ def test_a_model_inside_of_another_one(reentrant: bool) -> None:
     late = loss(forward(outer.model, inputs))
     with outer.disable():
         late.backward()
-    for tuned, wanted in zip((outer, inner), expected, strict=True):
-        found = gradients(tuned)
-        assert len(found) == len(wanted) > 0
-        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+    for tuned, reference in zip((outer, inner), expected, strict=True):
+        grads = gradients(tuned)
+        assert len(grads) == len(reference) > 0
+        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(grads, reference, strict=True))

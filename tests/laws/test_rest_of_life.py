@@ -82,8 +82,8 @@ class Cell:
     def detaches(self, exactly: bool = True) -> None:
         """Taken off, it is the base."""
         assert self.tuned.detach() is self.model
-        found = self.now()
-        assert equal(found, self.before) if exactly else distance(found, self.before) < 1e-5
+        outputs = self.now()
+        assert equal(outputs, self.before) if exactly else distance(outputs, self.before) < 1e-5
         assert list(self.model.state_dict()) == list(self.base.state_dict())
 
 
@@ -122,9 +122,9 @@ def law_the_bases_state_dict(cell: Cell) -> None:
     moved = copy.deepcopy(cell.base)
     moved.load_state_dict(other)
     expected = run(moved, cell.inputs)
-    own = {name: p.detach().clone() for name, p in cell.tuned.named_trainable_parameters()}
+    parameters = {name: p.detach().clone() for name, p in cell.tuned.named_trainable_parameters()}
     cell.model.load_state_dict(other, strict=False)
-    assert all(torch.equal(p, own[name]) for name, p in cell.tuned.named_trainable_parameters())
+    assert all(torch.equal(p, parameters[name]) for name, p in cell.tuned.named_trainable_parameters())
     with cell.tuned.disable():
         assert equal(cell.now(), expected)
     cell.tuned.detach()
@@ -148,8 +148,8 @@ def law_save_pretrained(cell: Cell) -> None:
         assert equal(run(again, cell.inputs), cell.before)
         assert again.config.num_labels == cell.base.config.num_labels
         assert "deltune" not in (where / "config.json").read_text()
-        state, wanted = again.state_dict(), cell.base.state_dict()
-        assert list(state) == list(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
+        state, expected = again.state_dict(), cell.base.state_dict()
+        assert list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
     cell.tuned.use("default")
     assert cell.is_untouched()
     stir(cell.tuned, seed=5)
@@ -164,22 +164,22 @@ def law_save_pretrained(cell: Cell) -> None:
 
 def _in(dtype: torch.dtype, move: Callable[[PreTrainedModel], Any]) -> Callable[[Cell], None]:
     def law(cell: Cell) -> None:
-        wanted = move(copy.deepcopy(cell.base))
-        before = run(wanted, cell.inputs)
+        moved = move(copy.deepcopy(cell.base))
+        before = run(moved, cell.inputs)
         move(cell.model)
-        found = cell.now()
-        assert all(torch.isfinite(v).all() for v in found.values())
-        assert {v.dtype for v in found.values()} == {dtype}
+        outputs = cell.now()
+        assert all(torch.isfinite(v).all() for v in outputs.values())
+        assert {v.dtype for v in outputs.values()} == {dtype}
         for name, value in cell.outputs.items():
-            assert (found[name].double() - value).norm() < 0.1 * value.norm(), name
-        assert not equal(found, before)
+            assert (outputs[name].double() - value).norm() < 0.1 * value.norm(), name
+        assert not equal(outputs, before)
         loss(forward(cell.model, cell.inputs)).backward()
         assert any(p.grad is not None for p in cell.tuned.trainable_parameters())
         with cell.tuned.disable():
             assert equal(cell.now(), before)
         assert cell.tuned.detach() is cell.model
         assert equal(cell.now(), before)
-        after, plain = cell.model.state_dict(), wanted.state_dict()
+        after, plain = cell.model.state_dict(), moved.state_dict()
         assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype for n, v in plain.items())
 
     return law
@@ -200,11 +200,11 @@ def law_meta(cell: Cell) -> None:
         run(copy.deepcopy(cell.base).to("meta"), ids)
     except RuntimeError as error:  # GPT-2 and Llama read values of their masks
         assert "meta tensors" in str(error)
-        found = {}
+        outputs = {}
     else:
-        found = run(cell.model, ids)
-    assert not found or {n: v.shape for n, v in found.items()} == shapes
-    assert all(v.is_meta for v in found.values())
+        outputs = run(cell.model, ids)
+    assert not outputs or {n: v.shape for n, v in outputs.items()} == shapes
+    assert all(v.is_meta for v in outputs.values())
     cell.tuned.detach()
     assert list(cell.model.state_dict()) == list(cell.base.state_dict())
     assert all(value.is_meta for value in cell.model.state_dict().values())
@@ -254,8 +254,8 @@ def law_save_pretrained_of_an_inner_model(cell: Cell) -> None:
     path, inner = next(iter(inner_models(cell.model).items()))
     with pytest.warns(UserWarning, match=r"as it was before attaching.*tuned\.save"):
         inner.save_pretrained(cell.folder / "inner")
-    saved, wanted = load_file(cell.folder / "inner" / "model.safetensors"), cell.base.get_submodule(path).state_dict()
-    assert saved.keys() <= wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in saved.items())
+    saved, expected = load_file(cell.folder / "inner" / "model.safetensors"), cell.base.get_submodule(path).state_dict()
+    assert saved.keys() <= expected.keys() and all(torch.equal(value, expected[name]) for name, value in saved.items())
     assert cell.is_untouched()
     cell.detaches()
 
@@ -287,11 +287,11 @@ def law_a_part_replaced(cell: Cell) -> None:
     path = next(path for path, side in cell.tuned._installed_hooks if path and "." in path)
     outer, _, leaf = path.rpartition(".")
     parent = cell.model.get_submodule(outer)
-    own = parent._modules[leaf]
+    part = parent._modules[leaf]
     parent._modules[leaf] = copy.deepcopy(cell.base.get_submodule(path))
     with pytest.raises(deltune.DeltuneError, match="was replaced"):
         cell.now()
-    parent._modules[leaf] = own
+    parent._modules[leaf] = part
     assert cell.is_untouched()
     cell.detaches()
 
@@ -359,10 +359,10 @@ def law_checkpointing(cell: Cell) -> None:
     cell.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     cell.model.enable_input_require_grads()
     for model in (cell.model, first):
-        found = _gradients(model, cell.inputs)
+        gradients = _gradients(model, cell.inputs)
         for name, gradient in plain.items():
-            assert (found[name] is None) == (gradient is None), name
-            assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-12), name
+            assert (gradients[name] is None) == (gradient is None), name
+            assert gradient is None or torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-12), name
     if all(name.startswith("deltune.") for name in plain):
         other = _gradients(first, cell.inputs)
         total = loss(forward(first, cell.inputs))
@@ -465,9 +465,9 @@ def law_quantize_dynamic(cell: Cell) -> None:
         with deltune.tuned(quantised).disable():
             bare = run(quantised, cell.inputs)
         assert equal(bare, run(quantise(copy.deepcopy(cell.base).float()), cell.inputs))
-        found = run(quantised, cell.inputs)
-        assert not equal(found, bare)
-        assert all((found[n].double() - v.double()).norm() < 0.1 * v.double().norm() for n, v in outputs.items())
+        answers = run(quantised, cell.inputs)
+        assert not equal(answers, bare)
+        assert all((answers[n].double() - v.double()).norm() < 0.1 * v.double().norm() for n, v in outputs.items())
     with pytest.raises(deltune.DeltuneError, match="are quantised" if "Dynamic" in repr(quantised) else "in use"):
         deltune.attach(quantised, "layernorm")
     assert equal(cell.now(), outputs)
@@ -705,8 +705,8 @@ def test_exported(name: str, what: str, strict: bool) -> None:
         options = {**no_cache(model), "return_dict": False}
         with torch.set_grad_enabled(strict):  # without gradients, a plain pass writes over some outputs
             program = torch.export.export(model, (), {**inputs, **options}, strict=strict)
-        found = program.module()(**inputs, **options)[0]
-        assert torch.allclose(found, outputs["logits"], rtol=1e-5, atol=1e-6)
+        logits = program.module()(**inputs, **options)[0]
+        assert torch.allclose(logits, outputs["logits"], rtol=1e-5, atol=1e-6)
         assert equal(run(model, inputs), outputs)
 
 
@@ -759,8 +759,8 @@ def test_exported_to_onnx(name: str, what: str) -> None:
             Logits(model, inputs).eval(), tuple(inputs.values()), dynamo=True, verbose=False, input_names=list(inputs)
         )
     evaluator = reference.ReferenceEvaluator(program.model_proto)
-    (found,) = evaluator.run(None, {name: value.numpy() for name, value in inputs.items()})
-    assert torch.allclose(torch.from_numpy(found), outputs["logits"], rtol=1e-5, atol=1e-6)
+    (logits,) = evaluator.run(None, {name: value.numpy() for name, value in inputs.items()})
+    assert torch.allclose(torch.from_numpy(logits), outputs["logits"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["attach", "load"])

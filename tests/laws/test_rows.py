@@ -38,32 +38,32 @@ def tolerance(family: Family) -> float:
 def answer(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     """Logits, or the last states."""
     options = {"use_cache": False} if model.config.is_encoder_decoder or hasattr(model.config, "use_cache") else {}
-    found: torch.Tensor = model(**inputs, **options)[0]
-    return found
+    output: torch.Tensor = model(**inputs, **options)[0]
+    return output
 
 
 def of_rows(inputs: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     return {name: value[list(rows)] for name, value in inputs.items()}
 
 
-def squared(found: torch.Tensor) -> torch.Tensor:
-    return found[found.isfinite()].square().sum()
+def squared(output: torch.Tensor) -> torch.Tensor:
+    return output[output.isfinite()].square().sum()
 
 
 def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inputs: dict[str, Any]) -> None:
     """Outputs and gradients of the mixed batch are those of its rows alone."""
     model = tuned.model
-    alone, wanted = [], {}
+    alone, gradients = [], {}
     for row, name in enumerate(names):
-        found = answer(tuned.use(name).model, of_rows(inputs, [row]))
-        alone.append(found.detach())
-        if name is not None and found.requires_grad:
-            squared(found).backward()
+        tensor = answer(tuned.use(name).model, of_rows(inputs, [row]))
+        alone.append(tensor.detach())
+        if name is not None and tensor.requires_grad:
+            squared(tensor).backward()
             for key, parameter in tuned.delta().named_parameters():
-                wanted[name, key] = None if parameter.grad is None else parameter.grad.clone()
+                gradients[name, key] = None if parameter.grad is None else parameter.grad.clone()
             for key in tuned.delta().owned_tensors:
                 grad = tuned._delta_value(tuned.delta(), key).grad
-                wanted[name, f"held.{key}"] = None if grad is None else grad.clone()
+                gradients[name, f"held.{key}"] = None if grad is None else grad.clone()
     model.zero_grad()
     with tuned.use(None).rows(names):
         mixed = answer(model, inputs)
@@ -74,14 +74,14 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
             assert (mixed[row : row + 1, ..., :width] - expected).abs().max() < tolerance(family) * size, names[row]
         if mixed.requires_grad:
             squared(mixed).backward()
-        scale = max((grad.abs().max().item() for grad in wanted.values() if grad is not None), default=0.0)
-        for (name, key), grad in wanted.items():
+        scale = max((grad.abs().max().item() for grad in gradients.values() if grad is not None), default=0.0)
+        for (name, key), grad in gradients.items():
             delta = tuned.delta(name)
             held = key.startswith("held.")
-            found = (tuned._delta_value(delta, key[5:]) if held else delta.get_parameter(key)).grad
-            assert (found is None) == (grad is None), (name, key)
+            tensor = (tuned._delta_value(delta, key[5:]) if held else delta.get_parameter(key)).grad
+            assert (tensor is None) == (grad is None), (name, key)
             if grad is not None:
-                assert (found - grad).abs().max() <= tolerance(family) * scale, (name, key)
+                assert (tensor - grad).abs().max() <= tolerance(family) * scale, (name, key)
     assert tuned.active is None and tuned.mixed == ()
     model.zero_grad()
 
@@ -234,8 +234,8 @@ def test_what_rows_left_goes_when_a_delta_is_detached() -> None:
 def test_what_is_no_batch() -> None:
     model = build(FAMILIES["bert"], "sequence")
     tuned = deltune.attach(model, "layernorm", name="one")
-    for names, told in (([], r"not \[\]"), (["two"], "'two'"), (["one", "tow", "three"], "2 problems")):
-        with pytest.raises(deltune.DeltuneError, match=told), tuned.rows(names):
+    for names, message in (([], r"not \[\]"), (["two"], "'two'"), (["one", "tow", "three"], "2 problems")):
+        with pytest.raises(deltune.DeltuneError, match=message), tuned.rows(names):
             pass
     with tuned.rows(["one", None]), pytest.raises(deltune.DeltuneError, match=r"one name .* for each row"):
         model(**batch(model, rows=3))
@@ -285,9 +285,9 @@ ENCODED: dict[str, Callable[[Any], Any]] = {
 """How the encoder's outputs may be handed to a model, instead of token ids."""
 
 
-@pytest.mark.parametrize("given", ENCODED)
+@pytest.mark.parametrize("kind", ENCODED)
 @pytest.mark.parametrize("name", ["bart", "t5"])
-def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, given: str) -> None:
+def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, kind: str) -> None:
     """A decoder that is given them computes what the whole model computes; of another number of rows they are refused,
     a multiple too, which only generation makes of its prompts."""
     model = build(FAMILIES[name], "seq2seq")
@@ -299,17 +299,17 @@ def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, given: str) 
 
     def encoded(rows: int) -> dict[str, Any]:
         with torch.no_grad():
-            found = model.get_encoder()(**{n: v[:1].expand(rows, -1) if rows != 2 else v for n, v in inputs.items()})
+            states = model.get_encoder()(**{n: v[:1].expand(rows, -1) if rows != 2 else v for n, v in inputs.items()})
         mask = torch.ones(rows, inputs["input_ids"].shape[1], dtype=torch.long)
-        return {"encoder_outputs": ENCODED[given](found), "attention_mask": mask}
+        return {"encoder_outputs": ENCODED[kind](states), "attention_mask": mask}
 
     others = {rows: encoded(rows) for rows in (1, 3, 4)}
     with torch.no_grad(), tuned.rows(["a", "b"]):
         whole = model(**inputs, labels=labels)
-        found = model(**encoded(2), labels=labels)
-        assert torch.equal(found.logits, whole.logits) and torch.equal(found.loss, whole.loss)
+        output = model(**encoded(2), labels=labels)
+        assert torch.equal(output.logits, whole.logits) and torch.equal(output.loss, whole.loss)
         answers = model.generate(**inputs, **ways)
-        if given == "an output":  # generate takes nothing else
+        if kind == "an output":  # generate takes nothing else
             assert torch.equal(model.generate(**encoded(2), **ways), answers)
         for rows, other in others.items():
             with pytest.raises(deltune.DeltuneError, match=f"was given 2 names, but the batch has {rows} rows"):
@@ -364,10 +364,10 @@ def test_training_after_inference_in_the_same_rows() -> None:
         tuned = stir(deltune.attach(model, "lora(rank=2) + layernorm", name=name), seed=ord(name))
     with tuned.rows(["a", "b"]):
         with torch.inference_mode():
-            found = answer(model, inputs)
+            output = answer(model, inputs)
         again = answer(model, inputs)
         again.sum().backward()
-    assert (again - found).abs().max() < 1e-12
+    assert (again - output).abs().max() < 1e-12
     assert all(tuned.delta(name).get_parameter(n).grad is not None for name in "ab"
                for n, _ in tuned.delta(name).named_parameters() if n.startswith("edits"))  # fmt: skip
 
@@ -438,9 +438,9 @@ def test_a_backward_pass_outside_its_rows_is_an_error() -> None:
             assert len(list(tuned.trainable_parameters())) == len(
                 [*tuned.delta("a").parameters(), *tuned.delta("b").parameters()]
             )
-            found = answer(model, inputs)
+            output = answer(model, inputs)
         with pytest.raises(deltune.DeltuneError, match=r"inside its rows\(\)"):
-            found.sum().backward()
+            output.sum().backward()
     model.zero_grad()
     answer(tuned.use("b").model, inputs).sum().backward()  # alone it trains as before
     assert all(p.grad is not None for n, p in tuned.delta("b").named_parameters() if n.startswith("edits"))

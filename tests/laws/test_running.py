@@ -25,9 +25,9 @@ CHECKPOINTED = (
 def gradients(model: PreTrainedModel, tuned: deltune.Tuned, inputs: dict[str, Any]) -> dict[str, torch.Tensor | None]:
     model.zero_grad()
     loss(forward(model, inputs)).backward()
-    found = {name: p.grad for name, p in tuned.named_trainable_parameters()}
+    grads = {name: p.grad for name, p in tuned.named_trainable_parameters()}
     model.zero_grad()
-    return found
+    return grads
 
 
 @cells(*CHECKPOINTED, families=lambda f: f.checkpoints)
@@ -94,16 +94,16 @@ def test_a_model_in_half_precision(family: Family, row: Row) -> None:
 
 
 def _backends() -> list[Any]:
-    found = []
+    cases = []
     for family in FAMILIES.values():
         slow = () if family.name in REPRESENTATIVE_FAMILIES else (pytest.mark.slow,)
         for text, backend in (("{}lora(rank=2, at='output') + layernorm", "aot_eager"), ("prompt(length=3)", "eager")):
             method = text.format("prefix(length=3) + " if family.interface else "") + " + parallel_adapter(rank=2)"
-            found.append(pytest.param(family, method, backend, marks=slow, id=f"{family.name}: {method} {backend}"))
-            found.append(
+            cases.append(pytest.param(family, method, backend, marks=slow, id=f"{family.name}: {method} {backend}"))
+            cases.append(
                 pytest.param(family, method, "inductor", marks=pytest.mark.slow, id=f"{family.name}: {method} inductor")
             )
-    return found
+    return cases
 
 
 @pytest.mark.parametrize(("family", "method", "backend"), _backends())
@@ -156,15 +156,15 @@ def test_hidden_states_and_attentions_keep_their_shapes(family: Family, row: Row
 @cells(*FEW, "prefix(length=3, gate=False)", families=lambda f: len(f.kernels) == 2)
 def test_kernels_agree(family: Family, row: Row) -> None:
     """sdpa and eager attention give the same outputs, with and without padding and without a mask at all."""
-    found: dict[str, list[dict[str, torch.Tensor]]] = {}
+    outputs: dict[str, list[dict[str, torch.Tensor]]] = {}
     for name in ("sdpa", "eager"):
         model = build(family, main_role(family), attn_implementation=name)
         stir(deltune.attach(model, row.text))
         padded, full = batch(model), batch(model, pad=0)
         bare = {name: value for name, value in full.items() if name != "attention_mask"}
-        found[name] = [run(model, inputs) for inputs in (padded, full, bare)]
-        assert distance(found[name][1], found[name][2]) < 1e-5  # a mask of ones is no mask
-    for sdpa, eager in zip(found["sdpa"], found["eager"], strict=True):
+        outputs[name] = [run(model, inputs) for inputs in (padded, full, bare)]
+        assert distance(outputs[name][1], outputs[name][2]) < 1e-5  # a mask of ones is no mask
+    for sdpa, eager in zip(outputs["sdpa"], outputs["eager"], strict=True):
         kept = slice(None) if family.kind != "decoder" else slice(0, 5)  # what a padded position itself gives is noise
         one, two = ({n: v[:, kept] if v.dim() == 3 else v for n, v in o.items()} for o in (sdpa, eager))
         assert distance(one, two) < 1e-5  # eager attention takes its softmax in float32
@@ -210,19 +210,19 @@ def test_positions_beside_a_prompt(family: Family, positions: str) -> None:
     """shift: rows and text have the positions of one text as long as both; none: the text keeps its own, rows none."""
     model = specimen(family.name)
     table = model.get_submodule(deltune.inspect(model).stacks[0].positions or "")
-    found: list[torch.Tensor] = []
+    embedded: list[torch.Tensor] = []
 
     def looked_up(inputs: dict[str, Any]) -> torch.Tensor:
-        found.clear()
-        hook = table.register_forward_hook(lambda module, args, output: found.append(output))
+        embedded.clear()
+        hook = table.register_forward_hook(lambda module, args, output: embedded.append(output))
         run(model, inputs)
         hook.remove()
-        return found[0].reshape(-1, found[0].shape[-1])  # (n, d)
+        return embedded[0].reshape(-1, embedded[0].shape[-1])  # (n, d)
 
     alone = looked_up(batch(model, rows=1, length=7, pad=0))
     longer = looked_up(batch(model, rows=1, length=10, pad=0))
     tuned = deltune.attach(model, f"prompt(length=3, positions={positions!r})")
     beside = looked_up(batch(model, rows=1, length=7, pad=0))
-    wanted = longer if positions == "shift" else torch.cat([torch.zeros(3, alone.shape[-1]).to(alone), alone])
-    assert torch.equal(beside, wanted)
+    expected = longer if positions == "shift" else torch.cat([torch.zeros(3, alone.shape[-1]).to(alone), alone])
+    assert torch.equal(beside, expected)
     tuned.detach()

@@ -54,11 +54,11 @@ def tuned_model() -> deltune.Tuned:
 
 def answers(tuned: deltune.Tuned, inputs: dict[str, Any]) -> dict[str, Outputs]:
     """What the model gives in each of the ways, with nobody beside."""
-    found = {}
+    outputs = {}
     for name, way in WAYS.items():
         with way(tuned):
-            found[name] = run(tuned.model, inputs)
-    return found
+            outputs[name] = run(tuned.model, inputs)
+    return outputs
 
 
 def come(event: threading.Event) -> None:
@@ -109,8 +109,8 @@ def called(module: torch.nn.Module, step: Callable[[], None]) -> Iterator[None]:
 class Watched:
     """A lock that tells when somebody has to wait for it."""
 
-    def __init__(self, wanted: threading.Event) -> None:
-        self.lock, self.wanted = threading.Lock(), wanted
+    def __init__(self, event: threading.Event) -> None:
+        self.lock, self.wanted = threading.Lock(), event
 
     def __enter__(self) -> None:
         if not self.lock.acquire(blocking=False):
@@ -143,7 +143,7 @@ def test_a_nested_pass_with_other_tensors(
     tuned = tuned_model()
     model, inputs = tuned.model, batch(tuned.model)
     expected = answers(tuned, inputs)
-    here, order, found = threading.get_ident(), [], {}
+    here, order, outputs = threading.get_ident(), [], {}
     arrived = threading.Event()
     wait = PassLock._wait
 
@@ -162,9 +162,9 @@ def test_a_nested_pass_with_other_tensors(
         elif order == []:
             order.append("the outer runs")
             with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext(), WAYS[nested](tuned):
-                found["nested"] = run(model, inputs)
+                outputs["nested"] = run(model, inputs)
         elif order == ["the outer runs"]:
-            found["other"] = start(of_other)
+            outputs["other"] = start(of_other)
             come(arrived)
             order.append("the nested goes on")
             if interrupted:
@@ -172,11 +172,11 @@ def test_a_nested_pass_with_other_tensors(
 
     monkeypatch.setattr(PassLock, "_wait", waiting)
     with another_thread() as start, called(model.bert.encoder.layer[0], step):
-        found["outer"] = run(model, inputs)
-        found["other"] = found["other"].result(PATIENCE)
+        outputs["outer"] = run(model, inputs)
+        outputs["other"] = outputs["other"].result(PATIENCE)
     assert order == ["the outer runs", "the nested goes on", "the other runs"]
-    assert interrupted or equal(found["nested"], expected[nested])
-    assert equal(found["outer"], expected["the delta in use"]) and equal(found["other"], expected[other])
+    assert interrupted or equal(outputs["nested"], expected[nested])
+    assert equal(outputs["outer"], expected["the delta in use"]) and equal(outputs["other"], expected[other])
     tuned.detach()
 
 
@@ -241,8 +241,8 @@ def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: 
     winners = [number for number in range(2) if outcomes[number] is tuned]
     assert len(winners) == (1 if first or names[0] == names[1] else 2)
     for number in {0, 1} - set(winners):
-        said = "another thread has attached" if first else "is already attached"
-        assert isinstance(outcomes[number], deltune.DeltuneError) and said in str(outcomes[number])
+        message = "another thread has attached" if first else "is already attached"
+        assert isinstance(outcomes[number], deltune.DeltuneError) and message in str(outcomes[number])
         tuned = deltune.attach(model, texts[number], name="again")
     attached = {names[number] if number in winners else "again": number for number in range(2)}
     assert set(tuned.names) == {*attached, *(() if first else ("old",))}
@@ -256,23 +256,23 @@ def test_a_handle_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two first attaches, the second at the moment when the first is about to put its handle into the model."""
     model = build(FAMILIES["bert"], "sequence")
     known = facts(model)
-    inside, wanted = threading.Event(), threading.Event()
+    inside, waiting = threading.Event(), threading.Event()
     install = handle.Tuned._add_to_model
 
     def slowly(tuned: deltune.Tuned) -> None:
         if inside.is_set():
-            wanted.set()
+            waiting.set()
         inside.set()
-        come(wanted)
+        come(waiting)
         install(tuned)
 
-    monkeypatch.setattr(handle, "_INSTALL_LOCK", Watched(wanted))
+    monkeypatch.setattr(handle, "_INSTALL_LOCK", Watched(waiting))
     monkeypatch.setattr(handle.Tuned, "_add_to_model", slowly)
     with another_thread() as start:
         jobs = [start(lambda n=n: outcome(lambda: deltune.attach(model, "layernorm", name=n))) for n in ("one", "two")]
         outcomes = [job.result(PATIENCE) for job in jobs]
     tuned = deltune.tuned(model)
-    assert sorted(type(found) is deltune.DeltuneError for found in outcomes) == [False, True]
+    assert sorted(type(result) is deltune.DeltuneError for result in outcomes) == [False, True]
     assert tuned in outcomes and len(tuned.names) == 1
     tuned.detach()
     assert differences(known, facts(model)) == []
@@ -296,7 +296,7 @@ def test_merging_beside_scopes_is_refused(way: str, where: str) -> None:
     else:
         asyncio.run(beside_a_task(lambda: WAYS[way](tuned), refused))
     assert differences(known, facts(model)) == [] and all(
-        equal(found, expected[way]) for way, found in answers(tuned, inputs).items()
+        equal(output, expected[way]) for way, output in answers(tuned, inputs).items()
     )
     assert equal(run(tuned.merge(), inputs), expected["the delta in use"])
 
@@ -355,7 +355,7 @@ def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch
     tuned, frozen = frozen_model()
     model, inputs = tuned.model, batch(tuned.model)
     expected = run(model, inputs)
-    inside, wanted, ended = threading.Event(), threading.Event(), threading.Event()
+    inside, waiting, ended = threading.Event(), threading.Event(), threading.Event()
     ident = threading.get_ident
 
     class Threads:
@@ -365,9 +365,9 @@ def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch
         def get_ident() -> int:
             if not inside.is_set():
                 inside.set()
-                come(wanted)
+                come(waiting)
             else:
-                wanted.set()
+                waiting.set()
             return ident()
 
     def step() -> None:
@@ -380,7 +380,7 @@ def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch
         finally:
             ended.set()
 
-    frozen.mutex = Watched(wanted)  # type: ignore[assignment]
+    frozen.mutex = Watched(waiting)  # type: ignore[assignment]
     monkeypatch.setattr(frozen_layers, "threading", Threads)
     with another_thread() as start, called(model.bert.encoder.layer[1], lambda: None if ended.is_set() else step()):
         jobs = [start(lambda: outcome(lambda: run(model, inputs))), start(second)]
@@ -454,7 +454,7 @@ def test_a_fork_while_another_thread_holds_something(held: str) -> None:
 
     def of_child() -> None:
         leave.set()
-        assert all(equal(found, expected[way]) for way, found in answers(tuned, inputs).items())
+        assert all(equal(output, expected[way]) for way, output in answers(tuned, inputs).items())
         deltune.attach(model, "ia3", name="new")
         deltune.attach(build(FAMILIES["bert"], "base"), "ia3").detach()
         assert equal(run(tuned.use("a").model, inputs), expected["the delta in use"])

@@ -37,7 +37,7 @@ def _threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def together(*jobs: Callable[[], Any]) -> list[Any]:
+def run_at_once(*jobs: Callable[[], Any]) -> list[Any]:
     """Run jobs in threads of their own, begun at once; their results. What one of them raises is raised."""
     ready = threading.Barrier(len(jobs))
 
@@ -67,7 +67,7 @@ def stopping(stop: threading.Event, jobs: list[Callable[[], Any]]) -> Callable[[
 
     def job() -> list[Any]:
         try:
-            return together(*jobs)
+            return run_at_once(*jobs)
         finally:
             stop.set()
 
@@ -97,7 +97,7 @@ def test_passes_beside_each_other_and_beside_inspecting(family: Family, row: Row
     assert not equal(*expected)
     done = threading.Event()
     workers = [passes(model, one, alone) for one, alone in zip(inputs, expected, strict=True)]
-    wrong, _ = together(stopping(done, workers), until(done, lambda: inspected(FAMILIES["bert"])))
+    wrong, _ = run_at_once(stopping(done, workers), until(done, lambda: inspected(FAMILIES["bert"])))
     deltune.tuned(model).detach()
     assert wrong == [0, 0]
 
@@ -108,7 +108,7 @@ def test_every_family_beside_itself(family: Family, row: Row) -> None:
     tuned = stir(deltune.attach(model, row.text))
     inputs = [batch(model, seed=seed, length=6 + seed) for seed in range(2)]
     expected = [run(model, one) for one in inputs]
-    wrong = together(*(passes(model, one, alone) for one, alone in zip(inputs, expected, strict=True)))
+    wrong = run_at_once(*(passes(model, one, alone) for one, alone in zip(inputs, expected, strict=True)))
     tuned.detach()
     assert wrong == [0, 0]
 
@@ -136,7 +136,7 @@ def test_training_beside_training(family: Family, row: Row) -> None:
             wrong += not all(a is b or torch.equal(a, b) for a, b in pairs if a is not None or b is not None)
         return wrong
 
-    wrong = together(lambda: compare(0), lambda: compare(1))
+    wrong = run_at_once(lambda: compare(0), lambda: compare(1))
     tuned.detach()
     assert wrong == [0, 0]
 
@@ -194,7 +194,7 @@ def test_rows_hold_for_the_thread_that_entered_them(family: str, role: str, used
         return wrong
 
     jobs = [by_rows(tuned, names, inputs, mixed) for names, mixed in zip(mixes, expected, strict=True)]
-    wrong = together(*jobs, disabled, passes(model, inputs, plain))
+    wrong = run_at_once(*jobs, disabled, passes(model, inputs, plain))
     assert wrong == [0] * 5
     assert (tuned.active, tuned.mixed) == (used, ()) and equal(run(model, inputs), plain)
     tuned.detach()
@@ -222,7 +222,9 @@ def test_changes_beside_passes(tmp_path: Path) -> None:
 
     done = threading.Event()
     jobs: list[Callable[[], Any]] = [by_rows(tuned, names, inputs, expected) for _ in range(2)]
-    wrong, _, looked = together(stopping(done, jobs), until(done, change), until(done, lambda: deltune.inspect(model)))
+    wrong, _, looked = run_at_once(
+        stopping(done, jobs), until(done, change), until(done, lambda: deltune.inspect(model))
+    )
     assert wrong == [0, 0] and looked
     assert tuned.names == ("d0", "d1", "d2", "d3")
 
@@ -284,7 +286,7 @@ def test_generation_beside_generation(family: str, role: str, options: dict[str,
         names = [*mixes, None][number]
         return sum(not torch.equal(answer(names), expected[number]) for _ in range(3))
 
-    assert together(*(lambda n=n: compare(n) for n in range(3))) == [0, 0, 0]
+    assert run_at_once(*(lambda n=n: compare(n) for n in range(3))) == [0, 0, 0]
     tuned.detach()
 
 
@@ -328,9 +330,9 @@ def test_tasks_have_their_own_rows() -> None:
                 continue
             with tuned.rows(names):
                 await asyncio.sleep(0)
-                found = await asyncio.to_thread(answer) if round_ % 2 else answer()
+                output = await asyncio.to_thread(answer) if round_ % 2 else answer()
                 await asyncio.sleep(0)
-                wrong += not equal(found, expected[number]) or not equal(answer(), expected[number])
+                wrong += not equal(output, expected[number]) or not equal(answer(), expected[number])
         return wrong
 
     async def main() -> list[int]:
@@ -436,7 +438,7 @@ def test_detached_beside_passes_of_others(text: str) -> None:
     inputs = batch(model)
     expected = run(model, inputs)
     done = threading.Event()
-    wrong, _ = together(
+    wrong, _ = run_at_once(
         stopping(done, [passes(model, inputs, expected)] * 2), until(done, lambda: inspected(FAMILIES["bert"]))
     )
     tuned.detach()

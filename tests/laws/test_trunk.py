@@ -45,7 +45,7 @@ def deep(family: Family, role: str) -> PreTrainedModel:
 
 
 def cases() -> list[Any]:
-    found = []
+    parameters = []
     for family in FAMILIES.values():
         for role in roles(family):
             every = family.name in ("bert", "gpt2", "t5", "bart", "llama")
@@ -57,8 +57,8 @@ def cases() -> list[Any]:
             methods += [m for m in ABOVE if role in ("sequence", "tokens") or (m == "head" and role == "choice")]
             methods += DECODER if role in ("sequence", "seq2seq") and family.kind == "both" else ()
             short = methods if every else methods[:1] + methods[-1:]
-            found += [pytest.param(family, role, m, id=f"{family.name} {role}: {m}") for m in dict.fromkeys(short)]
-    return found
+            parameters += [pytest.param(family, role, m, id=f"{family.name} {role}: {m}") for m in dict.fromkeys(short)]
+    return parameters
 
 
 def passed(model: PreTrainedModel, inputs: dict[str, Any], real: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -81,8 +81,8 @@ def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method:
     if family.kind == "both" or hasattr(model.config, "use_cache"):
         inputs["use_cache"] = False
     trunk = FrozenLayers(tuned)
-    own = inputs["decoder_input_ids"].new_ones(2, 4) if "decoder_input_ids" in inputs else inputs["attention_mask"]
-    real = own.bool().flatten(0, -2)
+    mask = inputs["decoder_input_ids"].new_ones(2, 4) if "decoder_input_ids" in inputs else inputs["attention_mask"]
+    real = mask.bool().flatten(0, -2)
     with torch.no_grad():
         trunk.examine(inputs)
         assert trunk.kept_states, "no state of this trunk can be kept"
@@ -104,9 +104,9 @@ def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method:
         whole, gradients = passed(model, inputs, real)
         assert ran
         ran.clear()
-        found, others = passed(model, short, real)
+        output, others = passed(model, short, real)
         assert not ran
-        torch.testing.assert_close(found, whole, **close)
+        torch.testing.assert_close(output, whole, **close)
         assert gradients.keys() == others.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, **close)

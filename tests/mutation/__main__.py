@@ -34,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.words or any(word in m.name for word in options.words)]
     sources = {m: [p for p in modules(REPOSITORY) if m.text in p.read_text(encoding="utf-8")] for m in chosen}
-    wrong = [m for m, found in sources.items() if len(found) != 1 or found[0].read_text("utf-8").count(m.text) != 1]
+    wrong = [m for m, paths in sources.items() if len(paths) != 1 or paths[0].read_text("utf-8").count(m.text) != 1]
     for mutation in wrong:
         print(f"{mutation.name}: {mutation.text!r} does not stand exactly once in src/deltune", file=sys.stderr)
     if wrong or not chosen:

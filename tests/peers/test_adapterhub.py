@@ -136,7 +136,7 @@ def changed(tmp_path: Path, name: str, change: Callable[[dict[str, Any]], Any], 
 
 
 def _set(**options: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda found: found["config"].update(options)
+    return lambda content: content["config"].update(options)
 
 
 REFUSED: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (

@@ -85,7 +85,7 @@ def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> 
         with gzip.open(shared / "data" / "g2p_us_to_gb" / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
             return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
 
-    def said(ids: list[int]) -> str:
+    def decoded(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     test = rows("test", 300)
@@ -96,9 +96,9 @@ def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> 
         output = model.generate(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=40, num_beams=1
         )
-        return [said(ids) for ids in output]
+        return [decoded(ids) for ids in output]
 
-    wanted = [said(tokenizer(r["targets"][0])["input_ids"]) for r in test]
+    expected = [decoded(tokenizer(r["targets"][0])["input_ids"]) for r in test]
     before = answers()
     train = rows("train", 4000)
     encoded = Dataset.from_dict(
@@ -117,8 +117,8 @@ def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> 
     ).train()
     after = answers()
 
-    def exact(given: list[str]) -> float:
-        return sum(a == b for a, b in zip(given, wanted, strict=True)) / len(wanted)
+    def exact(predicted: list[str]) -> float:
+        return sum(a == b for a, b in zip(predicted, expected, strict=True)) / len(expected)
 
     assert exact(after) > exact(before) + 0.05
     deltune.tuned(model).detach()

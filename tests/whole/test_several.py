@@ -84,8 +84,8 @@ def compare_with_two_processes(root: Path, folder: Path, table: dict[str, dict[s
         fields["model"] = str(root / fields.get("model", "model"))
         spec = tiny.spec(root, **fields)
         train(spec, folder / name / "one", progress=False)
-        given = spec.flat(mode="json")
-        jobs += [{"spec": given, "output": str(folder / name / how), "sharded": how} for how in SHARDED]
+        flat = spec.flat(mode="json")
+        jobs += [{"spec": flat, "output": str(folder / name / how), "sharded": how} for how in SHARDED]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     assert launch(2, [sys.executable, str(DRIVER), str(folder / "jobs.json")]) == 0
     for name in table:
