@@ -24,7 +24,7 @@ from ...errors import DeltuneError, error_from_problems, unknown_name
 from ...methods import budget as budgets
 from ...methods.counting import count
 from ...models import load_config
-from ...training.config import RunConfig, flatten, read_values
+from ...training.config import PLACES, RunConfig, flatten, read_values
 from ...training.presets import merge_values
 from .jobs import Job, run_job
 from .outcomes import Cell
@@ -90,10 +90,10 @@ class Sweep(BaseModel):
         except ValidationError as error:
             raise error_from_problems("the study is wrong", [_problem(e) for e in error.errors()]) from error
         problems = [
-            f"options of {place}: {unknown_name('option', field, RunConfig.model_fields)}"
+            f"options of {place}: {unknown_name('option', field, PLACES)}"
             for place, fields in sweep._fields()
-            for field in fields
-            if field not in RunConfig.model_fields
+            for field in flatten(fields)
+            if field not in PLACES
         ]
         problems += [
             f"options: {field} cannot be set here, because it is an axis of the study"
