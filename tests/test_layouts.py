@@ -255,7 +255,7 @@ def test_a_run_of_a_task_of_the_hub(hub: list[Any], tmp_path: Path) -> None:
     """`deltune train --task cb` without a data root: trained, scored on all splits, and in use again."""
     spec = tiny.spec(tmp_path, data=None, task="cb", method="head", epochs=1)
     metrics = train(spec, tmp_path / "run", progress=False)
-    assert {"validation", "test"} <= set(metrics)
+    assert {"validation", "test"} <= set(metrics.scores)
     recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
     assert recorded["source"] == "aps/super_glue:cb" and recorded["rows"] == {"train": 6, "validation": 6, "test": 12}
     assert load_run(tmp_path / "run").labels == ("entailment", "contradiction", "neutral")

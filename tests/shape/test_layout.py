@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deltune.methods.registry import REGISTRY
 from laws.families import FAMILIES
+from mutation.mutations import MUTATIONS
 
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
@@ -180,3 +181,10 @@ def test_variables_are_called_what_they_hold() -> None:
             if name in UNNAMED:
                 wrong.append(f"{path.relative_to(root)}, line {getattr(node, 'lineno', 0)}: {name}")
     assert wrong == []
+
+
+def test_every_mutation_still_has_its_line() -> None:
+    """`python -m tests.mutation` puts each of them in place of a text that stands exactly once in the library."""
+    sources = [source_file(module).read_text(encoding="utf-8") for module in MODULES]
+    stale = [mutation.name for mutation in MUTATIONS if sum(text.count(mutation.text) for text in sources) != 1]
+    assert stale == []
