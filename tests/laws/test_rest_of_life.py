@@ -265,7 +265,8 @@ def law_the_state_dict_of_an_inner_model(cell: Cell) -> None:
     path, inner = next(iter(inner_models(cell.model).items()))
     state = cell.base.get_submodule(path).state_dict()
     if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned_tensors):
-        refused(cell, lambda: inner.load_state_dict(state), f"load_state_dict of {path}: delta 'default' has its own values")
+        message = f"load_state_dict of {path}: delta 'default' has its own values"
+        refused(cell, lambda: inner.load_state_dict(state), message)
     else:
         other = {name: value * 1.5 if value.is_floating_point() else value for name, value in state.items()}
         inner.load_state_dict(other, strict=False)
