@@ -101,7 +101,7 @@ def test_count(deltune: Command, root: Path) -> None:
     assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
 
 
-# -- the main job
+# -- training
 
 
 def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Path) -> None:

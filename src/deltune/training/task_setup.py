@@ -193,7 +193,7 @@ def length_limits(
     task = TASKS[str(data.task)] if data.source is None else None
     problems = []
     if generation.template is not None and kind.head not in LANGUAGE_MODEL_HEADS:
-        problems.append("template is for a model that answers in words (answer: words)")
+        problems.append("template is for a model that answers with label words (answer: words)")
     names = [name for name in dict.fromkeys(map(kind.word_key, labels)) if name] if kind.word_key else []
     if generation.words is None:
         words = {name: task.words.get(name, name) if task else name for name in names}
