@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     (tmp_path / "file").touch()
     monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
     trunk, use, encoded = parts(root, "bert", "three_vectors")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="deltune"):
         assert with_cached_activations(trunk, use, {"train": encoded}, 1) == {"train": encoded}
     trunk.remove()
     assert "no activations can be written" in caplog.text

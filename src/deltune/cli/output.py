@@ -43,7 +43,7 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger = logging.getLogger("deltune")
-    handler = logging.StreamHandler()
+    handler, level = logging.StreamHandler(), logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
@@ -66,3 +66,4 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
             yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
