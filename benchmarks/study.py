@@ -18,8 +18,8 @@ from deltune.studies.engine.store import ResultStore
 from deltune.studies.engine.workers import JobResult, execute_safely
 from deltune.tasks import token_cache
 from deltune.training.config import RunConfig
-from deltune.training.model_cache import ModelCache
 from deltune.training.progress import ProgressBar
+from deltune.training.task_setup import ModelCache
 
 from .frame import Piece
 from .rows import Row, Target

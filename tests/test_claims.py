@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.studies.claims import verdicts
 from deltune.studies.claims.claims import (
     AllOf,
     AllWithin,
@@ -20,16 +19,26 @@ from deltune.studies.claims.claims import (
     Claim,
     Falls,
     FewerParameters,
+    Finding,
     Form,
     GapShrinks,
     Rises,
     Within,
+    decide_claims,
 )
-from deltune.studies.claims.comparisons import EVERY, LARGEST, SMALLEST
-from deltune.studies.claims.measurements import RANK, RELATIVE, STEPS, score, threshold, with_derived_axes
+from deltune.studies.claims.comparisons import (
+    EVERY,
+    LARGEST,
+    RANK,
+    RELATIVE,
+    SMALLEST,
+    STEPS,
+    score,
+    threshold,
+    with_derived_axes,
+)
 from deltune.studies.claims.statistics import paired_estimate
-from deltune.studies.claims.verdicts import Finding, decide_claims
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.jobs import Outcome
 from deltune.studies.papers.registry import CLAIMS
 
 SIZES = {"small": 1e7, "middle": 1e8, "large": 1e9}
@@ -319,7 +328,7 @@ def test_models_of_one_task_share_its_test_split(monkeypatch: pytest.MonkeyPatch
         seen.extend(zip(strata, tests, strict=True))
         return paired_estimate(strata, tests)
 
-    monkeypatch.setattr(verdicts, "paired_estimate", spy)
+    monkeypatch.setattr("deltune.studies.claims.claims.paired_estimate", spy)
     decided(Beats(A, B), MODELS)
     assert len(seen) == 2 * len(SIZES) and {d.shape for d, _ in seen} == {(3, 400)}
     assert len({test for _, test in seen}) == 2

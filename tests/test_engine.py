@@ -18,14 +18,13 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.filesystem import write_error
 from deltune.studies.engine import store as module
-from deltune.studies.engine.jobs import RUNNERS, Job
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.jobs import RUNNERS, Job, Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
-from deltune.studies.engine.sweep import Sweep
 from deltune.studies.engine.workers import JobResult, LocalPool, execute_safely
-from deltune.training.model_cache import ModelCache
+from deltune.studies.study import Sweep
 from deltune.training.progress import ProgressBar
+from deltune.training.task_setup import ModelCache
 
 
 def row(name: str, value: float = 1.0, error: str | None = None) -> JobRecord:
@@ -404,7 +403,7 @@ def test_a_grid_is_every_combination(root: Path) -> None:
 
 
 def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
-    from deltune.studies.engine.sweep import read_sweep
+    from deltune.studies.study import read_sweep
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
     (tmp_path / "study.yaml").write_text(made.yaml())

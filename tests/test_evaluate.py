@@ -12,8 +12,7 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.training import prediction_inputs
-from deltune.training.exporting import merge_run
-from deltune.training.inference import evaluate, load_run, predict, rescore
+from deltune.training.inference import evaluate, load_run, merge_run, predict, rescore
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 

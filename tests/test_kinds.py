@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import tiny
 from deltune.errors import DeltuneError
 from deltune.tasks.base import InferenceContext, TaskOptions
+from deltune.tasks.classification import CHOICE
 from deltune.tasks.encoding import IGNORE_INDEX, collate
-from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
-from deltune.tasks.multiple_choice import CHOICE
+from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, fill_template
 from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.templates import fill_template
 from deltune.tasks.token_classification import TAGGING
 from deltune.training import checkpoints
 from deltune.training.inference import evaluate, predict_rows, rescore

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.jobs import Outcome
+from deltune.studies.report.charts import FORMATS, draw, render
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter, TableSpec
 from deltune.studies.report.page import Section, render_page
-from deltune.studies.report.plots import FORMATS, draw, render
-from deltune.studies.report.table_formats import to_csv, to_latex, to_markdown
-from deltune.studies.report.tables import Table, build_table
+from deltune.studies.report.tables import Table, build_table, to_csv, to_latex, to_markdown
 from deltune.studies.sections import section_markdown, write_section
 
 LABELS = (

@@ -23,12 +23,11 @@ from transformers import (
 import tiny
 from deltune.errors import DeltuneError
 from deltune.tasks.base import TaskOptions
-from deltune.tasks.languages import forced_bos_options, language_code, language_codes, set_languages
+from deltune.tasks.generation import forced_bos_options, language_code, language_codes, set_languages
 from deltune.tasks.registry import TASKS
 from deltune.training.inference import load_run, predict
-from deltune.training.model_cache import ModelCache
 from deltune.training.run_dir import RunDir
-from deltune.training.task_setup import load_task_tokenizer
+from deltune.training.task_setup import ModelCache, load_task_tokenizer
 from deltune.training.train import train
 
 ROWS = [{"source": f"the cat {i}", "targets": [f"pisica {i}"]} for i in range(12)]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deltune.cli import launching
-from deltune.cli.launching import launch, launch_if_requested, sharding_mode
+from deltune.cli.train import launch, launch_if_requested, sharding_mode
 from deltune.errors import DeltuneError
 
 
@@ -48,7 +47,7 @@ def test_one_that_fails_ends_all(
     end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other would go on for a minute."""
-    monkeypatch.setattr(launching, "GRACE", 0.2)
+    monkeypatch.setattr("deltune.cli.train.GRACE", 0.2)
     other = f"open('{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     wait = f"while not os.path.exists('{tmp_path}/pid'): time.sleep(0.02)"
     assert launch(2, python(f"if rank == '0':\n  {wait}\n  {end}\n{other}")) == code
@@ -59,11 +58,11 @@ def test_one_that_fails_ends_all(
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_they_end_with_their_launcher(how: signal.Signals, tmp_path: Path) -> None:
     child = (
-        "from deltune.cli.launching import exit_with_launcher; exit_with_launcher(); "
+        "from deltune.cli.train import exit_with_launcher; exit_with_launcher(); "
         f"open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))"
     )
     command = python(child + "; time.sleep(60)")
-    start = f"import sys; from deltune.cli.launching import launch; sys.exit(launch(2, {command!r}))"
+    start = f"import sys; from deltune.cli.train import launch; sys.exit(launch(2, {command!r}))"
     launcher = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL)
     while not all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"):
         assert launcher.poll() is None

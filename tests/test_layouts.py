@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 import tiny
 from deltune.data import loading
-from deltune.data.hub_layouts import HubLayout, apply_layout
+from deltune.data.loading import HubLayout, apply_layout
 from deltune.errors import DeltuneError
 from deltune.tasks.registry import TASKS, find_task
 from deltune.training.inference import load_run

@@ -127,7 +127,7 @@ def test_a_constant_has_no_correlation() -> None:
 
 def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["bertscore", "moverscore", "bleurt", "bleu", "meteor", "cider", "rougeL_coco"]
-    monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
+    monkeypatch.setattr("deltune.metrics.text.shutil.which", lambda program: None)
     bleu_packages = METRICS["bleu"].packages
     monkeypatch.setattr(
         "deltune.metrics.base.importlib.util.find_spec",
@@ -141,7 +141,7 @@ def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.Monke
 
 
 def test_without_java(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltune.metrics.captions.shutil.which", lambda program: None)
+    monkeypatch.setattr("deltune.metrics.text.shutil.which", lambda program: None)
     got = compute_scores(["meteor", "cider"], ["a b"], ["a b"])
     assert got.omitted["meteor"] == "needs Java: there is no java on the PATH"
     assert "tokenizer='13a'" in got.omitted["cider"]

@@ -12,12 +12,11 @@ import pytest
 
 import browser
 import made
-from deltune.studies.claims.claims import Beats, Claim
-from deltune.studies.claims.verdicts import Finding
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.claims.claims import Beats, Claim, Finding
+from deltune.studies.engine.jobs import Outcome
+from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
 from deltune.studies.report.page import Section, render_page, sparkline
-from deltune.studies.report.plots import draw
 from deltune.studies.report.tables import build_table
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}

@@ -9,7 +9,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 import tiny
 from deltune.models import WeightsCache, load_model
-from deltune.training.model_cache import ModelCache
+from deltune.training.task_setup import ModelCache
 from deltune.training.train import train
 
 LAYERS = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}

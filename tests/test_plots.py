@@ -17,10 +17,10 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 import made
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.jobs import Outcome
+from deltune.studies.report.charts import draw, render, save
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
-from deltune.studies.report.plots import draw, render, save
-from deltune.studies.report.style import COLOURS, lay_out, series_style, short_number
+from deltune.studies.report.panels import COLOURS, lay_out, series_style, short_number
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
@@ -128,7 +128,7 @@ def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome
 def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import made\n"
-        "from deltune.studies.report.plots import draw, save\n"
+        "from deltune.studies.report.charts import draw, save\n"
         "save(draw(made.GAP, made.gap()).figure, sys.argv[2])"
     )
     subprocess.run(
@@ -305,7 +305,7 @@ def test_ticks_in_short(value: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "module"), [("matplotlib", "deltune.studies.report.plots"), ("jinja2", "deltune.studies.report.page")]
+    ("package", "module"), [("matplotlib", "deltune.studies.report.charts"), ("jinja2", "deltune.studies.report.page")]
 )
 def test_without_the_extra_it_is_named(package: str, module: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None\ntry: import {module}\nexcept Exception as e: print(repr(e))"

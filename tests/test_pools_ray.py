@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     """A worker is killed in the middle, too."""
-    from deltune.studies.engine.ray_workers import RayPool
+    from deltune.studies.engine.workers import RayPool
 
     jobs = [planned.job for planned in study(tmp_path).cells()]
     with ResultStore(tmp_path / "here.sqlite") as file:

@@ -15,14 +15,13 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.studies.claims.verdicts import decide_claims
-from deltune.studies.engine.jobs import Job, run_job
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.claims.claims import decide_claims
+from deltune.studies.engine.jobs import Job, Outcome, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.registry import CLAIMS, STUDIES
-from deltune.studies.report import plots, tables
+from deltune.studies.report import charts, tables
 from deltune.studies.report.figure_spec import FigureSpec, TableSpec, as_tuple
 from deltune.studies.scales import (
     LEARNING_RATES,
@@ -163,7 +162,7 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
             assert scale == "small" or len(shown) >= 0.7 * len(entries)
         else:
             assert isinstance(view, FigureSpec)
-            figure = plots.draw(view, outcomes)
+            figure = charts.draw(view, outcomes)
             assert figure.text
             assert not figure.notes or name == "ap/thresholds", figure.notes
             plt.close(figure.figure)

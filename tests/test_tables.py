@@ -14,11 +14,21 @@ from hypothesis import strategies as st
 
 import made
 from deltune.errors import DeltuneError
-from deltune.studies.engine.outcomes import Outcome
+from deltune.studies.engine.jobs import Outcome
 from deltune.studies.report.aggregate import NumberFormat, aggregate
 from deltune.studies.report.figure_spec import TableSpec
-from deltune.studies.report.table_formats import escape_latex, note_mark, to_csv, to_latex, to_markdown
-from deltune.studies.report.tables import Table, TableCell, build_table, format_percent, mark_best
+from deltune.studies.report.tables import (
+    Table,
+    TableCell,
+    build_table,
+    escape_latex,
+    format_percent,
+    mark_best,
+    note_mark,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
 
 FORMATS = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
 

@@ -329,10 +329,10 @@ def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
 def test_an_interrupt_that_is_swallowed_comes_again() -> None:
     """As in a callback of a library that ignores every exception."""
     code = (
-        "import os, signal\nfrom deltune.training import interrupts\ninterrupts.watch_interrupts()\n"
+        "import os, signal\nfrom deltune.training import trainer\ntrainer.watch_interrupts()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
-        "try:\n    interrupts.raise_if_interrupted()\nexcept KeyboardInterrupt:\n    print('again')\n"
-        "interrupts.raise_if_interrupted()"
+        "try:\n    trainer.raise_if_interrupted()\nexcept KeyboardInterrupt:\n    print('again')\n"
+        "trainer.raise_if_interrupted()"
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert completed.stdout == "again\n"

@@ -23,16 +23,10 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.models import align_padding_token
 from deltune.tasks.base import InferenceContext, TaskOptions
+from deltune.tasks.classification import CAUSAL_CLASSIFICATION, SEQ2SEQ_CHOICE, SEQ2SEQ_CLASSIFICATION, split_candidates
 from deltune.tasks.encoding import IGNORE_INDEX
-from deltune.tasks.entity_generation import entity_type, find_entities, format_entities, parse_entities
-from deltune.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION
-from deltune.tasks.rank_classification import (
-    CAUSAL_CLASSIFICATION,
-    SEQ2SEQ_CHOICE,
-    SEQ2SEQ_CLASSIFICATION,
-    split_candidates,
-)
-from deltune.tasks.templates import join_prompt_and_target
+from deltune.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, join_prompt_and_target
+from deltune.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
 from deltune.training.inference import evaluate, load_run, predict
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
@@ -248,7 +242,7 @@ def test_tags_that_are_no_entities(places: Path) -> None:
         AutoTokenizer.from_pretrained(places / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(places / "t5"),
     )
-    from deltune.tasks.entity_generation import SEQ2SEQ_TAGGING
+    from deltune.tasks.token_classification import SEQ2SEQ_TAGGING
 
     with pytest.raises(DeltuneError, match="the labels are NOUN, VERB"):
         SEQ2SEQ_TAGGING.encode(

@@ -15,7 +15,7 @@ from deltune.models import load_model
 from deltune.studies.engine.jobs import execute, run_job, term_change_job, timing_job, transfer_job
 from deltune.studies.engine.timing import time_methods
 from deltune.training.inference import evaluate
-from deltune.training.model_cache import ModelCache
+from deltune.training.task_setup import ModelCache
 
 
 @pytest.fixture(scope="module")

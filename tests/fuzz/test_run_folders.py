@@ -18,8 +18,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.training import checkpoints, prediction_inputs
 from deltune.training.config import RunConfig
-from deltune.training.exporting import export_run, merge_run
-from deltune.training.inference import evaluate, predict_rows, rescore
+from deltune.training.inference import evaluate, export_run, merge_run, predict_rows, rescore
 from deltune.training.prediction_inputs import input_columns, inputs_from_file
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import deltune
-from deltune.runtime.attention import MERGE_ABOVE, How
-from deltune.runtime.block_attention import Block, finite_mask, kernel_for, merged_attention
+from deltune.runtime.attention import MERGE_ABOVE, Block, How, finite_mask, kernel_for, merged_attention
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, forward, loss, main_role, stir

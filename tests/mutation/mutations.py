@@ -104,8 +104,8 @@ MUTATIONS = (
     ),
     Mutation(
         "saving: an altered file is loaded",
-        "if _digest(path) != self.facts.sha256:",
-        "if not _digest(path):",
+        "if file_sha256(path) != self.facts.sha256:",
+        "if not file_sha256(path):",
         "Values that were changed after saving would be used.",
         ("tests/fuzz/test_delta_files.py", "tests/test_store.py"),
     ),

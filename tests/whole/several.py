@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from deltune.cli.launching import exit_with_launcher
+from deltune.cli.train import exit_with_launcher
 from deltune.training.config import RunConfig
 from deltune.training.train import train
 

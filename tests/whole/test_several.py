@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from deltune.cli.launching import launch
+from deltune.cli.train import launch
 from deltune.training import checkpoints
 from deltune.training import run_dir as runs
 from deltune.training.run_dir import RunDir

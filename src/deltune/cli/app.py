@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from ..errors import DeltuneError, unknown_name
-from . import launching
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .study import app as study
-from .train import PASS_EVERYTHING_ON, train
+from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
 
 app = typer.Typer(
     help="Tune a pretrained transformer by small deltas.",
@@ -188,9 +187,9 @@ def merge(
 ) -> None:
     """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
     with log_to_stderr(quiet):
-        from ..training import exporting
+        from ..training import inference
 
-        target = exporting.merge_run(run, to)
+        target = inference.merge_run(run, to)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 
@@ -204,9 +203,9 @@ def export(
 ) -> None:
     """Write a run's delta as another library's files, where that library can express it."""
     with log_to_stderr(quiet):
-        from ..training import exporting
+        from ..training import inference
 
-        target = exporting.export_run(run, to, format)
+        target = inference.export_run(run, to, format)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
 
 
@@ -223,9 +222,9 @@ def import_folder(
 ) -> None:
     """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
     with log_to_stderr(quiet):
-        from ..training import exporting
+        from ..training import inference
 
-        handle = exporting.import_adapter(folder, model, output, kind)
+        handle = inference.import_adapter(folder, model, output, kind)
     facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
     console.print_json(data=facts) if as_json else console.print(
         f"{handle.method!r}\n{facts['count']:,} scalars in {output}"
@@ -250,11 +249,11 @@ def main() -> None:
 
     The exit code is 2, with a message on standard error, for a mistake of the user, and 130 after Ctrl-C.
     """
-    launching.exit_with_launcher()
+    exit_with_launcher()
     try:
         app(prog_name="deltune")
     except DeltuneError as error:
-        if launching.is_main_process():
+        if is_main_process():
             print(f"deltune: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -134,7 +134,7 @@ def run(
 
 def _worker_pool(engine: str, workers: int, runs: Path) -> Any:
     if engine == "ray":
-        from ..studies.engine.ray_workers import RayPool
+        from ..studies.engine.workers import RayPool
 
         return RayPool(workers, runs)
     from ..studies.engine.workers import LocalPool

@@ -23,6 +23,7 @@ from ..methods.resolve import resolve
 from ..methods.spec import PROJECTIONS, Method, Modification
 from .base import (
     ForeignFolder,
+    Patterns,
     PlacedTensors,
     Translation,
     UnusedTensors,
@@ -32,7 +33,6 @@ from .base import (
     rows_of_columns,
     tensors_by_file_name,
 )
-from .schemas import Patterns
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 NAME_PREFIX = "base_model.model."

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..errors import DeltuneError, excerpt
-from .arguments import MAX_INTEGER, fits_type, parse_percentage
 from .counting import base_size, count_resolved
+from .parser import MAX_INTEGER, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
 from .spec import Method

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import DeltuneError, excerpt
-from .arguments import check_fields
 from .forms import Shapes, Widths
-from .parser import to_expression
+from .parser import check_fields, to_expression
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,9 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from ..errors import DeltuneError, unknown_name
-from .arguments import check_fields
 from .masks import Factor
-from .parser import to_expression
+from .parser import check_fields, to_expression
 
 Tensors = Mapping[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]

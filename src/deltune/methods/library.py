@@ -12,10 +12,10 @@ from typing import Literal
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
-from .arguments import NUMERAL
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
+from .parser import NUMERAL
 from .spec import ADD, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
 
 

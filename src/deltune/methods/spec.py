@@ -15,11 +15,18 @@ from typing import Any, Literal, get_type_hints
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
-from .arguments import check_fields, fits_type, parse_percentage, type_mismatch
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Form, Vector
-from .parser import signature_text, to_expression, unknown_argument
+from .parser import (
+    check_fields,
+    fits_type,
+    parse_percentage,
+    signature_text,
+    to_expression,
+    type_mismatch,
+    unknown_argument,
+)
 
 SITES = {
     "heads": "per-head attention output, before W_o",

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from .base import InputType, Metric, Options, Score, Scores
-from .captions import CAPTION_METRICS
 from .labels import LABEL_METRICS
 from .model_based import MODEL_METRICS
-from .text import TEXT_METRICS
+from .text import CAPTION_METRICS, TEXT_METRICS
 
 METRICS: dict[str, Metric] = {**LABEL_METRICS, **TEXT_METRICS, **CAPTION_METRICS, **MODEL_METRICS}
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.inspection import inspect
-from ..anatomy.quantization import check_not_quantized
+from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs, trace_forward
 from ..anatomy.types import Anatomy
@@ -34,9 +33,9 @@ from .hooks import Hook, required_hooks, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
-from .pass_manager import AttachedModules, PassManager, check_not_offloaded
+from .pass_manager import AttachedModules, PassManager, check_not_offloaded, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
-from .tensor_overrides import ForwardOverride
+from .rows import ForwardOverride
 
 T = TypeVar("T")
 
@@ -45,17 +44,14 @@ _INSTALL_LOCK = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Replace the lock in a forked process, where the thread that may hold it does not exist."""
+    """Replace locks in a forked process, where the threads that may hold them do not exist."""
     global _INSTALL_LOCK
     _INSTALL_LOCK = threading.Lock()
+    reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-MODULE_NAME = HANDLE_NAME
-"""The name of the handle among the model's sub-modules, which is the prefix of every key it adds to the state dict."""
 
 
 class Tuned(nn.Module):
@@ -87,7 +83,7 @@ class Tuned(nn.Module):
 
     def _add_to_model(self) -> None:
         self.model.requires_grad_(False)
-        self.model.add_module(MODULE_NAME, self)
+        self.model.add_module(HANDLE_NAME, self)
 
     def __repr__(self) -> str:
         attached = ", ".join(f"{name}: {self.delta(name).method!r}" for name in self.names)
@@ -379,7 +375,7 @@ class Tuned(nn.Module):
             hook.remove()
         self._installed_hooks.clear()
         self._passes.set_prefix_attention(False)
-        model._modules.pop(MODULE_NAME, None)
+        model._modules.pop(HANDLE_NAME, None)
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
         self.__dict__["_model"] = None
@@ -486,8 +482,8 @@ class Tuned(nn.Module):
             has_other_handle = False
             try:
                 with _INSTALL_LOCK:
-                    has_other_handle = self.model._modules.get(MODULE_NAME) not in (None, self)
-                    if MODULE_NAME not in self.model._modules:
+                    has_other_handle = self.model._modules.get(HANDLE_NAME) not in (None, self)
+                    if HANDLE_NAME not in self.model._modules:
                         self._add_to_model()
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
@@ -565,7 +561,7 @@ def remember_base_metadata(tuned: Tuned) -> None:
 
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:
-    return model._modules[MODULE_NAME]
+    return model._modules[HANDLE_NAME]
 
 
 def _run_to_completion(change: Callable[[], T]) -> T:

@@ -29,11 +29,9 @@ from .attention import HOOK_ATTRIBUTE
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit
 from .pass_manager import PassManager
-from .positions import PositionHook
-from .prompts import PromptHook
+from .prompts import PositionHook, PromptHook
 from .row_assignment import owning_modules, parameter_names
-from .rows import DeltaRows
-from .tensor_overrides import ForwardOverride, runs_class_forward
+from .rows import DeltaRows, ForwardOverride, runs_class_forward
 
 
 class CheckpointFunction:

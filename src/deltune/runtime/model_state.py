@@ -20,7 +20,6 @@ from ..compat import delete_from_parameter_dict, parameters_of_dict, set_in_para
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key
 from .rows import refuse_late_gradients
-from .sparse_params import parameter_slots
 
 _BASE = f"{HANDLE_NAME}.base."
 """The prefix of the names of replaced base tensors in a state dict."""
@@ -193,3 +192,15 @@ class ModelState:
 def _held_keys(name: str, keys: Iterable[str]) -> set[str]:
     """The names in a state dict of the tensors that a delta which is not in use holds."""
     return {f"{HANDLE_NAME}.deltas.{name}.held.{key}" for key in keys}
+
+
+def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return all modules, with the parameter's name in them, that hold each parameter; a tied tensor has several."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    names: dict[str, int] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.setdefault(id(parameter), []).append((module, leaf))
+                names[f"{path}.{leaf}".strip(".")] = id(parameter)
+    return {name: slots[key] for name, key in names.items()}

@@ -1,4 +1,7 @@
-"""The modules that hold a delta's tensors: `Edit`, one modification at one place, and `Delta`, a whole method."""
+"""The modules that hold a delta's tensors: `Edit`, one modification at one place, and `Delta`, a whole method.
+
+A weight may have few trainable entries (`SparseParameter`), or be shared by several edits (`SharedParameter`).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,70 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import DeltuneError
-from ..methods.compositions import Gate
+from ..methods.compositions import Composition, Gate
 from ..methods.counting import kept_shapes, trained_shapes
 from ..methods.forms import Shapes
 from ..methods.masks import Mask
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.spec import Method
 from .hard_concrete import GatedDifference, HardConcreteGates
-from .sparse_params import SharedParameter, SparseParameter
+
+
+class SparseParameter(nn.Module):
+    """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
+
+    index: torch.Tensor
+
+    def __init__(self, shape: tuple[int, ...], index: np.ndarray) -> None:
+        super().__init__()
+        self.shape = shape
+        self.values: torch.Tensor
+        if len(index):
+            self.values = nn.Parameter(torch.empty(len(index)))
+        else:  # nothing of it is trained, so there is nothing to optimise
+            self.register_buffer("values", torch.empty(0), persistent=False)
+        self.register_buffer("index", torch.from_numpy(index))
+
+    def initialize(self, dense: torch.Tensor) -> None:
+        """Take the initial values from a dense weight, unless this is on the meta device."""
+        if self.values.is_meta:
+            return
+        with torch.no_grad():
+            flat = dense.reshape(-1)
+            self.values.copy_(flat[self.index.to(flat.device)])
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """Return `base` with the trained values in their positions."""
+        return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
+
+    def final(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the same as `on`: it does not depend on the training mode."""
+        return self.on(base)
+
+
+class SharedParameter(nn.Module):
+    """A tensor that several edits share: dense, or under a mask, then 0 at all other entries."""
+
+    def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
+        super().__init__()
+        self.sparse: SparseParameter | None = None
+        if masked:
+            index = mask.indices() if mask is not None else {}
+            self.sparse = SparseParameter(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
+        else:
+            self.dense = nn.Parameter(torch.empty(shape))
+
+    def initialize(self, compose: Composition, name: str) -> None:
+        dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
+        compose.initialize({name: dense})
+        if self.sparse is not None:
+            self.sparse.initialize(dense)
+
+    def value(self) -> torch.Tensor:
+        """Return the dense tensor."""
+        if self.sparse is None:
+            return self.dense
+        return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.quantization import is_unquantized
+from ..anatomy.inspection import is_unquantized
 from ..compat import backward_id
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
@@ -477,10 +476,7 @@ class PassManager:
 _PASS_MANAGERS: weakref.WeakSet[PassManager] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
+def reset_after_fork() -> None:
+    """Reset every pass manager in a forked process."""
     for passes in list(_PASS_MANAGERS):
         passes.reset_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -22,7 +22,7 @@ from .. import tensor_files
 from .._version import __version__
 from ..anatomy.types import Anatomy
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt
-from ..filesystem import MAX_JSON_BYTES, atomic_folder, find_file, user_path, write_error
+from ..filesystem import MAX_JSON_BYTES, atomic_folder, file_sha256, find_file, user_path, write_error
 from ..methods.spec import explicit_expression
 from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, DeltaMetadata, check_against_metadata, read_metadata_file
@@ -58,7 +58,7 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
         with atomic_folder(target) as fresh:
             save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
             shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
-            facts = {**facts, "tensors": shapes, "sha256": _digest(fresh / NUMBERS)}
+            facts = {**facts, "tensors": shapes, "sha256": file_sha256(fresh / NUMBERS)}
             with open(fresh / FACTS, "w", encoding="utf-8") as file:
                 json.dump(facts, file, indent=1, ensure_ascii=False)
             if (fresh / FACTS).stat().st_size > MAX_JSON_BYTES:  # what is saved can be loaded
@@ -92,11 +92,6 @@ def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[
         "name": model.config.name_or_path,
         "fingerprint": fingerprint(anatomy, original),
     }
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, str]:
@@ -186,7 +181,7 @@ class SavedDelta:
             DeltuneError: The file was changed since it was saved.
         """
         path = self.where / NUMBERS
-        if _digest(path) != self.facts.sha256:
+        if file_sha256(path) != self.facts.sha256:
             raise DeltuneError(
                 f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
                 "damaged or changed after they were saved; copy both of them again"

@@ -11,9 +11,8 @@ from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..tasks.registry import TASKS
-from .engine.outcomes import Cell
-from .engine.sweep import Sweep
-from .study import CellPlan, PlannedCell, Records, plan_sweep
+from .engine.jobs import Cell
+from .study import CellPlan, PlannedCell, Records, Sweep, plan_sweep
 
 Values = Mapping[str, Any]
 """Fields of a run's spec."""

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
-from .claims.claims import Claim
-from .claims.verdicts import Finding, decide_claims
-from .engine.outcomes import Outcome
+from .claims.claims import Claim, Finding, decide_claims
+from .engine.jobs import Outcome
 from .report.aggregate import cell_label
+from .report.charts import draw, save
 from .report.figure_spec import FigureSpec, TableSpec, as_tuple
 from .report.page import Section
-from .report.plots import draw, save
-from .report.table_formats import escape_markdown, to_csv, to_latex, to_markdown
-from .report.tables import build_table
+from .report.tables import build_table, escape_markdown, to_csv, to_latex, to_markdown
 from .study import Records, Study
 
 

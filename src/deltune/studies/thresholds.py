@@ -16,8 +16,7 @@ from typing import Any
 
 from scipy import stats
 
-from .engine.jobs import Job
-from .engine.outcomes import Cell, Outcome
+from .engine.jobs import Cell, Job, Outcome
 from .engine.store import JobRecord
 from .study import CellPlan, PlannedCell, Records, job_outcomes
 

@@ -1,21 +1,219 @@
-"""Text generation by an encoder-decoder or a decoder, and language modeling, which predicts every token of a text."""
+"""Text generation by an encoder-decoder or a decoder, and language modeling, which predicts every token of a text.
+
+A prompt is a template filled with a row's inputs, tokenized with its target. A model with a multilingual tokenizer is
+made to begin with the token by which the generated text is in the right language.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
+from string import Formatter
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from ..data.columns import INPUT_TYPES
+from ..errors import DeltuneError, unknown_name
 from ..runtime.frozen_layers import PREFIX
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, EncodedRows, Row
-from .languages import forced_bos_options
-from .templates import fill_template, join_prompt_and_target, truncate_prompt
+from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row
+
+_CODE_PAIRS = """
+    af=afr ar=arb az=azj bn=ben bg=bul ca=cat cs=ces da=dan de=deu el=ell en=eng es=spa et=est fa=pes fi=fin
+    fr=fra gl=glg gu=guj he=heb hi=hin hr=hrv hu=hun id=ind it=ita ja=jpn ka=kat kk=kaz km=khm ko=kor lt=lit
+    lv=lvs mk=mkd ml=mal mn=khk mr=mar my=mya ne=npi nl=nld no=nob pl=pol ps=pbt pt=por ro=ron ru=rus si=sin
+    sk=slk sl=slv sv=swe sw=swh ta=tam te=tel th=tha tl=tgl tr=tur uk=ukr ur=urd uz=uzn vi=vie xh=xho zh=zho
+"""
+ISO_639_3 = dict(pair.split("=") for pair in _CODE_PAIRS.split())
+"""ISO 639-1 -> ISO 639-3 (for a macrolanguage, of its standard variety), for tokenizers that use the latter."""
+
+
+def language_codes(tokenizer: Any) -> list[str]:
+    """Return the codes that a tokenizer takes as `src_lang` and `tgt_lang`; none if it is not multilingual."""
+    if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
+        return []
+    codes = getattr(tokenizer, "lang_code_to_token", None) or getattr(tokenizer, "lang_code_to_id", None)
+    return sorted(codes or (t for t in tokenizer.all_special_tokens if re.fullmatch(r"[a-z]{2,3}_[A-Za-z]{2,4}", t)))
+
+
+def language_code(language: str, codes: list[str]) -> str:
+    """Return a tokenizer's code for a language.
+
+    Args:
+        language: ISO 639-1 or 639-3 (en, eng), or one of the codes itself.
+        codes: The tokenizer's codes, such as en_XX or eng_Latn.
+
+    Raises:
+        DeltuneError: No code fits, or several do, as for languages with two scripts.
+    """
+    if language in codes:
+        return language
+    iso_codes = {language, ISO_639_3.get(language, language)}
+    matches = [code for code in codes if code.partition("_")[0] in iso_codes]
+    if len(matches) > 1:
+        raise DeltuneError(f"language {language!r} is {' or '.join(matches)} to this tokenizer; give one of these")
+    if not matches:
+        raise DeltuneError(unknown_name("language", language, codes))
+    return matches[0]
+
+
+def tokenizer_languages(tokenizer: Any) -> tuple[str | None, str | None]:
+    """Return the languages of a tokenizer's texts and targets; None where it has none."""
+    return getattr(tokenizer, "src_lang", None), getattr(tokenizer, "tgt_lang", None)
+
+
+def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
+    """Set the languages of a tokenizer, in place.
+
+    Args:
+        tokenizer: The tokenizer of a multilingual model.
+        source: The language of the texts; None leaves it as it is.
+        target: The language of the targets; None leaves it as it is.
+
+    Raises:
+        DeltuneError: The tokenizer is not multilingual, or does not have the language.
+    """
+    codes = language_codes(tokenizer)
+    for name, option, language in (("src_lang", "source", source), ("tgt_lang", "target", target)):
+        if language is not None and not codes:
+            raise DeltuneError(
+                f"{type(tokenizer).__name__} has no languages to choose from; leave {option}_language={language} out"
+            )
+        if language is not None:
+            setattr(tokenizer, name, language_code(language, codes))
+
+
+def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
+    """Return the options by which `generate` begins an answer as the targets began in training.
+
+    The language of a target is its first token, which is then forced, or its last one, which the model moves to the
+    front.
+
+    Args:
+        tokenizer: A tokenizer, with its languages set.
+        model: The encoder-decoder.
+
+    Returns:
+        Options of `generate`; none if the tokenizer is not multilingual.
+    """
+    if not language_codes(tokenizer):
+        return {}
+    if getattr(tokenizer, "tgt_lang", "") is None:
+        warnings.warn(
+            f"{type(tokenizer).__name__} has no target language, so answers are in the language of the texts. Give "
+            "source_language and target_language",
+            stacklevel=2,
+        )
+    empty = tokenizer(text_target="")["input_ids"]
+    forced = None if empty[0] == tokenizer.eos_token_id else empty[0]
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shifted is None:
+        return {"forced_bos_token_id": forced}
+    start = int(shifted(labels=torch.tensor([empty], device=model.device))[0, 0])
+    return {"forced_bos_token_id": forced, "decoder_start_token_id": start}
+
+
+Tokens = tuple[int, ...]
+
+
+def join_prompt_and_target(
+    tokenizer: Any, prompts: Sequence[str], targets: Sequence[Sequence[str]], side: str = "text"
+) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
+    """Tokenize each prompt alone and together with each of its targets.
+
+    A blank stands between prompt and target, unless the prompt is empty or ends with white space. The joined text is
+    tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of the prompt and
+    the first of the target to one token, so that the tokens of the joined text need not begin with the prompt's.
+
+    Args:
+        tokenizer: The tokenizer.
+        prompts: One for each row.
+        targets: The targets of each row.
+        side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
+
+    Yields:
+        For each row the tokens of its prompt, those of the prompt with each target, all without the end, and the
+        end: the special tokens that the tokenizer writes at the end of a text, else its end-of-text token.
+    """
+    special = set(tokenizer.all_special_ids)
+    empty = tokenizer(**{side: ""})["input_ids"]
+    start = common_prefix_length([empty, tokenizer(**{side: "a"})["input_ids"]])
+    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    written_end = tuple(empty[start:]) if special.issuperset(empty[start:]) else ()
+    for first in range(0, len(prompts), TOKENIZER_BATCH):
+        chunk = slice(first, first + TOKENIZER_BATCH)
+        texts = [
+            [prompt, *(prompt + (" " if prompt and not prompt[-1].isspace() else "") + t for t in row_targets)]
+            for prompt, row_targets in zip(prompts[chunk], targets[chunk], strict=True)
+        ]
+        flat = [text for row in texts for text in row]
+        tokenized = iter(tokenizer(**{side: flat}, verbose=False)["input_ids"])
+        for row in texts:
+            prompt_tokens, *joined = [_strip_end(tuple(next(tokenized)), written_end) for _ in row]
+            yield prompt_tokens, joined, written_end or eos
+
+
+def _strip_end(tokens: Tokens, end: Tokens) -> Tokens:
+    return tokens[: len(tokens) - len(end)] if end and tokens[-len(end) :] == end else tokens
+
+
+def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens that all sequences begin with."""
+    is_same = [len(set(tokens)) == 1 for tokens in zip(*sequences, strict=False)]
+    return [*is_same, False].index(False)
+
+
+def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int) -> Tokens:
+    """Return the last `max_length` tokens of a prompt; for an empty prompt the token that begins a text.
+
+    Args:
+        tokenizer: The tokenizer, for an empty prompt.
+        prompt: The tokens of the prompt.
+        max_length: The most tokens to keep.
+
+    Raises:
+        DeltuneError: The prompt is empty and the tokenizer has neither a beginning- nor an end-of-text token.
+    """
+    if prompt:
+        return prompt[-max_length:]
+    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if bos is None:
+        raise DeltuneError("a prompt is empty, and the tokenizer has no token for the beginning of a text")
+    return (bos,)
+
+
+def fill_template(columns: Columns, template: str) -> list[str]:
+    """Fill a template with the inputs of every row; a list of texts is joined with blanks.
+
+    Args:
+        columns: Role -> values.
+        template: Text with roles in braces; a literal brace is doubled. Empty: the texts of a row, or its tokens if it
+            has no texts, with blanks between.
+
+    Raises:
+        DeltuneError: The template has a lone brace or a format, or names a role that is not an input of the rows.
+    """
+    inputs = {role: columns[role] for role in INPUT_TYPES if role in columns}
+    text_roles = [role for role in inputs if INPUT_TYPES[role] == "text"] or list(inputs)
+    template = template or " ".join(f"{{{role}}}" for role in text_roles)
+    try:
+        fields = [part for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise DeltuneError(f"template {template!r}: {error}; write a literal brace twice") from error
+    roles = [str(name) for _, name, _, _ in fields]
+    if formatted := [name for _, name, format_spec, conversion in fields if format_spec or conversion]:
+        raise DeltuneError(f"template {template!r}: {{{formatted[0]}}} cannot have a format after its name")
+    if problems := [unknown_name("role", role, inputs, where="template") for role in roles if role not in inputs]:
+        raise DeltuneError(" ".join(problems))
+    values = {role: [v if isinstance(v, str) else " ".join(v) for v in inputs[role]] for role in dict.fromkeys(roles)}
+    num_rows = len(next(iter(inputs.values())))
+    return [template.format(**{role: texts[i] for role, texts in values.items()}) for i in range(num_rows)]
 
 
 def encode_sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> EncodedRows:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..data.hub_layouts import (
+from ..data.loading import (
     PARQUET_REVISION,
     HubLayout,
     first_non_empty,

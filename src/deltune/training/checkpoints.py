@@ -8,7 +8,6 @@ and synced to the disk before older checkpoints are removed. `find_resumable` ch
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import random
 import secrets
@@ -25,7 +24,7 @@ from torch import nn
 from transformers import TrainerState
 
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
-from ..filesystem import fsync_directory, fsync_file, new_file_mode, write_error, write_json, write_text
+from ..filesystem import file_sha256, fsync_directory, fsync_file, new_file_mode, write_error, write_json, write_text
 from . import distributed, run_dir
 
 TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
@@ -133,12 +132,6 @@ def write_checksums(checkpoint: Path) -> None:
     """Write the checksums of a checkpoint's files beside them, in the format of `sha256sum`."""
     lines = [f"{file_sha256(checkpoint / name)}  {name}\n" for name in CHECKED_FILES]
     write_text(checkpoint / CHECKSUMS_FILE, "".join(lines))
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 checksum of a file in hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_checksums(checkpoint: Path) -> None:

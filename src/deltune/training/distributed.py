@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import set_seed
 
+from ..anatomy.skeleton import HANDLE_NAME
 from ..errors import DeltuneError
-from ..runtime.handle import MODULE_NAME, Tuned, remember_base_metadata
-from ..runtime.sparse_params import replaced_parameters
+from ..runtime.handle import Tuned, remember_base_metadata
 
 T = TypeVar("T")
 
@@ -185,7 +185,7 @@ def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
     whole: dict[nn.Parameter, nn.Parameter] = {
         parameter: nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
         for name, parameter in handle.model.named_parameters()
-        if isinstance(parameter, DTensor) and (name in owned or name.startswith(f"{MODULE_NAME}.deltas."))
+        if isinstance(parameter, DTensor) and (name in owned or name.startswith(f"{HANDLE_NAME}.deltas."))
     }
     with replaced_parameters(handle.model, whole):
         yield
@@ -211,3 +211,26 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+@contextlib.contextmanager
+def replaced_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Replace parameters in every module that holds them, inside the block.
+
+    Args:
+        model: The model.
+        replacements: For each parameter, the one to use instead.
+    """
+    slots = [
+        (module, leaf, parameter)
+        for module in (model.modules() if replacements else ())
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None and parameter in replacements
+    ]
+    try:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = replacements[parameter]
+        yield
+    finally:
+        for module, leaf, parameter in slots:
+            module._parameters[leaf] = parameter

@@ -1,4 +1,7 @@
-"""A finished run in use: its model with the delta attached, its scores on any data, its predictions."""
+"""A finished run in use: its model with the delta attached, its scores on any data, its predictions, its export.
+
+A run is written as a plain checkpoint or for another library, and other libraries' adapters are read.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 from ..data import loading
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, user_path, write_jsonl
+from ..interop.base import is_foreign
 from ..metrics.base import Scores
 from ..metrics.registry import METRICS, compute_scores
-from ..models import HEADS_WITH_LABELS, align_padding_token, load_config, load_model
-from ..runtime.attaching import load, tuned
+from ..models import AUTO_CLASSES, HEADS_WITH_LABELS, align_padding_token, load_config, load_model, silent_loading
+from ..runtime import attaching
+from ..runtime.attaching import atomic_new_folder, foreign_model_kind, load, tuned
+from ..runtime.handle import Tuned
 from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
 from ..tasks.encoding import EncodedRows, check_length
-from ..tasks.languages import language_codes, tokenizer_languages
-from . import hardware
+from ..tasks.generation import language_codes, tokenizer_languages
+from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
 from .progress import ProgressBar
@@ -30,6 +36,7 @@ from .task_setup import check_fits, length_limits, load_task_tokenizer, set_up_t
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 SPLITS = ("validation", "test")
 
@@ -174,7 +181,7 @@ class LoadedRun:
     @property
     def precision(self) -> str:
         """The precision of the first run on this device."""
-        return hardware.resolve_precision(self.config.runtime.precision, self.model.device)
+        return task_setup.resolve_precision(self.config.runtime.precision, self.model.device)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -210,7 +217,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
             warnings.warn(f"{folder.folder} is not finished: this is its best delta so far", stacklevel=2)
         load(model, folder.folder, name=delta)
     tuned(model).use(name)
-    model.to(hardware.resolve_device())  # type: ignore[arg-type]
+    model.to(task_setup.resolve_device())  # type: ignore[arg-type]
     return LoadedRun(model, tokenizer, kind, runs, labels)
 
 
@@ -473,3 +480,69 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
     finally:
         handle.use(before)
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
+
+
+def merge_run(run: str | Path, to: str | Path) -> Path:
+    """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
+
+    Args:
+        run: The folder of the run.
+        to: A new folder, which transformers loads without deltune.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        DeltuneError: The folder is not empty, or no weights can express the method.
+    """
+    to = user_path(to, "to")
+    with atomic_new_folder(to) as fresh, silent_loading():
+        loaded = load_run(run)
+        tuned(loaded.model).merge().save_pretrained(fresh)
+        loaded.tokenizer.save_pretrained(fresh)
+    return to
+
+
+def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
+    """Write a run's delta for another library; all or nothing.
+
+    Args:
+        run: The folder of the run.
+        to: A new folder.
+        format: The format; "peft".
+
+    Returns:
+        The new folder.
+
+    Raises:
+        DeltuneError: The folder is no run or is not empty, or the format cannot express the method.
+    """
+    return attaching.export(load_run(run).model, user_path(to, "to"), format)
+
+
+def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:
+    """Turn a folder of PEFT or AdapterHub into a delta folder for a base model.
+
+    Args:
+        folder: The folder that PEFT or AdapterHub saved.
+        model: Hub id or folder of the base model.
+        to: A new folder for the delta.
+        kind: What the model is loaded as; by default what the folder says.
+
+    Returns:
+        The handle on the model with the delta attached.
+
+    Raises:
+        DeltuneError: The folder is of neither library, or something in it has no translation.
+    """
+    folder, to = user_path(folder, "folder"), user_path(to, "output")
+    if not is_foreign(folder):
+        raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
+    if kind is not None and kind not in AUTO_CLASSES:
+        raise DeltuneError(unknown_name("kind of model", kind, AUTO_CLASSES))
+    default_kind, count = foreign_model_kind(folder)
+    load_config(model)
+    labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, default_kind) else None
+    handle = attaching.load(load_model(model, kind or default_kind, labels), folder)
+    handle.save(to)
+    return handle

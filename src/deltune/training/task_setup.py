@@ -1,30 +1,93 @@
-"""What a run works on: its data as read, the kind of task on its kind of model, its metrics and its lengths."""
+"""What a run works on: its device, its data as read, the kind of task on its kind of model, its metrics and lengths.
+
+`ModelCache` has what several runs in one process share: a backbone, its tokenizer, and data sets that were read.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from ..data import loading
-from ..data.hub_layouts import HubLayout
-from ..data.loading import TaskData
+from ..data.loading import HubLayout, TaskData
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..metrics.registry import METRICS
-from ..models import LANGUAGE_MODEL_HEADS, load_config, load_tokenizer
+from ..models import HEADS_WITH_LABELS, LANGUAGE_MODEL_HEADS, WeightsCache, load_config, load_model, load_tokenizer
 from ..tasks.base import TaskKind, TaskOptions
-from ..tasks.classification import CLASSIFICATION
-from ..tasks.entity_generation import SEQ2SEQ_TAGGING
-from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
-from ..tasks.languages import language_codes, set_languages
-from ..tasks.multiple_choice import CHOICE
-from ..tasks.rank_classification import CAUSAL_CHOICE, CAUSAL_CLASSIFICATION, SEQ2SEQ_CHOICE, SEQ2SEQ_CLASSIFICATION
+from ..tasks.classification import (
+    CAUSAL_CHOICE,
+    CAUSAL_CLASSIFICATION,
+    CHOICE,
+    CLASSIFICATION,
+    SEQ2SEQ_CHOICE,
+    SEQ2SEQ_CLASSIFICATION,
+)
+from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, language_codes, set_languages
 from ..tasks.registry import TASKS, Task, find_task
-from ..tasks.token_classification import TAGGING
+from ..tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
 from .config import DataSection, EvaluationSection, GenerationSection
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def resolve_device(name: str = "auto") -> torch.device:
+    """Return the device of a name.
+
+    Args:
+        name: "auto" (the accelerator if there is one, else the CPU), or a device such as "cpu", "cuda", "cuda:1" or
+            "mps".
+
+    Raises:
+        DeltuneError: This machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+    names = ["auto", "cpu"]
+    if accelerator is not None:
+        names += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    if name not in names:
+        raise DeltuneError(unknown_name("device", name, names, "this machine"))
+    return torch.device(name)
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """Return "fp32" or "bf16".
+
+    Args:
+        name: "fp32", "bf16", or "auto": bf16 on an accelerator that supports it, else fp32. A CPU emulates bf16 and is
+            slower with it.
+        device: The device of the run.
+
+    Raises:
+        DeltuneError: bf16 is asked for, and the device does not support it.
+    """
+    supported = device.type == "cpu" or _supports_bf16(device)
+    if name == "bf16" and not supported:
+        raise DeltuneError(
+            f"the device {device} does not support precision bf16: give fp32, or auto, which is bf16 where that is "
+            "supported"
+        )
+    if name == "auto":
+        return "bf16" if supported and device.type != "cpu" else "fp32"
+    return name
+
+
+def _supports_bf16(device: torch.device) -> bool:
+    """Whether an accelerator computes in bfloat16 without emulation."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return bool((ones @ ones).isfinite().all())
+    except (RuntimeError, TypeError, AssertionError):
+        return False
 
 
 class TaskKinds(NamedTuple):
@@ -237,3 +300,69 @@ def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
     if unfit := [name for name in metrics if METRICS[name].input_type not in kind.metric_inputs]:
         fitting = [name for name, metric in METRICS.items() if metric.input_type in kind.metric_inputs]
         raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(unfit)}; it can by {', '.join(fitting)}")
+
+
+MAX_DATA_SETS = 8
+"""Data sets that are cached; the one that was used longest ago is dropped first."""
+
+
+class ModelCache:
+    """A model, a tokenizer and data sets, kept for the next run that needs the same.
+
+    A model is handed out without any delta; whoever attaches one detaches it, or calls `drop`. The weights are read
+    once: a model whose head is initialised with another seed is built around those in memory.
+
+    Attributes:
+        read: How many models and data sets were read from disk.
+    """
+
+    def __init__(self) -> None:
+        self._model: tuple[Any, PreTrainedModel] | None = None
+        self._weights: tuple[Any, WeightsCache] | None = None
+        self._tokenizer: tuple[Any, PreTrainedTokenizerBase] | None = None
+        self._data: OrderedDict[str, TaskData] = OrderedDict()
+        self.read = {"models": 0, "data": 0}
+
+    def model(self, name: str, loads: str, labels: tuple[str, ...] | None, seed: int) -> PreTrainedModel:
+        """Return a model in float32, as `models.load_model` does.
+
+        Args:
+            name: Hub id or folder.
+            loads: What it is loaded as (`TaskKind.loads`).
+            labels: The label names of its head.
+            seed: Initialises a new head.
+        """
+        backbone = (name, loads, labels)
+        key = (*backbone, seed if loads in (*HEADS_WITH_LABELS, "choice") else None)
+        if self._model is not None and self._model[0] == key:
+            return self._model[1]
+        self._model = None
+        if self._weights is None or self._weights[0] != backbone:
+            self._weights = (backbone, WeightsCache())
+            self.read["models"] += 1
+        model = load_model(name, loads, labels, "float32", seed, cache=self._weights[1])
+        self._model = (key, model)
+        return model
+
+    def drop(self) -> None:
+        """Forget the model, to which something may still be attached."""
+        self._model = None
+
+    def tokenizer(self, model: str, data: DataSection) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of a model with its languages set, as `task_setup.load_task_tokenizer` does."""
+        task = data.task if data.source is None else None
+        key = (model, data.source_language, data.target_language, task)
+        if self._tokenizer is None or self._tokenizer[0] != key:
+            self._tokenizer = (key, load_task_tokenizer(model, data))
+        return self._tokenizer[1]
+
+    def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, *rest: Any) -> TaskData:
+        """Return a data set, as `data.loading.load_data` does with the same arguments."""
+        key = repr((source, columns, labels, samples, seed if samples else None, rest))
+        if key not in self._data:
+            self.read["data"] += 1
+            self._data[key] = loading.load_data(source, columns, labels, samples, seed, *rest)
+        self._data.move_to_end(key)
+        while len(self._data) > MAX_DATA_SETS:
+            self._data.popitem(last=False)
+        return self._data[key]

@@ -21,16 +21,14 @@ from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, check_length
-from . import activation_cache, checkpoints, distributed, hardware
+from . import activation_cache, checkpoints, distributed, task_setup
 from .config import OptimSection, RunConfig
 from .inference import SPLITS
-from .model_cache import ModelCache
 from .progress import ProgressBar
 from .run_dir import Best, RunDir, RunMetrics, collect_environment
-from .run_state import RunState
 from .search import run_series
-from .task_setup import TaskSetup, length_limits, load_task_data, set_up_task
-from .trainer import DeltaTrainer, ReportCallback
+from .task_setup import ModelCache, TaskSetup, length_limits, load_task_data, set_up_task
+from .trainer import DeltaTrainer, ReportCallback, RunState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +77,7 @@ def train(
         DeltuneError: The config, the data, the model, the method or the folder is wrong (nothing is written then); the
             loss is not finite; no space is left on the disk.
     """
-    device = hardware.resolve_device(devices)
+    device = task_setup.resolve_device(devices)
     distributed.init_processes(device)
     run = RunDir(output, writer=distributed.is_main())
     shared = cache or ModelCache()
@@ -147,7 +145,7 @@ def _train(
 
 def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str, cache: ModelCache) -> RunState:
     """Read, check and encode everything, and attach the method."""
-    precision = hardware.resolve_precision(config.runtime.precision, device)
+    precision = task_setup.resolve_precision(config.runtime.precision, device)
     rows = config.optim.rows_per_device(distributed.world_size())
     seed = config.runtime.seed
     if sharded not in SHARDING_MODES:

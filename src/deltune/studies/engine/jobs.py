@@ -1,11 +1,11 @@
-"""The jobs of a study: what each kind does, and a name that follows from its content."""
+"""The jobs of a study: what each kind does, a name that follows from its content, and the outcome of one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,42 @@ from ...models import load_config, load_model
 from ...runtime.attaching import load
 from ...training.config import RunConfig
 from ...training.inference import evaluate, rescore_with_statistics
-from ...training.model_cache import ModelCache
 from ...training.run_dir import RunDir
-from ...training.task_setup import task_kind_for
+from ...training.task_setup import ModelCache, task_kind_for
 from ...training.train import train
 from .timing import time_methods
+
+Cell = Mapping[str, Any]
+"""A place in a study's grid, axis -> label: {"model": "minilm", "task": "sick", "method": "lora", "seed": 0}."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one job, or the reason why there is none.
+
+    Attributes:
+        cell: Where the job stands in the study's grid.
+        spec: The run's configuration, as JSON values.
+        scores: Metric -> value on the test split.
+        count: `Count.as_dict()` of the method.
+        examples: Metric -> a number for each example of the test split, for metrics that are the mean of such numbers.
+        curve: Lines of the training log.
+        seconds: Duration of the job.
+        error: Why there is no result; None if there is one.
+        waiting: Whether the job has not run yet, as opposed to having failed.
+        extra: What only this kind of job reports, such as the changes of each norm.
+    """
+
+    cell: Cell
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    count: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    curve: Sequence[Mapping[str, Any]] = ()
+    seconds: float = 0.0
+    error: str | None = None
+    waiting: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def norm_changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any]]:

@@ -1,8 +1,12 @@
-"""Workers on this machine: each is a process with its own model cache, and one that dies is replaced."""
+"""Workers, each a process of this machine or an actor of a Ray cluster, with its own model cache.
+
+One that dies is replaced.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -15,8 +19,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import BusyError, DeltuneError, DiskFullError
-from ...training.model_cache import ModelCache
+import torch
+
+from ...errors import BusyError, DeltuneError, DiskFullError, error_summary, require_extra
+from ...training.task_setup import ModelCache
 from .jobs import Job, execute
 
 BUSY_RETRIES = 20
@@ -165,8 +171,6 @@ def _run_worker(pipe: Connection, runs: Path, threads: int, parent: int) -> None
     """Do the jobs that come through the pipe until it is closed or the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles it
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-    import torch
-
     torch.set_num_threads(threads)
     model_cache = ModelCache()
     while True:
@@ -181,3 +185,79 @@ def _exit_with_parent(parent: int, current_parent: Callable[[], int] = os.getppi
     while current_parent() == parent:
         time.sleep(0.2)
     os._exit(1)
+
+
+class _Worker:
+    """An actor of the cluster; every machine must see the folder of runs under the same path."""
+
+    def __init__(self, runs: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.runs, self.model_cache = Path(runs), ModelCache()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def do(self, job: Job) -> JobResult:
+        return execute_safely(job, self.runs, self.model_cache)
+
+
+class RayPool:
+    """A `WorkerPool` of Ray actors with a core each; one that dies is replaced.
+
+    Args:
+        workers: How many actors.
+        runs: The study's folder of runs, on a disk that all machines share.
+    """
+
+    def __init__(self, workers: int, runs: Path) -> None:
+        with require_extra("ray", "Ray", "--engine ray needs"):
+            import ray
+        self.runs, self._ray = runs, ray
+        self._started_ray = not ray.is_initialized()
+        if self._started_ray:
+            local = "RAY_ADDRESS" not in os.environ
+            options: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if local else {}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        self._actors = [self._start() for _ in range(workers)]
+        self._running: dict[Any, tuple[int, Job]] = {}
+
+    def _start(self) -> Any:
+        return self._ray.remote(num_cpus=1)(_Worker).remote(str(self.runs), 1)
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the workers."""
+        pids: list[int] = self._ray.get([actor.pid.remote() for actor in self._actors])
+        return pids
+
+    def idle(self) -> list[int]:
+        """Return the workers that have nothing to do."""
+        busy = {worker for worker, _ in self._running.values()}
+        return [i for i in range(len(self._actors)) if i not in busy]
+
+    def submit(self, worker: int, job: Job) -> None:
+        """Give a job to an idle worker."""
+        self._running[self._actors[worker].do.remote(job)] = (worker, job)
+
+    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+        """Return the results that arrive within `timeout` seconds; an actor that died is replaced."""
+        if not self._running:
+            time.sleep(timeout)
+            return []
+        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout)
+        results = []
+        for reference in ready:
+            worker, job = self._running.pop(reference)
+            try:
+                results.append((worker, self._ray.get(reference)))
+            except self._ray.exceptions.RayActorError as error:
+                message = f"its worker died ({error_summary(error)})"
+                results.append((worker, JobResult(job, None, message, worker_died=True)))
+                self._actors[worker] = self._start()
+        return results
+
+    def close(self) -> None:
+        """Kill all actors, and stop Ray if this pool started it."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._started_ray:
+            self._ray.shutdown()

@@ -8,10 +8,8 @@ from typing import Any
 
 from ...training.config import RunConfig
 from ..claims.claims import AllOf, AllWithin, Beats, Claim, Falls, GapShrinks, Rises, Within
-from ..claims.comparisons import EVERY, LARGEST, SMALLEST, CellSelector
-from ..claims.measurements import RELATIVE, STEPS, threshold
-from ..engine.jobs import run_job, transfer_job
-from ..engine.outcomes import Cell
+from ..claims.comparisons import EVERY, LARGEST, RELATIVE, SMALLEST, STEPS, CellSelector, threshold
+from ..engine.jobs import Cell, run_job, transfer_job
 from ..report.figure_spec import Bars, Curves, HeatMap, TableSpec
 from ..scales import (
     SEEDS,

@@ -8,10 +8,8 @@ from typing import Any
 
 from ...training.config import RunConfig
 from ..claims.claims import AllOf, Beats, Best, Claim, FewerParameters, Within
-from ..claims.comparisons import EVERY, LARGEST, SMALLEST
-from ..claims.measurements import RANK, score
-from ..engine.jobs import Job, term_change_job, timing_job
-from ..engine.outcomes import Outcome
+from ..claims.comparisons import EVERY, LARGEST, RANK, SMALLEST, score
+from ..engine.jobs import Job, Outcome, term_change_job, timing_job
 from ..engine.store import JobRecord
 from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
 from ..scales import SEEDS, StudySetup, Values, cross_product, join_plans, method_variants

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
-from ..engine.outcomes import Cell, Outcome
+from ..engine.jobs import Cell, Outcome
 from .figure_spec import Label, LabelFilter, Numbers, ViewSpec, as_tuple
 
 SEED, METRIC, CURVE = "seed", "metric", "curve"

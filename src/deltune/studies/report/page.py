@@ -23,12 +23,11 @@ with require_extra("studies", "Jinja2", "a page needs"):
 
 from markupsafe import Markup
 
-from ..claims.verdicts import Finding
-from ..engine.outcomes import Outcome
+from ..claims.claims import Finding
+from ..engine.jobs import Outcome
 from .aggregate import SEED
-from .plots import DrawnFigure, render
-from .table_formats import header_label, note_mark, table_legend, to_csv, to_latex, to_markdown
-from .tables import Row, Table, TableCell
+from .charts import DrawnFigure, render
+from .tables import Row, Table, TableCell, header_label, note_mark, table_legend, to_csv, to_latex, to_markdown
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
