@@ -41,86 +41,6 @@ MAX_DEPTH = 20
 MAX_VALUES = 20_000
 """The most values in all, those behind an alias counted each time that it is used."""
 
-
-def read_values(path: str | Path) -> dict[str, Any]:
-    """Read the mapping of a YAML file; whether its values are right is not checked.
-
-    Raises:
-        DeltuneError: There is no such file, it is broken or no mapping, or it is beyond the bounds above.
-    """
-    try:
-        with user_path(path, "file").open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise DeltuneError(f"{path} cannot be read: {error}") from error
-    if len(text) > MAX_BYTES:
-        raise DeltuneError(
-            f"{path} is larger than {MAX_BYTES // 1024} KiB, which no config is; give the YAML file of a run or a study"
-        )
-    try:
-        values = _construct(text.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DeltuneError(f"{path} cannot be read: it is not UTF-8 ({error}); save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
-    except _TooLarge as error:
-        raise DeltuneError(f"{path} {error}") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise DeltuneError(f"{path} is no config: it must be a mapping such as `model: minilm`, not {excerpt(values)}")
-    return values
-
-
-class _TooLarge(Exception):
-    """A file that is larger inside than it may be."""
-
-
-def _construct(text: str) -> Any:
-    """What a YAML document says: composed, measured, and only then made into values.
-
-    Raises:
-        yaml.YAMLError: It is broken.
-        _TooLarge: It is too deep, holds itself, or has too many values.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _measure(root, {}, ())
-        try:
-            return loader.construct_document(root)
-        except yaml.YAMLError:
-            raise
-        except Exception as error:  # what a constructor says of a value that its tag does not fit: almost anything
-            raise yaml.YAMLError(f"a value does not fit its type ({type(error).__name__}: {error})") from error
-    except RecursionError:
-        raise _TooLarge("is nested too deeply") from None
-    finally:
-        loader.dispose()
-
-
-def _measure(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
-    """Count the values at and below a node, what is behind an alias each time.
-
-    Args:
-        node: Where to begin.
-        counts: Counts by the identity of nodes, filled here.
-        above: The nodes that hold this one.
-    """
-    if id(node) in above:
-        raise _TooLarge("has an alias inside of what it stands for; write it out")
-    if len(above) > MAX_DEPTH:
-        raise _TooLarge(f"is nested too deeply: more than {MAX_DEPTH} lists and mappings inside one another")
-    if id(node) not in counts:
-        inside = (*above, id(node))
-        below = node.value if isinstance(node, yaml.CollectionNode) else ()
-        children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
-        counts[id(node)] = 1 + sum(_measure(child, counts, inside) for child in children)
-        if counts[id(node)] > MAX_VALUES:
-            raise _TooLarge(f"holds more than {MAX_VALUES:,} values, aliases counted each time; no config does")
-    return counts[id(node)]
-
-
 SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
@@ -554,6 +474,85 @@ def read_config(path: str | Path) -> RunConfig:
         DeltuneError: The file cannot be read, is no mapping, or its values are wrong.
     """
     return RunConfig.model_validate(read_values(path))
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """Read the mapping of a YAML file; whether its values are right is not checked.
+
+    Raises:
+        DeltuneError: There is no such file, it is broken or no mapping, or it is beyond the bounds above.
+    """
+    try:
+        with user_path(path, "file").open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    if len(text) > MAX_BYTES:
+        raise DeltuneError(
+            f"{path} is larger than {MAX_BYTES // 1024} KiB, which no config is; give the YAML file of a run or a study"
+        )
+    try:
+        values = _construct(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DeltuneError(f"{path} cannot be read: it is not UTF-8 ({error}); save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
+    except _TooLarge as error:
+        raise DeltuneError(f"{path} {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise DeltuneError(f"{path} is no config: it must be a mapping such as `model: minilm`, not {excerpt(values)}")
+    return values
+
+
+class _TooLarge(Exception):
+    """A file that is larger inside than it may be."""
+
+
+def _construct(text: str) -> Any:
+    """What a YAML document says: composed, measured, and only then made into values.
+
+    Raises:
+        yaml.YAMLError: It is broken.
+        _TooLarge: It is too deep, holds itself, or has too many values.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _measure(root, {}, ())
+        try:
+            return loader.construct_document(root)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # what a constructor says of a value that its tag does not fit: almost anything
+            raise yaml.YAMLError(f"a value does not fit its type ({type(error).__name__}: {error})") from error
+    except RecursionError:
+        raise _TooLarge("is nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _measure(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
+    """Count the values at and below a node, what is behind an alias each time.
+
+    Args:
+        node: Where to begin.
+        counts: Counts by the identity of nodes, filled here.
+        above: The nodes that hold this one.
+    """
+    if id(node) in above:
+        raise _TooLarge("has an alias inside of what it stands for; write it out")
+    if len(above) > MAX_DEPTH:
+        raise _TooLarge(f"is nested too deeply: more than {MAX_DEPTH} lists and mappings inside one another")
+    if id(node) not in counts:
+        inside = (*above, id(node))
+        below = node.value if isinstance(node, yaml.CollectionNode) else ()
+        children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
+        counts[id(node)] = 1 + sum(_measure(child, counts, inside) for child in children)
+        if counts[id(node)] > MAX_VALUES:
+            raise _TooLarge(f"holds more than {MAX_VALUES:,} values, aliases counted each time; no config does")
+    return counts[id(node)]
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -396,7 +396,6 @@ LATEX_ESCAPES = {
 FORMULA_STARTS = tuple("=+-@＝＋－＠")  # of full width too, which spreadsheets read alike
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?inf|nan", re.IGNORECASE | re.ASCII)
 
-
 FIELDS = {"std": "std", "n": "n", "paper": "published"}
 """Further columns of a CSV file -> the field of a cell."""
 
