@@ -349,7 +349,7 @@ class ModelCache:
         self._model = None
 
     def tokenizer(self, model: str, data: DataSection) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of a model with its languages set, as `task_setup.load_task_tokenizer` does."""
+        """Return the tokenizer of a model with its languages set, as `load_task_tokenizer` does."""
         task = data.task if data.source is None else None
         key = (model, data.source_language, data.target_language, task)
         if self._tokenizer is None or self._tokenizer[0] != key:
