@@ -29,11 +29,11 @@ from deltune.cli.train import train_app
 from deltune.methods import registry
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 FEW = ["--epochs", "1", "--max-train-rows", "16", "--batch-size", "16", "--max-length", "16", "--quiet"]
 """What a training in the documentation is cut to; the last of equal options counts."""
 
-pages = pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,6 @@ def test_the_table_of_methods(name: str) -> None:
 
 
 def test_the_picture_is_one() -> None:
-    picture = ROOT / "docs" / "picture.svg"
+    picture = ROOT / "docs" / "images" / "layer.svg"
     assert ET.parse(picture).getroot().tag.endswith("svg")
     assert picture.stat().st_size < 20_000
