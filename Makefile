@@ -66,7 +66,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python docs/hooks/figures.py
-	@HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build --strict --quiet
+	@HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 # All cores, and nothing asked of the hub; PARTS=steps,memory measures these alone, ARGS="--again" and the like goes on.
