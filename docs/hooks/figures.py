@@ -118,7 +118,9 @@ def _forest(
     for tick in ticks:
         kind = "reference" if tick == reference else "line"
         parts.append(f'<path class="{kind}" d="M{x(tick)} {top - 10}V{bottom}"/>')
-        parts.append(f'<text class="faint" x="{x(tick)}" y="{bottom + 20}" font-size="13" text-anchor="middle">{tick:g}</text>')
+        parts.append(
+            f'<text class="faint" x="{x(tick)}" y="{bottom + 20}" font-size="13" text-anchor="middle">{tick:g}</text>'
+        )
     for number, (name, label, marks) in enumerate(rows):
         y = top + step * number + 12
         parts.append(f'<text class="ink" x="20" y="{y + 5}">{escape(name)}</text>')

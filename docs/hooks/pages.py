@@ -41,12 +41,9 @@ def command_line() -> str:
         "exit code 2, an interrupted training with 130.",
         "",
     ]
-    for name in sorted(commands):
-        if hasattr(commands[name], "commands"):
-            for inner in sorted(commands[name].commands):
-                lines += _command(f"{name} {inner}", commands[name].commands[inner])
-        else:
-            lines += _command(name, commands[name])
+    for name, command in commands.items():
+        for inner, leaf in getattr(command, "commands", {"": command}).items():
+            lines += _command(f"{name} {inner}".rstrip(), leaf)
     return "\n".join(lines)
 
 
@@ -104,7 +101,9 @@ def _command(name: str, command: Any) -> list[str]:
 def _kind(option: Any) -> str:
     """Return what is written for the value of an option."""
     annotation = str(option.type_descriptor.annotation)
-    return next((label for word, label in (("Path", "PATH"), ("int", "N"), ("float", "N")) if word in annotation), "TEXT")
+    return next(
+        (label for word, label in (("Path", "PATH"), ("int", "N"), ("float", "N")) if word in annotation), "TEXT"
+    )
 
 
 def _text(text: str) -> str:
