@@ -143,7 +143,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links to files beside docs/ into links to the pages made from them, and leave long lists out of the search."""
+    """Turn links to files beside docs/ into links to the pages made from them and keep long lists out of the search."""
     if page.file.src_uri in ("speed.md", "renames.md"):
         page.meta["search"] = {"exclude": True}
     up = "../" * page.file.src_uri.count("/")
