@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 import deltune
+from deltune.methods.registry import FORMS
+from deltune.methods.spec import SITES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -101,6 +103,13 @@ def test_public_names_are_documented_once() -> None:
         r"^::: deltune\.(\w+)$", text.replace("deltune.methods.registry.methods", "deltune.methods"), re.M
     )
     assert sorted(documented) == sorted(deltune.__all__)
+
+
+def test_the_design_space_is_complete() -> None:
+    """Every site, form and composition is in the page about them."""
+    named = set(re.findall(r"`(\w+)", (DOCS / "design-space.md").read_text(encoding="utf-8")))
+    compositions = {"Add", "Scale", "Gate", "SigmoidGate"}
+    assert {*SITES, *(form.__name__ for form in FORMS), *compositions} - named == set()
 
 
 def test_messages_in_troubleshooting_exist() -> None:
