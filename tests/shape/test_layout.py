@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import deltune
 from deltune.methods.registry import REGISTRY
 from laws.families import FAMILIES
 from mutation.mutations import MUTATIONS
@@ -194,3 +195,8 @@ def test_every_mutation_still_has_its_line() -> None:
     sources = [source_file(module).read_text(encoding="utf-8") for module in MODULES]
     stale = [mutation.name for mutation in MUTATIONS if sum(text.count(mutation.text) for text in sources) != 1]
     assert stale == []
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (SOURCE.parents[1] / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {deltune.__version__}\n" in citation
