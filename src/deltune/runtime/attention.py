@@ -28,7 +28,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.torch_version import TorchVersion
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -153,8 +152,7 @@ def _aligned(query: torch.Tensor, block: Block) -> torch.Tensor | None:
     return rows.expand(query.shape[0], query.shape[1], query.shape[2], length)
 
 
-# Older releases accept fewer heads of keys and read past their end (seen in 2.6 and 2.8).
-CPU = Kernel(_cpu, _cpu_backward, grouped=TorchVersion(torch.__version__) >= "2.13")
+CPU = Kernel(_cpu, _cpu_backward)
 FLASH = Kernel(_flash, _flash_backward)
 EFFICIENT = Kernel(_efficient, _efficient_backward, grouped=False)
 

@@ -341,7 +341,7 @@ def parameter_names(module: nn.Module) -> list[str]:
 
 def name_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by name; `names` are those of the function, in order."""
-    return {**dict(zip(names, args)), **kwargs}  # noqa: B905 - torch.compile traces `strict` from 2.9 on
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _shifts(groups: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]]]:
