@@ -3,9 +3,9 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: adapterhub, steps, products, inference, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others,
-wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is
-missed.
+Parts: adapterhub, steps, products, inference, memory, prefix, life, trunk, mixed, study, whole; by name only: methods,
+others, wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a
+target is missed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from .specimens import batch, build, differences, distance, facts, forward, loss
 
 pytestmark = pytest.mark.skipif(onednn_linear() is None, reason="this build of torch has no oneDNN")
 
-SIZES = [(1, 8, 8), (3, 24, 40), (64, 384, 384), (37, 384, 1536), (64, 1536, 384), (2, 768, 8), (128, 8, 768)]
+SIZES = [(1, 8, 8), (3, 24, 40), (64, 384, 384), (40, 384, 1536), (64, 1536, 384), (2, 768, 8), (128, 8, 768)]
 """Rows, inputs, outputs."""
 
 CLASSES: dict[str, Callable[[int, int], nn.Module]] = {
@@ -435,6 +435,15 @@ def test_small_products_stay_those_of_torch(monkeypatch: pytest.MonkeyPatch, cal
     monkeypatch.setattr(linear_backend, "MIN_OPERATIONS", 2 * 3 * 24 * 40 + 1)
     pair()[0](torch.ones(3, 24))
     assert not calls
+
+
+def test_few_numbers_of_rows_are_computed_by_onednn(calls: list[str]) -> None:
+    layer, plain = pair()
+    with torch.no_grad():
+        for rows in range(1, 257):
+            x = torch.ones(rows, 24)
+            assert close(layer(x), plain(x))
+    assert len(calls) == 3 + 4 * 6 + 1
 
 
 @pytest.fixture

@@ -43,6 +43,10 @@ MAX_ROWS = 512
 MAX_WIDTH = 4096
 """A wider weight, such as a vocabulary's, is measured by a part of this width."""
 
+SIGNIFICANT_BITS = 3
+"""oneDNN compiles and keeps code for each number of rows, about 0.7 MB. So it only computes numbers of rows that are
+zero after their first three binary digits: 4, 5, 6 and 7 times a power of two, which leaves few of them."""
+
 ADVANTAGE = 0.95
 """oneDNN is used where it takes at most this share of the time that torch takes."""
 
@@ -61,7 +65,8 @@ def optimize_linear(model: nn.Module, backend: LinearBackend = "auto") -> Optimi
 
     torch's own computation stays for everything else: other devices and dtypes, autocast, torch.compile, torch.export,
     tracing, torch.func transforms, forward-mode derivatives, second derivatives, tensor subclasses, small products,
-    modules whose `forward` was replaced, and processors without oneDNN.
+    numbers of rows (rows of the batch × tokens) that are not 4, 5, 6 or 7 times a power of two, since oneDNN keeps
+    memory for each number, modules whose `forward` was replaced, and processors without oneDNN.
 
     Args:
         model: The model. It is changed in place; copies and pickles of it are optimised too.
@@ -217,6 +222,9 @@ def _linear(x: Any, weight: torch.Tensor, bias: torch.Tensor | None, backend: st
         return None
     outputs, inputs = weight.shape
     if x.dim() < 2 or x.shape[-1] != inputs or 2 * x.numel() * outputs < MIN_OPERATIONS:
+        return None
+    rows = x.numel() // inputs
+    if rows % (1 << max(0, rows.bit_length() - SIGNIFICANT_BITS)):
         return None
     records = torch.is_grad_enabled()
     of_x, of_weight = records and x.requires_grad, records and weight.requires_grad
