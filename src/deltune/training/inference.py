@@ -478,7 +478,7 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
     handle = tuned(loaded.model)
     before = handle.active
     try:
-        check_length(handle.use(name).model, loaded.kind.max_positions(limits))
+        check_length(handle.use(name).model, loaded.kind.max_input_tokens(limits))
     finally:
         handle.use(before)
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits

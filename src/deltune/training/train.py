@@ -174,7 +174,7 @@ def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str,
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
-    check_length(model, kind.max_positions(limits))
+    check_length(model, kind.max_input_tokens(limits))
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = {
         split: token_cache.encode_cached(
