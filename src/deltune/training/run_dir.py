@@ -130,6 +130,7 @@ class RunMetrics(Record):
         truncated_targets: How many targets of every split were cut.
         signatures: How every metric was computed.
         omitted: Why a metric could not be computed.
+        intervals: The 95 % intervals of the scores over the examples, by split and metric; two numbers each.
         runs: The single runs of several.
     """
 
@@ -144,6 +145,7 @@ class RunMetrics(Record):
     truncated_targets: dict[str, int]
     signatures: dict[str, str]
     omitted: dict[str, str]
+    intervals: dict[str, dict[str, list[Number]]] = {}
     runs: list[SeriesRun] = []
 
     @property
@@ -282,7 +284,12 @@ def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
 """The packages whose versions are written to environment.json."""
 
-CONTENTS = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
+REPORT_FILE = "report.html"
+
+CONTENTS = (
+    "spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs",
+    REPORT_FILE,
+)  # fmt: skip
 """The names of everything that a run writes into its folder."""
 
 
@@ -314,6 +321,7 @@ class RunDir:
         predictions: The folder of the predictions, a file for each split.
         checkpoint: The folder of the checkpoints.
         runs: The folders of the single runs, where the config asks for several.
+        report_file: The page about the run.
     """
 
     def __init__(self, folder: str | Path, writer: bool = True) -> None:
@@ -328,7 +336,9 @@ class RunDir:
         """
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
-        self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in CONTENTS[4:])
+        self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file = (
+            self.folder / name for name in CONTENTS[4:]
+        )
 
     @property
     def exists(self) -> bool:
@@ -411,7 +421,13 @@ class RunDir:
                 or has a folder in the place of a file or the other way round.
         """
         if self.exists:
-            files = [self.metrics_file, self.log_file, self.environment_file, *self.predictions.glob("*.jsonl")]
+            files = [
+                self.metrics_file,
+                self.log_file,
+                self.environment_file,
+                self.report_file,
+                *self.predictions.glob("*.jsonl"),
+            ]
             folders = [self.delta, self.predictions, self.checkpoint, self.runs]
             problems = [f"{path} is a folder" for path in files if path.is_dir()]
             problems += [f"{path} is not a folder" for path in folders if path.exists() and not path.is_dir()]
