@@ -66,7 +66,7 @@ def interval(score: Score, bounds: tuple[float, float], level: float = 0.95) -> 
     return max(bounds[0], score.value - half), min(bounds[1], score.value + half)
 
 
-def intervals(scores: Mapping[str, Score], bounds: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
+def score_intervals(scores: Mapping[str, Score], bounds: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
     """Return the intervals of those scores that have one, by metric.
 
     Args:

@@ -16,6 +16,8 @@ from .run_dir import DataFacts, RunDir, RunMetrics
 
 NEGLIGIBLE = 0.005
 """Accuracy above the majority class that counts as none."""
+HARDLY_FALLEN = 0.95
+"""A training loss that ends above that share of its first value has hardly fallen."""
 RISEN = 1.1
 """A training loss of that many times its first value has risen."""
 IMPROVING = 0.98
@@ -75,8 +77,9 @@ def advice(finished: FinishedRun) -> list[str]:
 
     Of several runs it is about the best one, and about their search.
     """
+    nothing = nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log)
     return [
-        *nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log),
+        *(nothing or loss_stayed(finished.best_config, finished.log)),
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *edge_of_search(finished.config, finished.metrics),
@@ -99,13 +102,19 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
         )
     else:
         return []
+    rose = bool(loss_rose(config, log))
+    return [f"{what}. Try another learning rate, such as --lr {_other_rate(config, rose):.2g}, or {_longer(config)}"]
+
+
+def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say if the training loss ended about where it began."""
     losses = _training_losses(log)
-    rate, usual = config.optim.rate, default_learning_rate(config.method.expression)
-    if len(losses) > 1 and losses[-1] > RISEN * losses[0]:
-        rate = min(rate / RATE_FACTOR, usual)
-    else:
-        rate = max(rate * RATE_FACTOR, usual)
-    return [f"{what}. Try another learning rate, such as --lr {rate:.2g}, or more training: {_longer(config)}"]
+    if len(losses) < 2 or not HARDLY_FALLEN * losses[0] < losses[-1] <= RISEN * losses[0]:
+        return []
+    return [
+        f"the training loss hardly fell ({losses[0]:.4g} → {losses[-1]:.4g}). Try a higher learning rate, such as "
+        f"--lr {_other_rate(config, rose=False):.2g}, or {_longer(config)}"
+    ]
 
 
 def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -115,7 +124,7 @@ def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     return [
         f"the training loss rose from {losses[0]:.3g} to {losses[-1]:.3g}: it diverged at a learning rate of "
-        f"{config.optim.rate:g}. Try a lower one, such as --lr {config.optim.rate / RATE_FACTOR:.2g}, or --warmup 0.1"
+        f"{config.optim.rate:g}. Try a lower one, such as --lr {_other_rate(config, rose=True):.2g}, or --warmup 0.1"
     ]
 
 
@@ -163,6 +172,12 @@ def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the first training loss and the mean of the last tenth; fewer than two if the log has fewer."""
     losses = [float(line["loss"]) for line in log if isinstance(line.get("loss"), int | float)]
     return [losses[0], fmean(losses[-max(1, len(losses) // 10) :])] if len(losses) > 1 else losses
+
+
+def _other_rate(config: RunConfig, rose: bool) -> float:
+    """Return a lower learning rate to try if the loss rose, else a higher one; the method's default where that lies there."""
+    rate, usual = config.optim.rate, default_learning_rate(config.method.expression)
+    return min(rate / RATE_FACTOR, usual) if rose else max(rate * RATE_FACTOR, usual)
 
 
 def _longer(config: RunConfig) -> str:

@@ -52,7 +52,7 @@ class ProgressDisplay:
         if enabled and self.console.is_terminal:
             self.live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
         self.closing = False
-        self._begin("", 0, 0, "", ())
+        self._begin("", 0, 0, "", (), 0.0)
 
     def __enter__(self) -> ProgressDisplay:
         """Show the table."""
@@ -68,7 +68,15 @@ class ProgressDisplay:
         if self.live is not None:
             self.live.stop()
 
-    def start(self, title: str, total: float, done: float = 0, unit: str = "", columns: tuple[str, ...] = ()) -> None:
+    def start(
+        self,
+        title: str,
+        total: float,
+        done: float = 0,
+        unit: str = "",
+        columns: tuple[str, ...] = (),
+        seconds: float = 0.0,
+    ) -> None:
         """Begin a new stage. A stage without columns leaves the table of the one before as it is.
 
         Args:
@@ -77,12 +85,15 @@ class ProgressDisplay:
             done: How many of them were done before; the time left is judged by those that are done from now on.
             unit: What the units are called; without a name the share that is done is shown.
             columns: The facts that the table shows, in order.
+            seconds: How long the work took before.
         """
-        self._begin(title, total, done, unit, columns)
+        self._begin(title, total, done, unit, columns, seconds)
 
-    def _begin(self, title: str, total: float, done: float, unit: str, columns: tuple[str, ...]) -> None:
+    def _begin(
+        self, title: str, total: float, done: float, unit: str, columns: tuple[str, ...], seconds: float
+    ) -> None:
         self.title, self.units, self.done, self.done_before, self.unit = title, total, done, done, unit
-        self.started = self.clock()
+        self.started, self.seconds_before = self.clock(), seconds
         self.last_line, self.next_line = float("-inf"), self.started + FIRST_LINE
         self.facts: dict[str, str] = {}
         if columns or not title:
@@ -102,23 +113,28 @@ class ProgressDisplay:
         """Replace what is known now; facts that are not named stay."""
         self.facts |= facts
 
-    def keep(self, facts: Facts) -> None:
-        """Keep what is known now, and these facts, as a row of the table."""
-        row = {**self.facts, **facts, "time": format_duration(self.seconds)}
+    def keep(self, facts: Facts, logged: bool = True) -> None:
+        """Keep what is known now, and these facts, as a row of the table.
+
+        Args:
+            facts: The facts of the row; "time" among them is when it was, by default now.
+            logged: False for a row that was logged before, in a run that goes on.
+        """
+        row = {**self.facts, "time": format_duration(self.seconds), **facts}
         self.kept.append(row)
-        if self.clock() >= self.last_line + KEPT_PAUSE:
-            self._log({**self.facts, **facts})
+        if logged and self.clock() >= self.last_line + KEPT_PAUSE:
+            self._log(row)
 
     @property
     def seconds(self) -> float:
-        """Seconds since the stage began."""
-        return self.clock() - self.started
+        """Seconds that the stage has taken, those before it was begun again included."""
+        return self.seconds_before + self.clock() - self.started
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds that the rest of the stage takes at the speed so far; None before anything is done."""
         done = self.done - self.done_before
-        return None if done <= 0 else max(0.0, self.seconds / done * (self.units - self.done))
+        return None if done <= 0 else max(0.0, (self.clock() - self.started) / done * (self.units - self.done))
 
     def _log(self, facts: Facts) -> None:
         """Log a line, and choose when the next one is due."""
@@ -127,7 +143,7 @@ class ProgressDisplay:
         self.next_line = now + min(MAX_PAUSE, max(MIN_PAUSE, PAUSE_SHARE * self.seconds))
         if not self.enabled or self.live is not None:
             return
-        parts = [f"{name} {value}" for name, value in facts.items() if value]
+        parts = [f"{name} {value}" for name, value in facts.items() if value and name != "time"]
         if not parts or self.unit:
             parts.insert(0, f"{self.title} {self._amount()}")
         times = f"{format_duration(self.seconds)} elapsed, {format_duration(self.seconds_left)} left"
@@ -163,6 +179,7 @@ class ProgressDisplay:
                 ProgressBar(total=max(self.units, 1e-9), completed=self.done, width=40),
                 Text(self._amount()),
                 Text(f"{format_duration(self.seconds_left)} left"),
+                Text("" if self.columns else ", ".join(self.facts.values())),
             )
             parts.append(bar)
         return Group(*parts)

@@ -30,7 +30,7 @@ MAX_CURVES = 6
 TEXT_KINDS = ("classification", "generation", "language")
 """The kinds of task whose input is a text that a command line can hold."""
 ENVIRONMENT = (
-    "started", "command", "deltune", "commit", "python", "packages", "platform", "device", "precision", "cpus",
+    "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
     "threads", "processes",
 )  # fmt: skip
 """The facts of environment.json that are shown, in order."""
@@ -106,23 +106,22 @@ def write_report(run: RunDir) -> Path:
     Raises:
         DeltuneError: The run is not finished, its files are damaged, or the page cannot be written.
     """
-    page = render_report([run])
+    page = render_report(read_all([run]))
     path = run.report_file
     with explain_write_errors(path):
         write_text(path, page)
     return path
 
 
-def render_report(runs: Sequence[RunDir]) -> str:
+def render_report(finished: Sequence[FinishedRun]) -> str:
     """Return the page about some finished runs; of several they are compared first.
 
     Raises:
-        DeltuneError: A run is not finished, or its files are damaged; the message names all such runs.
+        DeltuneError: The files of a run are damaged.
     """
-    finished = read_all(runs)
     reports = [build_report(one, f"r{i}") for i, one in enumerate(finished)]
-    comparison = compare(finished) if len(runs) > 1 else None
-    title = reports[0].title if len(runs) == 1 else f"{len(runs)} runs"
+    comparison = compare(finished) if len(finished) > 1 else None
+    title = reports[0].title if len(finished) == 1 else f"{len(finished)} runs"
     return render("run.html", title=title, reports=reports, comparison=comparison)
 
 
@@ -375,7 +374,7 @@ class Comparison:
         split: The split that is compared.
         models: Model, data and kind of task, each that occurs.
         metrics: The columns of the scores.
-        main: The metric by which the runs are set against the best one, if they share one and answer the same rows.
+        main: The metric by which the runs are set against the best one, if they share one.
         runs: A row for each run.
         fields: The fields of the configs that differ, each with a value for every run.
         notes: What makes the runs hard to compare.
@@ -431,12 +430,28 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
         split=split,
         models=tuple(dict.fromkeys(models)),
         metrics=tuple(shared),
-        main=main if same_data else None,
+        main=main,
         runs=rows,
         fields=_differing_fields(runs),
         notes=tuple(notes),
         charts=tuple(charts),
     )
+
+
+def run_facts(finished: FinishedRun) -> dict[str, Any]:
+    """Return a run as JSON values: its folder, method and data, counts, scores with intervals, and advice."""
+    metrics = finished.metrics
+    return {
+        "run": str(finished.run.folder),
+        "method": finished.best_config.method.expression,
+        "about": _subtitle(finished),
+        "count": metrics.count,
+        "seconds": metrics.seconds,
+        "scores": metrics.scores,
+        "intervals": metrics.intervals,
+        "std": metrics.std,
+        "advice": advice(finished),
+    }
 
 
 def best_index(values: Sequence[float], metric: str) -> int:

@@ -12,7 +12,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -186,6 +189,7 @@ class BestPredictions(Record):
         metrics: Their scores by metric.
         signatures: How every metric was computed.
         omitted: Why a metric could not be computed.
+        intervals: The 95 % intervals of those that have one.
     """
 
     delta: str
@@ -193,6 +197,7 @@ class BestPredictions(Record):
     metrics: dict[str, float]
     signatures: dict[str, str]
     omitted: dict[str, str]
+    intervals: dict[str, list[Number]] = {}
 
 
 class BestSoFar(Best):
@@ -280,6 +285,9 @@ def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
     """
     return check_record(kind, read_json_object(path), str(path))
 
+
+GIT_SECONDS = 5.0
+"""How long git may take to say at which commit a folder is."""
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
 """The packages whose versions are written to environment.json."""
@@ -632,6 +640,32 @@ class RunDir:
         _remove(self.checkpoint)
 
 
+@functools.cache
+def git_commit(folder: Path, tracked: str = ".") -> str | None:
+    """Return the commit of the git repository that a folder is part of, "-dirty" behind it if files were changed.
+
+    Args:
+        folder: The folder.
+        tracked: A file in it that must be part of the repository, and not only lie in a folder of it.
+
+    Returns:
+        None outside of a repository, and without git.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # nothing is written into the repository
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=GIT_SECONDS, env=environment
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", tracked)
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the values of environment.json: versions, machine, and facts of the run itself.
 
@@ -643,7 +677,10 @@ def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
+        "command": shlex.join(sys.argv),
         "deltune": __version__,
+        "commit": git_commit(Path(__file__).parent, "run_dir.py"),
+        "project_commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
         "packages": versions,
         "platform": platform.platform(),
