@@ -175,7 +175,7 @@ def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _other_rate(config: RunConfig, rose: bool) -> float:
-    """Return a lower learning rate to try if the loss rose, else a higher one; the method's default where that lies there."""
+    """Return a learning rate to try, lower if the loss rose and higher if not; the method's default if it lies there."""
     rate, usual = config.optim.rate, default_learning_rate(config.method.expression)
     return min(rate / RATE_FACTOR, usual) if rose else max(rate * RATE_FACTOR, usual)
 
