@@ -14,6 +14,10 @@ MAX_GROUPS = 100
 """How many times a score is computed anew for its jackknife, at most."""
 
 
+NO_SPREAD = 1e-9
+"""A standard error up to that is the rounding of equal numbers."""
+
+
 def standard_error(rows: np.ndarray, compute_score: ComputeScore) -> float:
     """Return the standard error of a score by the jackknife, which leaves out one example at a time.
 
@@ -60,7 +64,7 @@ def interval(score: Score, bounds: tuple[float, float], level: float = 0.95) -> 
         error = float(np.std(score.per_example, ddof=1)) / math.sqrt(n)
     else:
         error = standard_error(score.statistics, score.compute_score)
-    if not 0 < error < math.inf:
+    if not NO_SPREAD < error < math.inf:
         return None
     half = NormalDist().inv_cdf((1 + level) / 2) * error
     return max(bounds[0], score.value - half), min(bounds[1], score.value + half)
@@ -92,7 +96,7 @@ def difference_interval(one: Score, two: Score, level: float = 0.95) -> tuple[fl
     error = standard_error(
         rows, lambda both: one.compute_score(both[:, :columns]) - two.compute_score(both[:, columns:])
     )
-    if not 0 < error < math.inf:
+    if not NO_SPREAD < error < math.inf:
         return None
     half = NormalDist().inv_cdf((1 + level) / 2) * error
     return one.value - two.value - half, one.value - two.value + half

@@ -19,7 +19,7 @@ FIRST_LINE, MIN_PAUSE, MAX_PAUSE = 5.0, 10.0, 600.0
 PAUSE_SHARE = 0.1
 """A pause is that share of the time a stage has taken, within these bounds: a run of hours logs tens of lines."""
 KEPT_PAUSE = 1.0
-"""Seconds that must have passed since the last log line before a row that is kept is logged."""
+"""Seconds that must lie between two rows that are kept for both to be logged."""
 ROWS_BESIDE_TABLE = 10
 """Lines of the terminal that the table leaves free."""
 
@@ -48,11 +48,11 @@ class ProgressDisplay:
         """
         self.console = Console(stderr=True) if console is None else console
         self.clock, self.enabled = clock, enabled
+        self.closing = False
+        self._begin("", 0, 0, "", (), 0.0)
         self.live: Live | None = None
         if enabled and self.console.is_terminal:
             self.live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
-        self.closing = False
-        self._begin("", 0, 0, "", (), 0.0)
 
     def __enter__(self) -> ProgressDisplay:
         """Show the table."""
@@ -94,7 +94,7 @@ class ProgressDisplay:
     ) -> None:
         self.title, self.units, self.done, self.done_before, self.unit = title, total, done, done, unit
         self.started, self.seconds_before = self.clock(), seconds
-        self.last_line, self.next_line = float("-inf"), self.started + FIRST_LINE
+        self.last_row, self.next_line = float("-inf"), self.started + FIRST_LINE
         self.facts: dict[str, str] = {}
         if columns or not title:
             self.columns, self.kept = columns, list[dict[str, str]]()
@@ -122,7 +122,8 @@ class ProgressDisplay:
         """
         row = {**self.facts, "time": format_duration(self.seconds), **facts}
         self.kept.append(row)
-        if logged and self.clock() >= self.last_line + KEPT_PAUSE:
+        if logged and self.clock() >= self.last_row + KEPT_PAUSE:
+            self.last_row = self.clock()
             self._log(row)
 
     @property
@@ -138,9 +139,7 @@ class ProgressDisplay:
 
     def _log(self, facts: Facts) -> None:
         """Log a line, and choose when the next one is due."""
-        now = self.clock()
-        self.last_line = now
-        self.next_line = now + min(MAX_PAUSE, max(MIN_PAUSE, PAUSE_SHARE * self.seconds))
+        self.next_line = self.clock() + min(MAX_PAUSE, max(MIN_PAUSE, PAUSE_SHARE * self.seconds))
         if not self.enabled or self.live is not None:
             return
         parts = [f"{name} {value}" for name, value in facts.items() if value and name != "time"]
