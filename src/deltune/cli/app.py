@@ -245,6 +245,7 @@ def report(
 
     with fast_imports():
         from ..training import report as reports
+        from ..training.advice import advice
         from ..training.run_dir import RunDir
 
     finished = reports.read_all([RunDir(run) for run in runs])
@@ -259,7 +260,7 @@ def report(
     else:
         console.print(formatting.comparison_table(comparison))
         for one in finished:
-            for text in reports.advice(one):
+            for text in advice(one):
                 console.print(f"note: {one.run.folder}: {text}")
     print(f"the page is {page}", file=sys.stderr)
 

@@ -124,17 +124,18 @@ def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> Renderable
 
 def comparison_table(comparison: Comparison) -> RenderableType:
     """Return a table with one line a run: its size and time, its main score, and how far it is from the best run."""
-    main = comparison.main
-    titles = [] if main is None else [f"{comparison.split} {main}", "95 % interval", "Δ best", "95 % interval"]
+    main, several = comparison.main, len(comparison.runs) > 1
+    titles = [] if main is None else [f"{comparison.split} {main}", "95 % interval"]
+    titles += ["Δ best", "its interval"] if main is not None and several else []
     table = _table("run", "method", "trained", "seconds", *titles, right=len(titles) + 2)
     for run in comparison.runs:
         cells = [run.trained.text, run.seconds.text]
         if main is not None:
             score = run.scores[comparison.metrics.index(main)]
             cells += [score.text, score.spread, run.difference.text, run.difference.spread]
-        table.add_row(run.name, run.method, *cells)
-    for column in table.columns:
-        column.overflow = "fold"
+        table.add_row(run.name, run.method, *cells[: len(titles) + 2])
+    for column in (table.columns[0], *table.columns[2:]):  # only a method may be broken into lines
+        column.min_width = max(len(text) for text in (str(column.header), *map(str, column.cells)))
     return Group(table, *comparison.notes)
 
 

@@ -175,7 +175,7 @@ def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _other_rate(config: RunConfig, rose: bool) -> float:
-    """Return a learning rate to try, lower if the loss rose and higher if not; the method's default if it lies there."""
+    """Return a rate to try: lower if the loss rose, else higher; the method's default where that lies beyond it."""
     rate, usual = config.optim.rate, default_learning_rate(config.method.expression)
     return min(rate / RATE_FACTOR, usual) if rose else max(rate * RATE_FACTOR, usual)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich import box
@@ -22,6 +22,10 @@ KEPT_PAUSE = 1.0
 """Seconds that must lie between two rows that are kept for both to be logged."""
 ROWS_BESIDE_TABLE = 10
 """Lines of the terminal that the table leaves free."""
+
+MIN_COLUMNS = 3
+"""How many columns a table keeps on the narrowest terminal, beside the times."""
+UNLIMITED = 1000
 
 Facts = Mapping[str, str]
 """What is known now, as texts by name: {"step": "40/423", "loss": "1.02"}."""
@@ -84,7 +88,7 @@ class ProgressDisplay:
             total: How many units of work it has.
             done: How many of them were done before; the time left is judged by those that are done from now on.
             unit: What the units are called; without a name the share that is done is shown.
-            columns: The facts that the table shows, in order.
+            columns: The facts that the table shows, in order; the last ones are left out on a narrow terminal.
             seconds: How long the work took before.
         """
         self._begin(title, total, done, unit, columns, seconds)
@@ -156,32 +160,41 @@ class ProgressDisplay:
     def _render(self) -> RenderableType:
         """Draw the table of the stage and its bar."""
         parts: list[RenderableType] = []
-        if self.columns:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            for name in (*self.columns, "time", "left"):
-                table.add_column(name, justify="right", no_wrap=True)
-            for row in self.kept[-max(3, self.console.height - ROWS_BESIDE_TABLE) :]:
-                table.add_row(*(Text(row.get(name, "")) for name in (*self.columns, "time", "left")))
-            if not self.closing and self.facts:
-                current = {
-                    **self.facts,
-                    "time": format_duration(self.seconds),
-                    "left": format_duration(self.seconds_left),
-                }
-                table.add_row(*(Text(current.get(name, ""), "bold") for name in (*self.columns, "time", "left")))
-            if table.row_count:
-                parts.append(table)
+        left = format_duration(self.seconds_left)
+        rows = [(row, "") for row in self.kept[-max(3, self.console.height - ROWS_BESIDE_TABLE) :]]
+        if not self.closing and self.facts:
+            rows.append(({"time": format_duration(self.seconds), "left": left, **self.facts}, "bold"))
+        if self.columns and rows:
+            parts.append(self._table(rows))
         if not self.closing and self.title:
             bar = Table.grid(padding=(0, 1))
             bar.add_row(
                 Text(self.title),
                 ProgressBar(total=max(self.units, 1e-9), completed=self.done, width=40),
                 Text(self._amount()),
-                Text(f"{format_duration(self.seconds_left)} left"),
+                Text(f"{left} left"),
                 Text("" if self.columns else ", ".join(self.facts.values())),
             )
             parts.append(bar)
         return Group(*parts)
+
+    def _table(self, rows: Sequence[tuple[Facts, str]]) -> Table:
+        """Return rows with their styles as a table, without the last columns where the terminal is too narrow."""
+        columns = list(self.columns)
+        while True:
+            names = [*columns, "time", "left"]
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            for name in names:
+                table.add_column(name, justify="right", no_wrap=True)
+            for row, style in rows:
+                table.add_row(*(Text(row.get(name, ""), style) for name in names))
+            if (
+                len(columns) <= MIN_COLUMNS
+                or table.__rich_measure__(self.console, self.console.options.update(width=UNLIMITED)).maximum
+                <= self.console.width
+            ):
+                return table
+            columns.pop()
 
 
 def format_duration(seconds: float | None) -> str:

@@ -29,6 +29,8 @@ MAX_CURVES = 6
 """Of how many runs the curves are drawn."""
 TEXT_KINDS = ("classification", "generation", "language")
 """The kinds of task whose input is a text that a command line can hold."""
+TO = "\u00a0…\u00a0"
+"""What stands between the ends of an interval, which do not part at the end of a line."""
 ENVIRONMENT = (
     "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
     "threads", "processes",
@@ -247,7 +249,7 @@ def score_cell(
         return ScoreCell("–")
     spread = f"± {short_number(deviation)}" if deviation is not None else ""
     if interval is not None and deviation is None:
-        spread = f"{short_number(interval[0])} … {short_number(interval[1])}"
+        spread = f"{short_number(interval[0])}{TO}{short_number(interval[1])}"
     return ScoreCell(short_number(score), spread, repr(float(score)))
 
 
@@ -340,6 +342,8 @@ def _environment(finished: FinishedRun) -> list[tuple[str, str]]:
     """Return what is known of machine, versions, code and data; older runs know less."""
     facts, data = finished.best.environment, finished.data
     values = {name: facts.get(name) for name in ENVIRONMENT}
+    if values["project_commit"] == values["commit"]:  # a project inside of the library's own checkout
+        del values["project_commit"]
     values["packages"] = ", ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
     values |= {
         "data": data.source,
@@ -473,7 +477,7 @@ def _differences(
         mine, other, ends = statistics[i], statistics[best], None
         if i != best and mine is not None and other is not None:
             ends = difference_interval(mine, other)
-        spread = "" if ends is None else f"{ends[0]:+.4f} … {ends[1]:+.4f}"
+        spread = "" if ends is None else f"{ends[0]:+.4f}{TO}{ends[1]:+.4f}"
         cells.append(ScoreCell("best" if i == best else f"{value - values[best]:+.4f}", spread, repr(value)))
     return cells
 
