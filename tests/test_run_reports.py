@@ -353,7 +353,7 @@ def test_a_validation_is_a_line_and_a_row(caplog: pytest.LogCaptureFixture) -> N
     assert "accuracy 0.5" in written.getvalue() and "validation" in written.getvalue()
 
 
-@pytest.mark.parametrize(("width", "shown"), [(120, 4), (40, 3), (10, 3)])
+@pytest.mark.parametrize(("width", "shown"), [(120, 4), (50, 3), (10, 3)])
 def test_a_narrow_terminal_shows_the_first_columns(width: int, shown: int) -> None:
     written, columns = io.StringIO(), ("step", "loss", "validation", "tokens/s")
     with ProgressDisplay(console=Console(file=written, force_terminal=True, width=width, height=30)) as display:

@@ -10,6 +10,7 @@ from types import TracebackType
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -188,11 +189,8 @@ class ProgressDisplay:
                 table.add_column(name, justify="right", no_wrap=True)
             for row, style in rows:
                 table.add_row(*(Text(row.get(name, ""), style) for name in names))
-            if (
-                len(columns) <= MIN_COLUMNS
-                or table.__rich_measure__(self.console, self.console.options.update(width=UNLIMITED)).maximum
-                <= self.console.width
-            ):
+            size = Measurement.get(self.console, self.console.options.update(width=UNLIMITED), table)
+            if len(columns) <= MIN_COLUMNS or size.maximum <= self.console.width:
                 return table
             columns.pop()
 
