@@ -147,7 +147,8 @@ class ProgressDisplay:
         self.next_line = self.clock() + min(MAX_PAUSE, max(MIN_PAUSE, PAUSE_SHARE * self.seconds))
         if not self.enabled or self.live is not None:
             return
-        parts = [f"{name} {value}" for name, value in facts.items() if value and name != "time"]
+        ordered = {name: facts[name] for name in self.columns if name in facts} | dict(facts)
+        parts = [f"{name} {value}" for name, value in ordered.items() if value and name != "time"]
         if not parts or self.unit:
             parts.insert(0, f"{self.title} {self._amount()}")
         times = f"{format_duration(self.seconds)} elapsed, {format_duration(self.seconds_left)} left"
