@@ -335,6 +335,8 @@ def _input(line: Line) -> tuple[tuple[str, str], ...]:
     value = line.get("input", "")
     if isinstance(value, Mapping):
         return tuple((str(role), _cut(_flat(part, " · "))) for role, part in value.items())
+    if isinstance(value, list) and line.get("prediction") is not None and not isinstance(line["prediction"], list):
+        return tuple(("", _cut(str(text))) for text in value)  # a pair of texts, and not the tokens of one
     return (("", _cut(_flat(value))),)
 
 

@@ -469,7 +469,7 @@ def _differences(
 ) -> list[ScoreCell]:
     """Return each run's difference from the best one, with the interval of the paired predictions of single runs."""
     statistics: list[Score | None] = [None] * len(runs)
-    if metric in METRICS and METRICS[metric].extra is None and not any(one.config.is_series for one in runs):
+    if metric in METRICS and METRICS[metric].extra == "cli" and not any(one.config.is_series for one in runs):
         scores = [rescore_with_statistics(one.run.folder, [metric]) for one in runs]
         statistics = [one[split].get(metric) if split in one else None for one in scores]
     cells = []
