@@ -33,7 +33,7 @@ TO = "\u00a0…\u00a0"
 """What stands between the ends of an interval, which do not part at the end of a line."""
 ENVIRONMENT = (
     "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
-    "threads", "processes",
+    "threads", "linear_backend", "processes",
 )  # fmt: skip
 """The facts of environment.json that are shown, in order."""
 
