@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import pytest
 import tiny
 from deltune.cli import app
 from deltune.errors import DeltuneError
+from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
 from test_engine import study
 
@@ -125,13 +127,14 @@ def test_a_report_on_some_cells(place: Path) -> None:
     assert facts["works"] == 4 and not facts["failed"]
 
 
-def test_nothing_to_run_is_an_error(place: Path) -> None:
-    """Each axis has the label, but no cell has both."""
-    text = (place / "mine.yaml").read_text()
-    other = text.replace("name: tiny", "name: other").replace("norms:", "other norms:")
-    (place / "other.yaml").write_text(other)
-    names = (place / "mine.yaml", "--only", "method=norms", "--only", "seed=7")
-    assert "unknown seed" in deltune("run", *names, code=2).stderr
+def test_nothing_to_run_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each axis has the label, but no cell has both: a study whose grid is not full."""
+    assert "unknown seed" in deltune("run", place / "mine.yaml", "--only", "seed=7", code=2).stderr
+    whole = study_from_file(place / "mine.yaml")
+    planned = [p for p in whole.plan_cells({}) if (p.cell["method"] == "norms") == (str(p.cell["seed"]) == "0")]
+    monkeypatch.setitem(STUDIES, "partial", lambda setup: replace(whole, plan_cells=lambda records: planned))
+    words = ("run", "partial", "--only", "method=norms", "--only", "seed=1")
+    assert "no cell has method=norms and seed=1 at once" in deltune(*words, code=2).stderr
 
 
 def test_what_is_not_there_is_told(place: Path, tmp_path: Path) -> None:
