@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from deltune.training.progress import ProgressBar
+from deltune.training.progress import ProgressDisplay
 
 from . import adapterhub, inference, life, memory, methods, mixed, prefix, products, report, steps, study, trunk, whole
 from .allocator import keep_memory
@@ -89,15 +89,15 @@ def measured(todo: Sequence[Piece], results: Report) -> None:
     """Measure what is left, with a bar in seconds of the plan, or a line for each piece where there is no terminal."""
     console = Console(stderr=True)
     left = [piece for piece in todo if piece.name in results.left]
-    with ProgressBar() as bar:
-        bar.start("bench", round(sum(piece.seconds for piece in todo)))
-        bar.advance(round(sum(piece.seconds for piece in todo if piece not in left)))
+    with ProgressDisplay() as bar:
+        done = sum(piece.seconds for piece in todo if piece not in left)
+        bar.start("bench", sum(piece.seconds for piece in todo), done)
         before: list[Piece] = []
 
         def begins(piece: Piece) -> None:
-            bar.advance(round(sum(p.seconds for p in before)))
+            bar.advance(sum(p.seconds for p in before))
             before[:] = [piece]
-            bar.note(piece.name)
+            bar.show({"measuring": piece.name})
             if not console.is_terminal:
                 rest = sum(p.seconds for p in left[left.index(piece) :])
                 print(f"{piece.name} (about {rest / 60:.0f} minutes left)", file=sys.stderr, flush=True)

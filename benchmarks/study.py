@@ -17,7 +17,7 @@ from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ResultStore
 from deltune.studies.engine.workers import JobResult, execute_safely
 from deltune.training.config import RunConfig
-from deltune.training.progress import ProgressBar
+from deltune.training.progress import ProgressDisplay
 from deltune.training.task_setup import ModelCache
 
 from .frame import Piece
@@ -97,7 +97,7 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
         pool = Watched(place / "runs", workers)
         with ResultStore(place / "study.sqlite") as results:
             drive = Scheduler(lambda done: jobs, results, pool)
-            drive.run(ProgressBar(enabled=False))
+            drive.run(ProgressDisplay(enabled=False))
         if drive.failed:
             raise RuntimeError(f"{len(drive.failed)} runs of {len(jobs)} failed")
     reads = max(parts.read["models"] for parts in pool.parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,6 +110,20 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     result = deltune("train", *options(root, output=run), "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out) == RunDir(run).metrics.as_json()
+    for line in (
+        "task: classification of text into 3 labels (beast, fruit, tool), assumed from the columns; --task ",
+        "columns: text=text,label=label; --columns ",
+        "training: 48 rows, 1 epochs of 2 steps; rate 0.001, the default of the method (--epochs, --batch-size, --lr)",
+        "step 2/2, epoch 1, loss ",
+    ):
+        assert f"\n{line}" in f"\n{result.err}"
+    assert re.search(r"validation accuracy 0\.\d+ best, .* elapsed, \d+:\d\d left", result.err)
+    assert re.search(r"\nnote: .*--lr ", result.err), "one epoch at the default teaches this model nothing"
+    report = deltune("report", run)
+    assert report.code == 0 and "95 % interval" in report.out and "note: " in report.out
+    assert f"the page is {run / 'report.html'}" in report.err
+    facts = json.loads(deltune("report", run, run, "--output", tmp_path / "both.html", "--json").out)
+    assert facts[0]["scores"] == RunDir(run).metrics.scores and (tmp_path / "both.html").is_file()
     again = deltune("train", *options(root, output=run))
     assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
 

@@ -23,7 +23,7 @@ from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.engine.workers import JobResult, LocalPool, execute_safely
 from deltune.studies.study import Sweep
-from deltune.training.progress import ProgressBar
+from deltune.training.progress import ProgressDisplay
 from deltune.training.task_setup import ModelCache
 
 
@@ -76,7 +76,7 @@ def of(*numbers: int) -> list[Job]:
 
 def drive(jobs: Sequence[Job], results: ResultStore, pool: Any = None, **options: Any) -> Scheduler:
     made = Scheduler(lambda rows: jobs, results, pool or Here(results.runs), **options)
-    with ProgressBar(False) as bar:
+    with ProgressDisplay(False) as bar:
         made.run(bar)
     return made
 
@@ -217,7 +217,7 @@ def test_a_plan_that_learns(tmp_path: Path) -> None:
 
     with ResultStore(tmp_path / "r.sqlite") as file:
         made = Scheduler(plan, file, Here(file.runs))
-        with ProgressBar(False) as bar:
+        with ProgressDisplay(False) as bar:
             made.run(bar)
         assert [job.spec["x"] for job in plan(made._records)] == [32, 48, 40, 36, 38, 37] and made.done == 6
 
@@ -233,7 +233,7 @@ def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -
     with ResultStore(tmp_path / "r.sqlite") as file:
         drive(of(*range(6))[:there], file, Here(file.runs))
         made = Scheduler(plan, file, Here(file.runs))
-        with ProgressBar(False) as bar:
+        with ProgressDisplay(False) as bar:
             made.run(bar)
         assert (made.reused, made.done) == (there, 6 - there) and len(file.records()) == 6
 
@@ -297,8 +297,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from test_engine import LocalPool, ProgressBar, ResultStore, Scheduler, study
-with ResultStore({file!r}) as file, ProgressBar(False) as bar:
+from test_engine import LocalPool, ProgressDisplay, ResultStore, Scheduler, study
+with ResultStore({file!r}) as file, ProgressDisplay(False) as bar:
     works = [planned.work for planned in study(Path({root!r})).cells()]
     Scheduler(lambda rows: works, file, LocalPool({workers}, file.runs)).run(bar)
 """

@@ -11,7 +11,7 @@ import pytest
 
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ResultStore
-from deltune.training.progress import ProgressBar
+from deltune.training.progress import ProgressDisplay
 from test_engine import Here, drive, scores, study
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -39,7 +39,7 @@ def test_a_study_on_a_cluster(tmp_path: Path) -> None:
 
         cluster.submit = submit_and_kill  # type: ignore[method-assign, assignment]
         made = Scheduler(lambda rows: jobs, file, cluster)
-        with ProgressBar(False) as bar:
+        with ProgressDisplay(False) as bar:
             made.run(bar)
         assert killed and made.done == 6 and not made.failed
         assert {row.name: scores(row) for row in file.records()} == whole

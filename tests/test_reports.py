@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import pytest
 import tiny
 from deltune.cli import app
 from deltune.errors import DeltuneError
+from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
 from test_engine import study
 
@@ -50,8 +52,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
     assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
-    output = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--quiet", code=1).stdout
-    assert "6 run, 0 were there; 2 of them failed" in output
+    printed = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, code=1)
+    assert "6 run, 0 were there; 2 of them failed" in printed.stdout
+    assert re.search(r"study \d/6 jobs, job .*(layernorm|lora).* took \d+ s, .* left", printed.stderr)
     return root
 
 
@@ -106,12 +109,32 @@ def test_only_some_cells(place: Path) -> None:
     some = select_cells(whole, ["method=low*", "seed=1"])
     assert [planned.cell["method"] for planned in some.plan_cells({})] == ["low rank"]
     assert len(whole.plan_cells({})) == 6
+    either = select_cells(whole, ["method=low*", "method=norms", "seed=1"])
+    assert [planned.cell["method"] for planned in either.plan_cells({})] == ["norms", "low rank"]
     with pytest.raises(DeltuneError, match="Did you mean 'method'"):
         select_cells(whole, ["methods=x"])
     with pytest.raises(DeltuneError, match="Did you mean 'norms'"):
         select_cells(whole, ["method=nroms"])
     assert "no folder" in deltune("run", place / "mine.yaml", "--data-root", place / "nowhere", code=2).stderr
     assert "unknown axis" in deltune("run", place / "mine.yaml", "--only", "methods=x", code=2).stderr
+
+
+def test_a_report_on_some_cells(place: Path) -> None:
+    words = ("mine.yaml", "--store", place / "r.sqlite", "--only", "method=norms", "--only", "method=low*")
+    output = deltune("report", place / words[0], *words[1:]).stdout
+    assert "norms" in output and "low rank" in output and "impossible" not in output
+    facts = json.loads(deltune("status", place / words[0], *words[1:], "--json").stdout)["tiny"]
+    assert facts["works"] == 4 and not facts["failed"]
+
+
+def test_nothing_to_run_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each axis has the label, but no cell has both: a study whose grid is not full."""
+    assert "unknown seed" in deltune("run", place / "mine.yaml", "--only", "seed=7", code=2).stderr
+    whole = study_from_file(place / "mine.yaml")
+    planned = [p for p in whole.plan_cells({}) if (p.cell["method"] == "norms") == (str(p.cell["seed"]) == "0")]
+    monkeypatch.setitem(STUDIES, "partial", lambda setup: replace(whole, plan_cells=lambda records: planned))
+    words = ("run", "partial", "--only", "method=norms", "--only", "seed=1")
+    assert "no cell has method=norms and seed=1 at once" in deltune(*words, code=2).stderr
 
 
 def test_what_is_not_there_is_told(place: Path, tmp_path: Path) -> None:

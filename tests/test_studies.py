@@ -44,7 +44,7 @@ from deltune.studies.thresholds import (
 )
 from deltune.tasks.registry import TASKS
 from deltune.training.config import RunConfig
-from deltune.training.progress import ProgressBar
+from deltune.training.progress import ProgressDisplay
 from test_engine import Here
 
 BOTH = [(name, scale) for name in STUDIES for scale in ("small", "paper")]
@@ -332,7 +332,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
                      run_job(spec("full", seed)), 1 / 3)  # fmt: skip
 
     climbing = Study("tiny/thresholds", "?", plan_searches([made(0), made(1)]), read_outcomes=threshold_outcomes)
-    with ResultStore(tmp_path / "r.sqlite") as file, ProgressBar(False) as bar:
+    with ResultStore(tmp_path / "r.sqlite") as file, ProgressDisplay(False) as bar:
         drive = Scheduler(climbing.jobs, file, Here(file.runs))
         drive.run(bar)
         assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)

@@ -26,7 +26,7 @@ from deltune.training.run_dir import Best, RunDir
 from deltune.training.train import train
 from deltune.training.trainer import DeltaTrainer
 
-TIMES = ("seconds",)
+TIMES = ("seconds", "seconds_left", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mutation.mutations import MUTATIONS
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
-    "_version", "errors", "compat", "notebook", "filesystem", "tensor_files", "anatomy", "methods", "interop",
+    "_version", "errors", "compat", "notebook", "pages", "filesystem", "tensor_files", "anatomy", "methods", "interop",
     "runtime", "models", "data", "metrics", "tasks", "training", "studies.engine", "studies.claims", "studies.report",
     "studies", "cli", "__main__",
 )  # fmt: skip

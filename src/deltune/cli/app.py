@@ -232,15 +232,53 @@ def import_folder(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The page [report.html in the folder of a single run, or here].")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a finished run as a page, or compare several: scores with intervals, curves, errors, examples, config."""
+    from ..filesystem import explain_write_errors, user_path, write_text
+    from . import formatting
+
+    with fast_imports():
+        from ..training import report as reports
+        from ..training.advice import advice
+        from ..training.run_dir import RunDir
+
+    finished = reports.read_all([RunDir(run) for run in runs])
+    first = finished[0].run.report_file if len(finished) == 1 else Path("report.html")
+    page = first if output is None else user_path(output, "--output")
+    comparison = reports.compare(finished)
+    with explain_write_errors(page):
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_text(page, reports.render_report(finished))
+    if as_json:
+        console.print_json(data=[reports.run_facts(one) for one in finished])
+    else:
+        console.print(formatting.comparison_table(comparison))
+        for one in finished:
+            for text in advice(one):
+                console.print(f"note: {one.run.folder}: {text}")
+    print(f"the page is {page}", file=sys.stderr)
+
+
+@app.command()
 def quickstart(
     text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
 ) -> None:
-    """Train two runs in about a minute, offline: MiniLM on support tickets, head alone against prefix + layernorm."""
+    """Train two runs in about two minutes, offline: MiniLM on support tickets, head alone, then prefix + layernorm."""
     with log_to_stderr(False):
         with fast_imports():
+            from .threads import LoadMeter, set_threads
+
+            meter = LoadMeter()
             from .quickstart import SENTENCE, quickstart
 
+        set_threads(meter)
         quickstart(text or SENTENCE, output)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,6 +15,9 @@ from ..methods.registry import REGISTRY
 from ..tasks.registry import TASKS
 from ..training.config import RunConfig
 from ..training.run_dir import RunMetrics
+
+if TYPE_CHECKING:
+    from ..training.report import Comparison
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
@@ -117,6 +120,23 @@ def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> Renderable
     rate = "" if "lr" in search or config.optim.lr is None else f" at {config.optim.lr:g}"
     lines = f"{config.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
+
+
+def comparison_table(comparison: Comparison) -> RenderableType:
+    """Return a table with one line a run: its size and time, its main score, and how far it is from the best run."""
+    main, several = comparison.main, len(comparison.runs) > 1
+    titles = [] if main is None else [f"{comparison.split} {main}", "95 % interval"]
+    titles += ["Δ best", "its interval"] if main is not None and several else []
+    table = _table("run", "method", "trained", "seconds", *titles, right=len(titles) + 2)
+    for run in comparison.runs:
+        cells = [run.trained.text, run.seconds.text]
+        if main is not None:
+            score = run.scores[comparison.metrics.index(main)]
+            cells += [score.text, score.spread, run.difference.text, run.difference.spread]
+        table.add_row(run.name, run.method, *cells[: len(titles) + 2])
+    for column in (table.columns[0], *table.columns[2:]):  # only a method may be broken into lines
+        column.min_width = max(len(text) for text in (str(column.header), *map(str, column.cells)))
+    return Group(table, *comparison.notes)
 
 
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:

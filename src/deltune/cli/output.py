@@ -20,7 +20,7 @@ console = Console(soft_wrap=True, highlight=False, markup=False)
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no notes.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")]
 
 
 @contextlib.contextmanager
@@ -37,13 +37,21 @@ def fast_imports() -> Iterator[None]:
             gc.enable()
 
 
+class StderrHandler(logging.Handler):
+    """Prints on what standard error is at the time: a live table takes its place, and lines go above the table."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        print(self.format(record), file=sys.stderr)
+
+
 @contextlib.contextmanager
 def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger = logging.getLogger("deltune")
-    handler, level = logging.StreamHandler(), logger.level
+    handler, level = StderrHandler(), logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)

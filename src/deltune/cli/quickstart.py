@@ -33,7 +33,10 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
         The runs by method.
     """
     console = Console(highlight=False, soft_wrap=True)
-    console.print("MiniLM-L6 (22.7 million parameters) learns to sort support tickets into 8 intents.")
+    console.print(
+        "MiniLM-L6 (22.7 million parameters) learns to sort support tickets into 8 intents.\n"
+        "Two runs of about a minute each where a core is free; beside other work they take longer."
+    )
     runs = {}
     for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
         config = RunConfig.from_flat(
@@ -56,5 +59,6 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
     best = max(runs.values(), key=lambda run: run.metrics.test["accuracy"])
     answer = predict(best.folder, [text])[0]
     console.print(f"{text!r}: {answer['label']} ({answer['scores'][answer['label']]:.0%})", markup=False)
+    console.print(f"more about that run: open {best.report_file} in a browser", markup=False)
     console.print(f'another one: deltune predict {best.folder} --text "…"', markup=False)
     return runs

@@ -23,7 +23,10 @@ Scale = Annotated[str, typer.Option(help="paper: its models, data and protocol; 
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with the folders of known tasks.")]
 ModelRoot = Annotated[Path | None, typer.Option(help="Folder of small models [models beside the data root].")]
 Store = Annotated[Path, typer.Option(help="File of results; the runs are in a folder beside it.")]
-Only = Annotated[list[str] | None, typer.Option(help="Repeatable AXIS=LABEL: only such cells (* as a wild card).")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="Repeatable AXIS=LABEL: only such cells (* as a wild card); of one axis, any of its labels."),
+]
 
 
 def studies(
@@ -54,7 +57,13 @@ def studies(
     if problems:
         raise error_from_problems("these studies do not exist", problems)
     requested = [study_from_file(name, data_root) if name in files else STUDIES[name](setup) for name in names]
-    return [select_cells(study, only or []) for study in requested]
+    selected = [select_cells(study, only or []) for study in requested]
+    if not any(study.plan_cells({}) for study in selected):
+        raise DeltuneError(
+            f"no cell has {' and '.join(only or [])} at once, so there is nothing to run; leave one of them out, or "
+            "see the cells that there are: deltune study status"
+        )
+    return selected
 
 
 def _rows(store: Path) -> dict[str, JobRecord]:
@@ -103,7 +112,7 @@ def run(
     """
     from ..studies.engine import scheduler as engines
     from ..studies.engine.store import ResultStore
-    from ..training.progress import ProgressBar
+    from ..training.progress import ProgressDisplay
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
@@ -117,7 +126,7 @@ def run(
             lambda rows: [w for study in requested for w in study.jobs(rows)], results, pool, retry
         )
         try:
-            with ProgressBar(not quiet) as bar:
+            with ProgressDisplay(not quiet) as bar:
                 scheduler.run(bar)
         except KeyboardInterrupt:
             print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
@@ -176,13 +185,14 @@ def status(
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
+    only: Only = None,
     as_json: Json = False,
 ) -> None:
     """Show how far studies are: what is done, what failed and why, what is left."""
     from ..studies.engine.jobs import topological_order
     from ..studies.report.aggregate import cell_label
 
-    requested = studies(names, scale, data_root, model_root)
+    requested = studies(names, scale, data_root, model_root, only)
     rows = _rows(store)
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
@@ -214,6 +224,7 @@ def report(
     to: Annotated[
         Path | None, typer.Option(help="A folder for tables (md, tex, csv) and figures (png, svg, pdf).")
     ] = None,
+    only: Only = None,
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Print tables, figures and findings of studies, or write them as files or as one page."""
@@ -223,7 +234,7 @@ def report(
     from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
-    requested = studies(names, scale, data_root, model_root)
+    requested = studies(names, scale, data_root, model_root, only)
     rows = _rows(store)
     parts = [sections.build_section(study, rows, CLAIMS.get(study.name, ()), paper) for study in requested]
     if html is not None:

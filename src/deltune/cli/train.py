@@ -276,7 +276,6 @@ def run(
     with fast_imports():
         from ..training import config as configs
         from ..training.presets import merge_values
-        from . import formatting
 
     values = {} if file is None else configs.read_values(file)
     folder = values.pop("output", None)
@@ -295,18 +294,29 @@ def run(
     metrics = _train(config, folder, fresh, quiet or not is_main_process(), devices, sharding)
     if not is_main_process():
         return
+    from ..training.advice import advice, read_finished
+    from ..training.run_dir import RunDir
+    from . import formatting
+
     if as_json:
         console.print_json(data=metrics.as_json())
     else:
         console.print(formatting.run_table(config, metrics, str(folder)))
+    for text in advice(read_finished(RunDir(folder))):
+        print(f"note: {text}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:
     with log_to_stderr(quiet):
         with fast_imports():
+            from ..training.run_dir import RunDir
+            from .threads import LoadMeter, set_threads
+
+            meter = LoadMeter()
             from ..training import train as training
             from ..training.trainer import watch_interrupts
 
+        set_threads(meter, None if fresh else RunDir(folder))
         watch_interrupts()
         try:
             return training.train(

@@ -373,7 +373,7 @@ def select_cells(study: Study, only: Sequence[str]) -> Study:
 
     Args:
         study: The study.
-        only: Patterns AXIS=LABEL, in which * is a wild card; a cell must match all of them.
+        only: Patterns AXIS=LABEL, in which * is a wild card. A cell must match one of the patterns of every axis.
 
     Raises:
         DeltuneError: A pattern names an axis or label that the study does not have.
@@ -392,8 +392,12 @@ def select_cells(study: Study, only: Sequence[str]) -> Study:
     if not patterns:
         return study
 
+    labels_of: dict[str, list[str]] = {}
+    for axis, _, pattern in patterns:
+        labels_of.setdefault(axis, []).append(pattern)
+
     def matches(cell: Cell) -> bool:
-        return all(fnmatch(str(cell.get(axis)), pattern) for axis, _, pattern in patterns)
+        return all(any(fnmatch(str(cell.get(axis)), p) for p in labels) for axis, labels in labels_of.items())
 
     return replace(
         study, plan_cells=lambda records: [planned for planned in study.plan_cells(records) if matches(planned.cell)]

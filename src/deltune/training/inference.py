@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from ..data import loading
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, user_path, write_jsonl
 from ..interop.base import is_foreign
-from ..metrics.base import Scores
+from ..metrics.base import Score, Scores
+from ..metrics.intervals import score_intervals
 from ..metrics.registry import METRICS, compute_scores
 from ..models import AUTO_CLASSES, HEADS_WITH_LABELS, align_padding_token, load_config, load_model, silent_loading
 from ..runtime import attaching
@@ -31,7 +32,7 @@ from ..tasks.generation import language_codes, tokenizer_languages
 from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
-from .progress import ProgressBar
+from .progress import ProgressDisplay
 from .run_dir import RunDir
 from .task_setup import check_fits, length_limits, load_task_tokenizer, set_up_task, task_kind_by_name, task_kind_for
 
@@ -56,6 +57,7 @@ class EvalResult:
         predictions: One prediction a row.
         references: One reference a row.
         scores: What the model says of its prediction, by row: probabilities, a likelihood or nothing.
+        statistics: The scores with the statistics of their examples; empty where only the loss was computed.
     """
 
     metrics: dict[str, float]
@@ -64,6 +66,11 @@ class EvalResult:
     predictions: list[Any]
     references: list[Any]
     scores: list[Any]
+    statistics: Mapping[str, Score] = field(default_factory=dict)
+
+    def intervals(self) -> dict[str, list[float]]:
+        """Return the 95 % intervals of those scores that have one, by metric."""
+        return score_intervals(self.statistics, {name: METRICS[name].range for name in self.statistics})
 
 
 def score_split(
@@ -91,7 +98,7 @@ def score_split(
     scores = measure(kind, metrics, answers.predictions, references, len(context.labels), options)
     values = ({} if answers.loss is None else {"loss": answers.loss}) | {n: one.value for n, one in scores.items()}
     signatures = {name: one.signature for name, one in scores.items()}
-    return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores)
+    return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores, scores)
 
 
 def measure(
@@ -289,7 +296,7 @@ def evaluate(
     lengths_of = folder.config if other is None else config
     limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)
     results = {}
-    with ProgressBar(progress) as bar, explain_write_errors(target or folder.folder):
+    with ProgressDisplay(progress) as bar, explain_write_errors(target or folder.folder):
         for split in requested:
             columns_of_split = {name: list(rows.splits[split][name]) for name in rows.splits[split].column_names}
             encoded = token_cache.encode_cached(

@@ -12,7 +12,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +133,7 @@ class RunMetrics(Record):
         truncated_targets: How many targets of every split were cut.
         signatures: How every metric was computed.
         omitted: Why a metric could not be computed.
+        intervals: The 95 % intervals of the scores over the examples, by split and metric; two numbers each.
         runs: The single runs of several.
     """
 
@@ -144,6 +148,7 @@ class RunMetrics(Record):
     truncated_targets: dict[str, int]
     signatures: dict[str, str]
     omitted: dict[str, str]
+    intervals: dict[str, dict[str, list[Number]]] = {}
     runs: list[SeriesRun] = []
 
     @property
@@ -184,6 +189,7 @@ class BestPredictions(Record):
         metrics: Their scores by metric.
         signatures: How every metric was computed.
         omitted: Why a metric could not be computed.
+        intervals: The 95 % intervals of those that have one.
     """
 
     delta: str
@@ -191,6 +197,7 @@ class BestPredictions(Record):
     metrics: dict[str, float]
     signatures: dict[str, str]
     omitted: dict[str, str]
+    intervals: dict[str, list[Number]] = {}
 
 
 class BestSoFar(Best):
@@ -279,10 +286,18 @@ def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
     return check_record(kind, read_json_object(path), str(path))
 
 
+GIT_SECONDS = 5.0
+"""How long git may take to say at which commit a folder is."""
+
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
 """The packages whose versions are written to environment.json."""
 
-CONTENTS = ("spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs")
+REPORT_FILE = "report.html"
+
+CONTENTS = (
+    "spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs",
+    REPORT_FILE,
+)  # fmt: skip
 """The names of everything that a run writes into its folder."""
 
 
@@ -314,6 +329,7 @@ class RunDir:
         predictions: The folder of the predictions, a file for each split.
         checkpoint: The folder of the checkpoints.
         runs: The folders of the single runs, where the config asks for several.
+        report_file: The page about the run.
     """
 
     def __init__(self, folder: str | Path, writer: bool = True) -> None:
@@ -328,7 +344,9 @@ class RunDir:
         """
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
-        self.environment_file, self.predictions, self.checkpoint, self.runs = (self.folder / n for n in CONTENTS[4:])
+        self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file = (
+            self.folder / name for name in CONTENTS[4:]
+        )
 
     @property
     def exists(self) -> bool:
@@ -411,7 +429,13 @@ class RunDir:
                 or has a folder in the place of a file or the other way round.
         """
         if self.exists:
-            files = [self.metrics_file, self.log_file, self.environment_file, *self.predictions.glob("*.jsonl")]
+            files = [
+                self.metrics_file,
+                self.log_file,
+                self.environment_file,
+                self.report_file,
+                *self.predictions.glob("*.jsonl"),
+            ]
             folders = [self.delta, self.predictions, self.checkpoint, self.runs]
             problems = [f"{path} is a folder" for path in files if path.is_dir()]
             problems += [f"{path} is not a folder" for path in folders if path.exists() and not path.is_dir()]
@@ -616,6 +640,32 @@ class RunDir:
         _remove(self.checkpoint)
 
 
+@functools.cache
+def git_commit(folder: Path, tracked: str = ".") -> str | None:
+    """Return the commit of the git repository that a folder is part of, "-dirty" behind it if files were changed.
+
+    Args:
+        folder: The folder.
+        tracked: A file in it that must be part of the repository, and not only lie in a folder of it.
+
+    Returns:
+        None outside of a repository, and without git.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # nothing is written into the repository
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=GIT_SECONDS, env=environment
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", tracked)
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the values of environment.json: versions, machine, and facts of the run itself.
 
@@ -627,7 +677,10 @@ def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
+        "command": shlex.join(sys.argv),
         "deltune": __version__,
+        "commit": git_commit(Path(__file__).parent, "run_dir.py"),
+        "project_commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
         "packages": versions,
         "platform": platform.platform(),

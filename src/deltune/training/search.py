@@ -42,6 +42,14 @@ class Trial:
         lower = best.metric == "loss" or METRICS[best.metric].better == "lower"
         return -best.value if lower else best.value
 
+    @property
+    def outcome(self) -> str:
+        """What the run reached on validation, by which it is compared with the others, in words."""
+        best = None if self.metrics is None else self.metrics.best
+        if best is None or best.metric is None or best.value is None:
+            return "finished; there is no validation split to compare by"
+        return f"validation {best.metric} {best.value:.4f} at epoch {best.epoch}"
+
     def line(self) -> SeriesRun:
         """Return what metrics.json of the series says of this run."""
         values: dict[str, Any] = {
@@ -119,6 +127,9 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
     if trials[chosen].metrics is None:
         raise DivergedError(trials[chosen].error)
     trials[chosen].chosen = True
+    if len(trials) > 1:
+        values = ", ".join(f"{field} {value}" for field, value in trials[chosen].tried.items())
+        logger.info("%s did best: %s", values, trials[chosen].outcome)
     return configs[chosen], trials
 
 
@@ -133,6 +144,8 @@ def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, c
     except DivergedError as error:
         trial.error = str(error)
         logger.info("%s", error)
+    else:
+        logger.info("%s: %s", name, trial.outcome)
     return trial
 
 

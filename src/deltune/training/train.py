@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
+from ..data.columns import INPUT_TYPES, TASK_COLUMNS
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import explain_write_errors
+from ..methods.registry import default_learning_rate
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
@@ -25,7 +27,8 @@ from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, ch
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import OptimSection, RunConfig
 from .inference import SPLITS
-from .progress import ProgressBar
+from .progress import ProgressDisplay
+from .report import write_report
 from .run_dir import Best, RunDir, RunMetrics, collect_environment
 from .search import run_series
 from .task_setup import ModelCache, TaskSetup, length_limits, load_task_data, set_up_task
@@ -50,6 +53,7 @@ def train(
     devices: str = "auto",
     sharded: str = "none",
     cache: ModelCache | None = None,
+    report: bool = True,
 ) -> RunMetrics:
     """Tune the method of a config on its data, keep the best delta, and score it.
 
@@ -66,10 +70,11 @@ def train(
         config: What is trained, on what, and how.
         output: The folder of the run.
         resume: False discards the run in the folder and starts anew.
-        progress: Show a progress bar on a terminal.
+        progress: Show a live table on a terminal, and elsewhere log a line now and then.
         devices: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" or "mps".
         sharded: "none" (each process has the whole model, DDP) or "fsdp" (each has a share of it).
         cache: What several runs in one process share.
+        report: Write report.html, the page about the run, at the end.
 
     Returns:
         What metrics.json holds.
@@ -92,14 +97,18 @@ def train(
         if config.is_series:
             if not resume:
                 run.clear()
-            return run_series(
-                config, run, lambda one, folder: train(one, folder, True, progress, devices, sharded, shared)
+            metrics = run_series(
+                config, run, lambda one, folder: train(one, folder, True, progress, devices, sharded, shared, report)
             )
-        try:
-            return _train(config, run, resume, progress, device, sharded, shared)
-        except BaseException:
-            shared.drop()
-            raise
+        else:
+            try:
+                metrics = _train(config, run, resume, progress, device, sharded, shared)
+            except BaseException:
+                shared.drop()
+                raise
+        if report:
+            distributed.broadcast_from_main(lambda: str(write_report(run)))
+        return metrics
 
 
 def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: ModelCache) -> RunMetrics | None:
@@ -131,7 +140,7 @@ def _train(
     checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
     with (
-        ProgressBar(progress and distributed.is_main()) as bar,
+        ProgressDisplay(progress and distributed.is_main()) as bar,
         optimize_linear(state.model, backend) as products,
         _frozen_layers_cached(state, arguments.device, bar),
     ):
@@ -141,6 +150,7 @@ def _train(
             "device": str(arguments.device),
             "precision": state.precision,
             "linear_backend": products.backend,
+            "threads": torch.get_num_threads(),
             "processes": distributed.world_size(),
             "sharded": sharded,
             "data": state.data.summary,
@@ -251,7 +261,7 @@ def _training_arguments(state: RunState, device: torch.device) -> TrainingArgume
 
 
 @contextlib.contextmanager
-def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressBar) -> Iterator[None]:
+def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressDisplay) -> Iterator[None]:
     """Compute the frozen layers once for each row, where they run without dropout; restore the model at the end."""
     if state.frozen_layers is None:
         yield
@@ -286,7 +296,7 @@ def _resumable_checkpoint(run: RunDir) -> Path | None:
     return checkpoint
 
 
-def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressBar, checkpoint: Path | None) -> None:
+def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, checkpoint: Path | None) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
     if checkpoint is None:
         state.run.truncate_log(-1)
@@ -298,7 +308,7 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressBar, checkp
         logger.info("resuming %s after step %s", state.run.folder, checkpoint.name)
     if state.out_of_patience:
         return
-    trainer = DeltaTrainer(state, arguments)
+    trainer = DeltaTrainer(state, arguments, bar)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportCallback(state, bar))
     distributed.seed_by_rank(state.config.runtime.seed)
@@ -307,20 +317,43 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressBar, checkp
 
 
 def _log_start(state: RunState) -> None:
-    """Log which columns are used and how many texts are cut."""
-    if state.config.data.columns is None and state.config.data.source is not None:
-        logger.info("columns: %s", ", ".join(f"{role}={name}" for role, name in state.data.columns.items()))
+    """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
+    data, optim = state.config.data, state.config.optim
+    roles = " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
+    labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if state.data.labels else ""
+    assumed = ""
+    if data.source is not None and data.task is None:
+        others = ", ".join(kind for kind in TASK_COLUMNS if kind != state.kind.name)
+        assumed = f", assumed from the columns; --task says another kind: {others}"
+    elif data.source is None:
+        assumed = f" (task {data.task})"
+    logger.info("task: %s of %s%s%s", state.kind.name, roles, labels, assumed)
+    if data.columns is None and data.source is not None:
+        pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
+        logger.info("columns: %s; --columns names others", pairs)
+    default = optim.lr == default_learning_rate(state.config.method.expression)
+    steps = state.batches.steps_per_epoch
+    length = f"{optim.epochs} epochs of {steps} steps" if optim.steps is None else f"{optim.steps} steps"
+    logger.info(
+        "training: %s rows, %s; rate %g%s (--epochs, --batch-size, --lr)",
+        f"{len(state.encoded['train']):,}", length, optim.rate, ", the default of the method" if default else "",
+    )  # fmt: skip
     for split, rows in state.encoded.items():
-        for cut, texts, length in (
-            (rows.truncated, "inputs", state.limits.max_length),
-            (rows.truncated_targets, "targets", state.limits.max_target_length),
+        for cut, texts, option, tokens in (
+            (rows.truncated, "inputs", "--max-length", state.limits.max_length),
+            (rows.truncated_targets, "targets", "--target-length", state.limits.max_target_length),
         ):
             if cut:
-                logger.info("%d of %d %s %s are cut to %d tokens", cut, len(rows), split, texts, length)
+                logger.info("%d of %d %s %s are cut to %d tokens (%s)", cut, len(rows), split, texts, tokens, option)
     state.run.log({"step": 0, "event": "start", **state.truncated})
 
 
-def _finish(state: RunState, bar: ProgressBar) -> RunMetrics:
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names with commas between them, only the first of many."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
     """Score the best delta as it is on the disk, on the splits it has not answered yet, and write the metrics."""
     seconds = state.seconds
     count = state.tuned.count().as_dict()
@@ -337,7 +370,7 @@ def _finish(state: RunState, bar: ProgressBar) -> RunMetrics:
     splits = [split for split in SPLITS if split in state.encoded]
     answered = state.reusable_predictions()
     remaining = [split for split in splits if split not in answered]
-    bar.start("evaluate", sum(len(state.encoded[split]) for split in remaining))
+    bar.start("scoring", sum(len(state.encoded[split]) for split in remaining))
     answered |= {split: state.write_predictions(split, state.score(split, bar)) for split in remaining}
     last: dict[str, Any] = answered[splits[-1]] if splits else {"signatures": {}, "omitted": {}}
     metrics = RunMetrics(
@@ -349,6 +382,7 @@ def _finish(state: RunState, bar: ProgressBar) -> RunMetrics:
         truncated_targets=state.truncated["truncated_targets"],
         signatures=last["signatures"],
         omitted=last["omitted"],
+        intervals={split: answered[split].get("intervals", {}) for split in splits},
     )
     state.tuned.detach()
     state.run.finish(metrics)

@@ -34,7 +34,7 @@ from ..tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Ro
 from . import checkpoints, distributed
 from .config import RunConfig
 from .inference import EvalResult, prediction_lines, score_split
-from .progress import ProgressBar
+from .progress import ProgressDisplay, format_duration
 from .run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class RunState:
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
         start: When this process began, by `time.monotonic`.
+        tokens: How many tokens, padding excluded, this process made training batches of.
     """
 
     config: RunConfig
@@ -108,6 +109,7 @@ class RunState:
     stale: int = 0
     seconds_before: float = 0.0
     start: float = field(default_factory=time.monotonic)
+    tokens: int = 0
 
     @property
     def model(self) -> PreTrainedModel:
@@ -140,7 +142,7 @@ class RunState:
         """Return what a checkpoint keeps of this state."""
         return {"best": self.best, "stale": self.stale, "seconds": self.seconds}
 
-    def score(self, split: str, bar: ProgressBar | None = None, loss_only: bool = False) -> EvalResult:
+    def score(self, split: str, bar: ProgressDisplay | None = None, loss_only: bool = False) -> EvalResult:
         """Return the model's answers to a split, and their metrics.
 
         Each of several processes answers every row: where a model is sharded all must run together, through as many
@@ -158,7 +160,7 @@ class RunState:
             raise diverged_error(self, f"the {split} loss is {result.metrics['loss']}")
         return result
 
-    def inference_context(self, bar: ProgressBar | None = None, loss_only: bool = False) -> InferenceContext:
+    def inference_context(self, bar: ProgressDisplay | None = None, loss_only: bool = False) -> InferenceContext:
         """Return the model and what else a pass over a split needs."""
         rows = self.config.optim.rows_per_device(distributed.world_size())
         return InferenceContext(
@@ -167,14 +169,17 @@ class RunState:
         )  # fmt: skip
 
     def write_predictions(self, split: str, result: EvalResult) -> dict[str, Any]:
-        """Write a split's predictions, and return its metrics, signatures, omitted metrics and the file's digest."""
+        """Write a split's predictions, and return its metrics with what is known of them, and the file's digest."""
 
         def write() -> str:
             lines = prediction_lines(self.kind, self.columns[split], result, self.data.labels)
             self.run.write_predictions(split, lines)
             return file_sha256(self.run.predictions / f"{split}.jsonl")
 
-        facts = {"metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted}
+        facts = {
+            "metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted,
+            "intervals": result.intervals(),
+        }  # fmt: skip
         return {**facts, "sha256": distributed.broadcast_from_main(write)}
 
     def reusable_predictions(self) -> dict[str, dict[str, Any]]:
@@ -239,14 +244,15 @@ def diverged_error(state: RunState, reason: str) -> DivergedError:
 class DeltaTrainer(Trainer):
     """A Trainer whose checkpoints hold the delta alone, and whose batches have rows of similar length."""
 
-    def __init__(self, state: RunState, arguments: TrainingArguments) -> None:
+    def __init__(self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay) -> None:
         """Prepare training.
 
         Args:
             state: What the run works with.
             arguments: The Trainer's own options.
+            bar: Shows the progress.
         """
-        self.run_state = state
+        self.run_state, self.bar = state, bar
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = state.kind.head == "causal-lm"
         super().__init__(
@@ -276,7 +282,9 @@ class DeltaTrainer(Trainer):
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Collate rows; a device without rows in this step gets one whose labels are ignored."""
         if rows:
-            return collate(self.run_state.tokenizer, rows)
+            batch = collate(self.run_state.tokenizer, rows)
+            self.run_state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
+            return batch
         batch = collate(self.run_state.tokenizer, [self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
@@ -331,7 +339,7 @@ class DeltaTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Score the validation split, and keep the delta if it is the best so far."""
         run = self.run_state
-        result = run.score("validation", loss_only=run.metric == "loss")
+        result = run.score("validation", self.bar, loss_only=run.metric == "loss")
         better = run.save_if_best(result, self.state.epoch or 0, self.state.global_step)
         metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
         self.log(metrics | {"eval_best": better})
@@ -381,34 +389,57 @@ class DeltaTrainer(Trainer):
             checkpoints.restore_random(Path(checkpoint))
 
 
-class ReportCallback(TrainerCallback):
-    """Writes the progress bar and log.jsonl."""
+PASSES_OF_A_STEP = 3
+"""A row of a training step takes as long as that many rows of a validation: forward, and twice that backward."""
 
-    def __init__(self, state: RunState, bar: ProgressBar) -> None:
+COLUMNS = ("step", "epoch", "loss", "validation", "validation loss", "rate", "tokens/s")
+"""What the progress of training shows, beside the time and the time left."""
+
+
+class ReportCallback(TrainerCallback):
+    """Shows the progress of a run, and writes log.jsonl."""
+
+    def __init__(self, state: RunState, bar: ProgressDisplay) -> None:
         """Report on a run.
 
         Args:
             state: What the run works with.
-            bar: The progress bar.
+            bar: Shows the progress.
         """
         self.run_state, self.bar = state, bar
-        self.loss = ""
+        self.step_start = self.step_seconds = 0.0
+        self.tokens_before = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.start("train", state.max_steps, state.global_step)
+        run = self.run_state
+        validated, tested = (len(run.encoded[s]) if s in run.encoded else 0 for s in ("validation", "test"))
+        every = run.config.evaluation.validate_every or run.batches.steps_per_epoch
+        self.rows_of_step = PASSES_OF_A_STEP * len(run.encoded["train"]) / run.batches.steps_per_epoch
+
+        def rows_until(step: int) -> float:
+            return step * self.rows_of_step + step // every * validated
+
+        total, done = rows_until(state.max_steps) + tested, rows_until(state.global_step)
+        self.bar.start("training", total, done, columns=COLUMNS, seconds=run.seconds)
+        for line in run.run.read_log() if state.global_step and run.run.log_file.is_file() else ():
+            self._show(line, state.max_steps, logged=False)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run_state.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not when it skips
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         raise_if_interrupted()
+        self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
         gated = any(True for _ in self.run_state.tuned.delta().all_gates())
         with distributed.unsharded(self.run_state.tuned, write=True) if gated else contextlib.nullcontext():
             self.run_state.tuned.advance(state.global_step / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.advance()
+        self.step_seconds += time.monotonic() - self.step_start
+        epoch = epochs_done(state.epoch or 0)
+        self.bar.show({"step": f"{state.global_step}/{state.max_steps}", "epoch": f"{epoch:g}"})
+        self.bar.advance(self.rows_of_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = True  # so that the losses of the log do not depend on where a run was resumed
@@ -416,13 +447,31 @@ class ReportCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "train_runtime" in logs:
             return
-        self.run_state.run.log({"step": state.global_step, **logs, "seconds": round(self.run_state.seconds, 2)})
+        run = self.run_state
+        times: dict[str, float] = {"seconds": round(run.seconds, 2)}
         if "loss" in logs:
-            self.loss = f"loss {logs['loss']:.3f}"
-            self.bar.note(self.loss)
+            tokens, self.tokens_before = run.tokens - self.tokens_before, run.tokens
+            if tokens and self.step_seconds:
+                times["tokens_per_second"] = round(tokens * distributed.world_size() / self.step_seconds)
+            self.step_seconds = 0.0
+        if (left := self.bar.seconds_left) is not None:
+            times["seconds_left"] = round(left, 1)
+        line = {"step": state.global_step, **logs, **times}
+        run.run.log(line)
+        self._show(line, state.max_steps)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        name = self.run_state.metric
-        self.bar.note(
-            f"{self.loss} · epoch {epochs_done(state.epoch)}: validation {name} {metrics[f'eval_{name}']:.4f}"
-        )
+    def _show(self, line: Mapping[str, Any], steps: int, logged: bool = True) -> None:
+        """Show a line of log.jsonl: a validation as a row that is kept."""
+        if "loss" in line:
+            rate = {"tokens/s": f"{line['tokens_per_second']:,}"} if line.get("tokens_per_second") else {}
+            facts = {"loss": f"{line['loss']:.4f}", "rate": f"{line.get('learning_rate', 0):.1e}"}
+            self.bar.show({"step": f"{line['step']}/{steps}", **facts, **rate})
+        if "eval_loss" in line:
+            name, best = self.run_state.metric, " best" if line.get("eval_best") else ""
+            loss = f"{line['eval_loss']:.4f}"
+            if name == "loss":
+                facts = {"validation loss": f"{loss}{best}"}
+            else:
+                facts = {"validation": f"{name} {line[f'eval_{name}']:.4f}{best}", "validation loss": loss}
+            where = {"step": f"{line['step']}/{steps}", "epoch": f"{epochs_done(line.get('epoch', 0)):g}"}
+            self.bar.keep({**where, **facts, "time": format_duration(line.get("seconds"))}, logged)

@@ -129,6 +129,16 @@ class Job:
         return hash(self.name)
 
     @property
+    def label(self) -> str:
+        """The job in a few words: its kind unless it is a run, its method, model and data, and its seed."""
+        spec = self.spec.get("run", self.spec)
+        source = spec.get("task") if spec.get("data") is None else Path(str(spec["data"])).name
+        seed = f"seed {spec.get('seed', 0)}" if "method" in spec else ""
+        model = Path(str(spec.get("model", ""))).name
+        parts = ("" if self.kind == "run" else self.kind, spec.get("method", ""), model, source, seed)
+        return " · ".join(str(part) for part in parts if part)
+
+    @property
     def affinity(self) -> tuple[Any, ...]:
         """Jobs of equal affinity share a backbone and data; a worker does them one after the other."""
         return tuple(self.spec.get(key) for key in ("model", "data", "task", "max_train_rows", "seed"))
@@ -156,7 +166,7 @@ def run_folder(runs: Path, spec: RunConfig) -> Path:
 def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
     spec = RunConfig.from_flat(**values)
     folder = run_folder(runs, spec)
-    metrics = train(spec, folder, progress=False, cache=model_cache)
+    metrics = train(spec, folder, progress=False, cache=model_cache, report=False)
     run = RunDir(folder).best_run
     scores = rescore_with_statistics(run.folder)
     split = next((s for s in ("test", "validation") if s in metrics.scores), None)

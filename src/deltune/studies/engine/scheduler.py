@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import DiskFullError, error_summary
-from ...training.progress import ProgressBar
+from ...training.progress import ProgressDisplay
 from .jobs import Job, topological_order
 from .store import HEARTBEAT_INTERVAL, JobRecord, ResultStore
 from .workers import JobResult, WorkerPool
@@ -52,7 +52,7 @@ class Scheduler:
         self._jobs: list[Job] = []
         self._planned_for = -1
 
-    def run(self, bar: ProgressBar) -> None:
+    def run(self, bar: ProgressDisplay) -> None:
         """Do every job that is not done yet, and close the pool.
 
         Args:
@@ -63,7 +63,7 @@ class Scheduler:
         """
         last_heartbeat = time.monotonic()
         jobs = self._plan_jobs()
-        bar.start("study", len(jobs), self.reused)
+        bar.start("study", len(jobs), self.reused, unit="jobs", columns=("job", "result", "took"))
         try:
             while True:
                 pending = [job for job in jobs if job.name not in self._records]
@@ -73,6 +73,8 @@ class Scheduler:
                         return
                     continue
                 self._dispatch(pending)
+                bar.show({"job": self._running_labels(pending)})
+                bar.advance(0)  # a line is due now and then, however long a job takes
                 for worker, result in self.pool.poll(timeout=0.5 if self._running else 1.0):
                     self._handle(worker, result, bar)
                 jobs = self._plan_jobs()
@@ -83,6 +85,11 @@ class Scheduler:
         finally:
             self.pool.close()
             self.store.release()
+
+    def _running_labels(self, jobs: Sequence[Job]) -> str:
+        """Name the jobs that are running, and say how many failed."""
+        labels = [job.label for job in jobs if job.name in self._running]
+        return "; ".join([*labels, *([f"{len(self.failed)} failed so far"] if self.failed else [])])
 
     def _plan_jobs(self) -> list[Job]:
         """Return all jobs known so far, each after what it requires.
@@ -134,7 +141,7 @@ class Scheduler:
                 return False
         return True
 
-    def _handle(self, worker: int, result: JobResult, bar: ProgressBar) -> None:
+    def _handle(self, worker: int, result: JobResult, bar: ProgressDisplay) -> None:
         job = result.job
         del self._running[job.name]
         if result.disk_full:
@@ -151,7 +158,7 @@ class Scheduler:
                 return
         self._store(JobRecord(job.name, job.kind, dict(job.spec), result.value, result.error, result.seconds))
         bar.advance()
-        bar.note(f"{len(self.failed)} failed" if self.failed else "")
+        bar.keep({"job": job.label, "result": result_text(result), "took": f"{result.seconds:.0f} s"})
 
     def _store(self, record: JobRecord) -> None:
         self.store.put(record)
@@ -160,3 +167,13 @@ class Scheduler:
         if record.error is not None:
             self.failed.append(record.name)
             logger.info("%s failed: %s", record.name, error_summary(record.error))
+
+
+def result_text(result: JobResult) -> str:
+    """Return what came of a job in a few words: the score that chose its epoch, else its first one, or its error."""
+    if result.error is not None:
+        return f"failed: {error_summary(result.error)}"
+    value = result.value or {}
+    scores, best = value.get("scores", {}), value.get("best", {}).get("metric")
+    name = best if best in scores else next((name for name in scores if name != "loss"), None)
+    return "" if name is None else f"{value.get('split', '')} {name} {scores[name]:.4f}".strip()

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import jinja2
 import yaml
 from markupsafe import Markup
 
-from ..._version import __version__
+from ...pages.rendering import render as render_template
 from ..claims.claims import Finding
 from ..engine.jobs import Outcome
 from .aggregate import SEED
@@ -208,16 +207,10 @@ def render_page(sections: Sequence[Section], title: str = "deltune report") -> s
     Returns:
         HTML in which every word is escaped and nothing is loaded from elsewhere.
     """
-    loader = jinja2.PackageLoader("deltune.studies.report", "pages")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     studies = [_study_context(section, i) for i, section in enumerate(sections)]
     summary = _summary([o for s in sections for o in s.outcomes], [f for s in sections for f in s.findings])
     n_studies = f"{len(sections)} studies · " if len(sections) != 1 else ""
-    return environment.get_template("page.html").render(
-        title=title, summary=n_studies + summary, studies=studies, version=__version__
-    )
+    return render_template("study.html", title=title, summary=n_studies + summary, studies=studies)
 
 
 def _study_context(section: Section, at: int) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""How many threads a command computes with: as many as there are cores that other work leaves free.
+
+Two processes that each take every core wait for each other in every operation, and both take many times as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from ..errors import DeltuneError
+from ..training.run_dir import RunDir
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables by which the user, or a launcher, decides."""
+
+logger = logging.getLogger("deltune")
+
+
+class LoadMeter:
+    """Measures from its making on how many cores other processes keep busy."""
+
+    def __init__(self) -> None:
+        """Begin to measure."""
+        self.before = self._times()
+
+    def busy_cores(self) -> float:
+        """Return how many cores were busy with other work on average; 0 where that cannot be known."""
+        (start, busy_before, ours_before), (end, busy, ours) = self.before, self._times()
+        return max(0.0, (busy - busy_before - (ours - ours_before)) / max(end - start, 1e-3))
+
+    @staticmethod
+    def _times() -> tuple[float, float, float]:
+        """Return the time, the seconds that all cores were busy so far, and those of this process."""
+        import psutil
+
+        cores, process = psutil.cpu_times(), psutil.Process().cpu_times()
+        return time.monotonic(), sum(cores) - cores.idle - getattr(cores, "iowait", 0.0), process.user + process.system
+
+
+def free_threads(cores: int, busy: float) -> int:
+    """Return the number of cores that other work leaves free, one at least.
+
+    Args:
+        cores: How many cores there are.
+        busy: How many of them are busy with other work, on average.
+    """
+    return max(1, cores - round(busy))
+
+
+def set_threads(meter: LoadMeter, run: RunDir | None = None) -> None:
+    """Set the number of threads of this process and say so, unless an environment variable decides.
+
+    Args:
+        meter: Knows how busy the machine is.
+        run: A run that may go on: it keeps the number that it was started with, since sums in another order round
+            otherwise, and it is to end with the same numbers.
+    """
+    import torch
+
+    if any(name in os.environ for name in THREAD_VARIABLES):
+        return
+    cores, busy = torch.get_num_threads(), meter.busy_cores()
+    threads = free_threads(cores, busy)
+    if run is not None and (earlier := _earlier_threads(run)) is not None:
+        threads = min(earlier, cores)
+    elif threads < cores:
+        logger.info(
+            "threads: %d of %d, since other work keeps %.1f cores busy (OMP_NUM_THREADS=%d takes all)",
+            threads, cores, busy, cores,
+        )  # fmt: skip
+    torch.set_num_threads(threads)
+
+
+def _earlier_threads(run: RunDir) -> int | None:
+    """Return how many threads an unfinished run, or the first of several, was started with."""
+    for folder in (run.folder, *sorted(run.runs.glob("*"))):
+        try:
+            threads = RunDir(folder).environment.get("threads")
+        except DeltuneError:
+            continue  # training refuses a damaged folder, and says why
+        if isinstance(threads, int) and threads > 0:
+            return threads
+    return None

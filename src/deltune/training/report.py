@@ -1,0 +1,509 @@
+"""report.html: a finished run, or several side by side, as one page that loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from markupsafe import Markup
+
+from ..errors import DeltuneError, error_from_problems
+from ..filesystem import explain_write_errors, write_text
+from ..metrics.base import Score
+from ..metrics.intervals import difference_interval
+from ..metrics.registry import METRICS
+from ..pages.charts import Line, line_chart
+from ..pages.rendering import render
+from ..runtime.serialization import read_metadata
+from .advice import FinishedRun, advice, read_finished
+from .error_analysis import Analysis
+from .inference import rescore_with_statistics
+from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun
+
+MAX_CURVES = 6
+"""Of how many runs the curves are drawn."""
+TEXT_KINDS = ("classification", "generation", "language")
+"""The kinds of task whose input is a text that a command line can hold."""
+TO = "\u00a0…\u00a0"
+"""What stands between the ends of an interval, which do not part at the end of a line."""
+ENVIRONMENT = (
+    "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
+    "threads", "linear_backend", "processes",
+)  # fmt: skip
+"""The facts of environment.json that are shown, in order."""
+
+
+@dataclass(frozen=True)
+class ScoreCell:
+    """A score as it is shown, with its interval or deviation; `value` orders the rows of a table."""
+
+    text: str
+    spread: str = ""
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class SeriesRow:
+    """One run of a series: its name, what was tried, its scores and what became of it."""
+
+    name: str
+    tried: str
+    scores: tuple[ScoreCell, ...]
+    outcome: str
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What the page shows of one run.
+
+    Attributes:
+        key: Distinguishes the ids of its section from those of other runs.
+        title: The method.
+        subtitle: Model, data and kind of task.
+        advice: What to know of it, each with the option to change.
+        facts: Names and values: what was kept, what was trained, how long it took.
+        metrics: The columns of the scores.
+        scores: Split, its rows, and a cell for each metric.
+        has_intervals: Whether the scores have intervals.
+        charts: Its curves.
+        series: Its single runs, if it is of several.
+        analysis: What the predictions of `split` show.
+        split: The split that is analysed.
+        loading: Python that loads the delta.
+        commands: What to do next on the command line.
+        config: The values that are not at their default, as YAML.
+        full_config: All values, as YAML.
+        environment: Names and values.
+        signatures: How every metric was computed.
+    """
+
+    key: str
+    title: str
+    subtitle: str
+    advice: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    metrics: tuple[str, ...]
+    scores: tuple[tuple[str, str, tuple[ScoreCell, ...]], ...]
+    has_intervals: bool
+    charts: tuple[Markup, ...]
+    series: tuple[SeriesRow, ...]
+    analysis: Analysis
+    split: str
+    loading: str
+    commands: tuple[str, ...]
+    config: str
+    full_config: str
+    environment: tuple[tuple[str, str], ...]
+    signatures: tuple[tuple[str, str], ...]
+
+
+def write_report(run: RunDir) -> Path:
+    """Write report.html into the folder of a finished run, and return its path.
+
+    Raises:
+        DeltuneError: The run is not finished, its files are damaged, or the page cannot be written.
+    """
+    page = render_report(read_all([run]))
+    path = run.report_file
+    with explain_write_errors(path):
+        write_text(path, page)
+    return path
+
+
+def render_report(finished: Sequence[FinishedRun]) -> str:
+    """Return the page about some finished runs; of several they are compared first.
+
+    Raises:
+        DeltuneError: The files of a run are damaged.
+    """
+    reports = [build_report(one, f"r{i}") for i, one in enumerate(finished)]
+    comparison = compare(finished) if len(finished) > 1 else None
+    title = reports[0].title if len(finished) == 1 else f"{len(finished)} runs"
+    return render("run.html", title=title, reports=reports, comparison=comparison)
+
+
+def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
+    """Read finished runs.
+
+    Raises:
+        DeltuneError: A run is not finished, or its files are damaged; the message names all such runs.
+    """
+    finished, problems = [], []
+    for run in runs:
+        try:
+            finished.append(read_finished(run))
+        except DeltuneError as error:
+            problems.append(str(error))
+    if problems:
+        raise error_from_problems("these runs cannot be reported on", problems)
+    return finished
+
+
+def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
+    """Return everything that the page shows of a run.
+
+    Args:
+        finished: The files of the run.
+        key: Distinguishes its ids from those of other runs on the page.
+
+    Raises:
+        DeltuneError: Its files are damaged.
+    """
+    metrics, config = finished.metrics, finished.config
+    names = tuple(dict.fromkeys(name for scores in metrics.scores.values() for name in scores))
+    return RunReport(
+        key=key,
+        title=finished.best_config.method.expression,
+        subtitle=_subtitle(finished),
+        advice=tuple(advice(finished)),
+        facts=tuple(_facts(finished)),
+        metrics=names,
+        scores=tuple(_score_rows(metrics, names, finished.data)),
+        has_intervals=any(metrics.intervals.values()),
+        charts=tuple(_series_charts(finished) if config.is_series else _charts(finished)),
+        series=tuple(_series_row(one, names, tuple(config.runtime.search)) for one in metrics.runs),
+        analysis=finished.analysis,
+        split=finished.split,
+        loading=_loading(finished),
+        commands=_commands(finished),
+        config=_yaml(config.canonical()),
+        full_config=config.yaml().rstrip(),
+        environment=tuple(_environment(finished)),
+        signatures=tuple(sorted(metrics.signatures.items())) + tuple(sorted(metrics.omitted.items())),
+    )
+
+
+def main_metric(metrics: RunMetrics) -> str | None:
+    """Return the metric by which a run is compared: that which chose its epoch, else its first one."""
+    scores = metrics.test or metrics.validation
+    names = [name for name in (metrics.best.metric, *scores) if name in scores and name != "loss"]
+    return names[0] if names else "loss" if "loss" in scores else None
+
+
+def _subtitle(finished: FinishedRun) -> str:
+    """Return model, data and kind of task, paths by their last part."""
+    config, data = finished.best_config, finished.data
+    source = config.data.task if config.data.source is None else Path(config.data.source).name
+    kind = data.kind if data.kind != config.data.task else ""
+    model = Path(config.model.name).name if Path(config.model.name).is_absolute() else config.model.name
+    return " · ".join(part for part in (model, str(source), kind) if part)
+
+
+def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
+    """Return what was trained, which validation is kept, how long it took, and how many texts were cut."""
+    metrics, best = finished.metrics, finished.best_metrics.best
+    count, optim = metrics.count, finished.best_config.optim
+    length = f"{optim.epochs} epochs" if optim.steps is None else f"{optim.steps} steps"
+    kept = f"epoch {best.epoch}" if optim.steps is None else f"step {best.step}"
+    why = f" (best validation {best.metric})" if best.metric else " (the last)"
+    batch = f"{optim.batch_tokens} tokens" if optim.batch_tokens else f"{optim.batch_size} rows"
+    facts = [
+        ("trained", f"{count['trained']:,} scalars: {count['method']:,} of the method, {count['head']:,} of the head"),
+        ("share", f"{percent_text(count['percent'])} of {count['denominator_size']:,}"),
+        ("kept", f"{kept} of {length}{why}"),
+        ("learning rate", f"{optim.rate:g}, {optim.schedule}, steps of {batch}"),
+        ("time", f"{metrics.seconds:,.0f} s"),
+    ]
+    cut = [f"{n:,} {split} inputs" for split, n in metrics.truncated.items() if n]
+    cut += [f"{n:,} {split} targets" for split, n in metrics.truncated_targets.items() if n]
+    return [*facts, ("cut", ", ".join(cut))] if cut else facts
+
+
+def percent_text(percent: float) -> str:
+    """Return a share with enough digits to tell small ones apart: 0.0123 %, 1.23 %, 100 %."""
+    return f"{percent:.3g} %" if percent < 99.95 else "100 %"
+
+
+def _score_rows(
+    metrics: RunMetrics, names: Sequence[str], data: DataFacts
+) -> list[tuple[str, str, tuple[ScoreCell, ...]]]:
+    rows = data.rows
+    return [
+        (
+            split,
+            f"{rows[split]:,}" if split in rows else "",
+            tuple(_cell(metrics, split, name) for name in names),
+        )
+        for split in metrics.scores
+    ]
+
+
+def _cell(metrics: RunMetrics, split: str, name: str) -> ScoreCell:
+    """Return a score of a run."""
+    return score_cell(
+        metrics.scores[split].get(name), metrics.intervals.get(split, {}).get(name),
+        metrics.std.get(split, {}).get(name),
+    )  # fmt: skip
+
+
+def score_cell(
+    score: float | None, interval: Sequence[float] | None = None, deviation: float | None = None
+) -> ScoreCell:
+    """Return a score with its interval, or else its standard deviation over seeds."""
+    if score is None:
+        return ScoreCell("–")
+    spread = f"± {short_number(deviation)}" if deviation is not None else ""
+    if interval is not None and deviation is None:
+        spread = f"{short_number(interval[0])}{TO}{short_number(interval[1])}"
+    return ScoreCell(short_number(score), spread, repr(float(score)))
+
+
+def short_number(value: float) -> str:
+    """Return a score with four digits behind the point, or fewer where it is 10 or more."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _series_row(run: SeriesRun, names: Sequence[str], tried: Sequence[str]) -> SeriesRow:
+    values = ", ".join(f"{name} {run.tried[name]}" for name in tried if name in run.tried)
+    scores = run.test or run.validation
+    outcome = f"diverged: {run.error}" if run.error else "chosen" if run.chosen else ""
+    return SeriesRow(run.run, values, tuple(score_cell(scores.get(name)) for name in names), outcome)
+
+
+def _charts(finished: FinishedRun) -> list[Markup]:
+    """Draw the losses, the validation metric and the learning rate of a single run."""
+    log, best = finished.log, finished.metrics.best
+    name = best.metric or "loss"
+    loss = [Line("training", _curve(log, "loss"))]
+    if validation := _curve(log, "eval_loss"):
+        loss.append(Line("validation", validation, dots=True, marked=best.step))
+    charts = [line_chart("Loss", loss, "step")]
+    if name != "loss":
+        points = _curve(log, f"eval_{name}")
+        charts.append(line_chart(f"Validation {name}", [Line(name, points, dots=True, marked=best.step)], "step"))
+    charts.append(line_chart("Learning rate", [Line("learning rate", _curve(log, "learning_rate"))], "step"))
+    return [chart for chart in charts if chart]
+
+
+def _series_charts(finished: FinishedRun) -> list[Markup]:
+    """Draw the curves of the single runs of a series over one another."""
+    logs = {}
+    for one in finished.metrics.runs[:MAX_CURVES]:
+        run = RunDir(finished.run.runs / one.run)
+        tried = ", ".join(f"{name} {value}" for name, value in one.tried.items())
+        if run.log_file.is_file():
+            logs[" · ".join(part for part in (one.run, tried) if part)] = run.read_log()
+    return comparison_charts(logs, finished.best_metrics.best.metric)
+
+
+def comparison_charts(logs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str | None) -> list[Markup]:
+    """Draw the validation metric and the losses of several runs over one another.
+
+    Args:
+        logs: The lines of the log of every run, by the name in the legend.
+        metric: The metric; None draws the losses alone.
+    """
+    titles = {} if metric in (None, "loss") else {f"eval_{metric}": f"Validation {metric}"}
+    titles |= {"eval_loss": "Validation loss", "loss": "Training loss"}
+    charts = []
+    for key, title in titles.items():
+        curves = {name: points for name, log in logs.items() if (points := _curve(log, key))}
+        charts.append(line_chart(title, [Line(n, points, dots=key != "loss") for n, points in curves.items()], "step"))
+    return [chart for chart in charts if chart]
+
+
+def _curve(log: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [
+        (float(line["step"]), float(line[key]))
+        for line in log
+        if isinstance(line.get(key), int | float) and math.isfinite(line[key])
+    ]
+
+
+def _loading(finished: FinishedRun) -> str:
+    """Return Python that loads the base model of a run and its delta."""
+    metadata = read_metadata(finished.best.delta)
+    labels = f", num_labels={len(metadata.labels.pairs)}" if metadata.labels and finished.data.labels else ""
+    base, folder = metadata.base.name or finished.best_config.model.name, str(finished.run.folder.absolute())
+    return "\n".join(
+        (
+            "import deltune",
+            f"from transformers import {metadata.base.model}",
+            "",
+            f"model = {metadata.base.model}.from_pretrained({base!r}{labels})",
+            f"tuned = deltune.load(model, {folder!r})",
+        )
+    )
+
+
+def _commands(finished: FinishedRun) -> tuple[str, ...]:
+    """Return what may be done next on the command line."""
+    folder = shlex.quote(str(finished.run.folder))
+    text = [f'deltune predict {folder} --text "…"'] if finished.data.kind in TEXT_KINDS else []
+    return (*text, f"deltune evaluate {folder} --data OTHER", f"deltune merge {folder} --to DIR")
+
+
+def _environment(finished: FinishedRun) -> list[tuple[str, str]]:
+    """Return what is known of machine, versions, code and data; older runs know less."""
+    facts, data = finished.best.environment, finished.data
+    values = {name: facts.get(name) for name in ENVIRONMENT}
+    if values["project_commit"] == values["commit"]:  # a project inside of the library's own checkout
+        del values["project_commit"]
+    values["packages"] = ", ".join(f"{name} {version}" for name, version in facts.get("packages", {}).items())
+    values |= {
+        "data": data.source,
+        "columns": ", ".join(f"{role}={name}" for role, name in data.columns.items()),
+        "rows": ", ".join(f"{split} {n:,} (digest {data.digests.get(split, '–')})" for split, n in data.rows.items()),
+    }
+    return [(name, str(value)) for name, value in values.items() if value not in (None, "", {})]
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=100).rstrip()
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A row of the comparison of several runs."""
+
+    name: str
+    method: str
+    model: str
+    trained: ScoreCell
+    seconds: ScoreCell
+    scores: tuple[ScoreCell, ...]
+    difference: ScoreCell
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs side by side.
+
+    Attributes:
+        split: The split that is compared.
+        models: Model, data and kind of task, each that occurs.
+        metrics: The columns of the scores.
+        main: The metric by which the runs are set against the best one, if they share one.
+        runs: A row for each run.
+        fields: The fields of the configs that differ, each with a value for every run.
+        notes: What makes the runs hard to compare.
+        charts: Their curves over one another.
+    """
+
+    split: str
+    models: tuple[str, ...]
+    metrics: tuple[str, ...]
+    main: str | None
+    runs: tuple[ComparedRun, ...]
+    fields: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+    charts: tuple[Markup, ...]
+
+
+def compare(runs: Sequence[FinishedRun]) -> Comparison:
+    """Compare finished runs by the scores of the test split, or of validation where one has no test split."""
+    metrics = [one.metrics for one in runs]
+    methods = [one.best_config.method.expression for one in runs]
+    models = [_subtitle(one) for one in runs]
+    folders = _short_names([one.run for one in runs])
+    split = "test" if all(one.test for one in metrics) else "validation"
+    scores = [one.scores.get(split, {}) for one in metrics]
+    shared = [name for name in scores[0] if all(name in one for one in scores)]
+    main = next((m for one in metrics if (m := main_metric(one)) in shared), shared[0] if shared else None)
+    same_data = len({one.data.digests.get(split) for one in runs}) == 1
+    best, differences = None, [ScoreCell("")] * len(runs)
+    if main is not None:
+        best = best_index([one[main] for one in scores], main)
+        if same_data:
+            differences = _differences(runs, [one[main] for one in scores], main, split, best)
+    rows = tuple(
+        ComparedRun(
+            folders[i],
+            methods[i],
+            models[i],
+            ScoreCell(
+                f"{one.count['trained']:,}", percent_text(one.count["percent"]), repr(float(one.count["trained"]))
+            ),
+            ScoreCell(f"{one.seconds:,.0f}", "", repr(float(one.seconds))),
+            tuple(_cell(one, split, name) for name in shared),
+            differences[i],
+        )
+        for i, one in enumerate(metrics)
+    )
+    notes = (
+        [] if same_data else [f"The {split} rows differ between the runs, so their scores are not of the same data."]
+    )
+    logs = {f"{folders[i]}: {methods[i]}": one.log for i, one in enumerate(runs[:MAX_CURVES])}
+    charts = comparison_charts(logs, next((m for one in runs if (m := one.best_metrics.best.metric)), None))
+    return Comparison(
+        split=split,
+        models=tuple(dict.fromkeys(models)),
+        metrics=tuple(shared),
+        main=main,
+        runs=rows,
+        fields=_differing_fields(runs),
+        notes=tuple(notes),
+        charts=tuple(charts),
+    )
+
+
+def run_facts(finished: FinishedRun) -> dict[str, Any]:
+    """Return a run as JSON values: its folder, method and data, counts, scores with intervals, and advice."""
+    metrics = finished.metrics
+    return {
+        "run": str(finished.run.folder),
+        "method": finished.best_config.method.expression,
+        "about": _subtitle(finished),
+        "count": metrics.count,
+        "seconds": metrics.seconds,
+        "scores": metrics.scores,
+        "intervals": metrics.intervals,
+        "std": metrics.std,
+        "advice": advice(finished),
+    }
+
+
+def best_index(values: Sequence[float], metric: str) -> int:
+    """Return the place of the best value of a metric, the first of equal ones."""
+    lower = metric == "loss" or METRICS[metric].better == "lower"
+    return min(range(len(values)), key=lambda i: values[i] if lower else -values[i])
+
+
+def _differences(
+    runs: Sequence[FinishedRun], values: Sequence[float], metric: str, split: str, best: int
+) -> list[ScoreCell]:
+    """Return each run's difference from the best one, with the interval of the paired predictions of single runs."""
+    statistics: list[Score | None] = [None] * len(runs)
+    if metric in METRICS and METRICS[metric].extra == "cli" and not any(one.config.is_series for one in runs):
+        scores = [rescore_with_statistics(one.run.folder, [metric]) for one in runs]
+        statistics = [one[split].get(metric) if split in one else None for one in scores]
+    cells = []
+    for i, value in enumerate(values):
+        mine, other, ends = statistics[i], statistics[best], None
+        if i != best and mine is not None and other is not None:
+            ends = difference_interval(mine, other)
+        spread = "" if ends is None else f"{ends[0]:+.4f}{TO}{ends[1]:+.4f}"
+        cells.append(ScoreCell("best" if i == best else f"{value - values[best]:+.4f}", spread, repr(value)))
+    return cells
+
+
+def _differing_fields(runs: Sequence[FinishedRun]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the fields of which the runs have different values."""
+    values = [one.config.flat(mode="json") for one in runs]
+    canonical = [one.config.canonical() for one in runs]
+    fields = [name for name in values[0] if len({str(one.get(name)) for one in canonical}) > 1]
+    return tuple((name, tuple(_value_text(one[name]) for one in values)) for name in fields)
+
+
+def _value_text(value: Any) -> str:
+    """Return a value of a config in one line; an empty one is a dash."""
+    return (
+        "–"
+        if value in (None, [], {})
+        else yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n...")[0].strip()
+    )
+
+
+def _short_names(runs: Sequence[RunDir]) -> list[str]:
+    """Return the shortest ends of the folders' paths that tell them apart."""
+    paths = [run.folder.absolute().parts for run in runs]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i + 1}: {'/'.join(parts[-1:])}" for i, parts in enumerate(paths)]

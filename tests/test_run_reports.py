@@ -1,0 +1,390 @@
+"""What a run shows of itself: report.html, the comparison of runs, advice, intervals, progress, threads."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy.stats import binomtest
+
+import tiny
+from deltune.cli.threads import free_threads
+from deltune.errors import DeltuneError
+from deltune.metrics.intervals import difference_interval, interval, standard_error
+from deltune.metrics.registry import compute_scores
+from deltune.pages.charts import Line, line_chart
+from deltune.training import advice as advising
+from deltune.training.error_analysis import MAX_MATRIX, analyse
+from deltune.training.progress import ProgressDisplay, format_duration
+from deltune.training.report import compare, read_all, render_report, run_facts, write_report
+from deltune.training.run_dir import RunDir
+from deltune.training.train import train
+from test_page import EVIL, Reader
+
+LABELS = {"fruit": EVIL, "tool": "<b>tool</b>", "beast": "beast"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on texts and labels that are HTML."""
+    root = tmp_path_factory.mktemp("reports")
+    for path in sorted(tiny.data(root / "data").glob("*.jsonl")):
+        rows = [{"text": f"{row['text']} {EVIL}", "label": LABELS[row["label"]]} for row in tiny.objects(path)]
+        tiny.lines(path, rows)
+    train(tiny.spec(root, max_length=32), root / "run", progress=False)
+    return RunDir(root / "run")
+
+
+@pytest.fixture
+def copy(whole: RunDir, tmp_path: Path) -> Callable[..., RunDir]:
+    """Copies the run, with other results, log lines or predictions."""
+
+    def make(
+        name: str = "run",
+        metrics: Callable[[dict[str, Any]], Any] | None = None,
+        log: list[dict[str, Any]] | None = None,
+        answer: Callable[[dict[str, Any]], str] | None = None,
+    ) -> RunDir:
+        run = RunDir(tmp_path / name)
+        shutil.copytree(whole.folder, run.folder)
+        if metrics is not None:
+            values = json.loads(run.metrics_file.read_text())
+            metrics(values)
+            run.metrics_file.write_text(json.dumps(values))
+        if log is not None:
+            tiny.lines(run.log_file, log)
+        if answer is not None:
+            path = run.predictions / "test.jsonl"
+            tiny.lines(path, [{**row, "prediction": answer(row)} for row in tiny.objects(path)])
+        return run
+
+    return make
+
+
+# -- the page
+
+
+def test_the_page_is_whole_escaped_and_asks_for_nothing(whole: RunDir) -> None:
+    text = whole.report_file.read_text()
+    reader = Reader(text)
+    assert len(reader.all("script")) == 1 and "<script>alert" not in text and "<b>tool</b>" not in text
+    assert "alert(" in reader.visible_text()
+    assert not re.search(r"https?:|url\((?!#)|@import", text)
+    assert "default-src 'none'" in str(reader.all("meta"))
+    ids = [attrs["id"] for _, attrs in reader.elements if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_says_everything(whole: RunDir) -> None:
+    text = Reader(whole.report_file.read_text()).visible_text()
+    for split, scores in whole.metrics.scores.items():
+        assert split in text
+        for name, value in scores.items():
+            assert name in text and f"{value:.4f}" in text
+    low, high = whole.metrics.intervals["test"]["accuracy"]
+    assert f"{low:.4f} … {high:.4f}" in text
+    for part in ("prefix(length=4) + layernorm", "Confusion matrix", "deltune.load(model", "max_length: 32", "torch"):
+        assert part in text
+    assert whole.data.digests["test"] in text
+    assert len(Reader(whole.report_file.read_text()).all("figure")) == 3, "loss, validation, rate"
+
+
+def test_a_run_of_before_has_its_page(copy: Callable[..., RunDir]) -> None:
+    """Without intervals, without speeds in the log, without the command and the commit."""
+    run = copy(metrics=lambda values: values.pop("intervals"))
+    whole_environment = json.loads(run.environment_file.read_text())
+    kept = {name: whole_environment[name] for name in ("deltune", "python", "packages", "data")}
+    run.environment_file.write_text(json.dumps(kept))
+    run.report_file.unlink()
+    text = Reader(write_report(run).read_text()).visible_text()
+    assert "95 % interval" not in text and "Confusion matrix" in text
+    run.log_file.unlink()
+    assert "Curves" not in Reader(write_report(run).read_text()).visible_text()
+
+
+def test_what_is_not_finished_has_no_page(copy: Callable[..., RunDir]) -> None:
+    one, two = copy("one"), copy("two")
+    one.metrics_file.unlink()
+    (two.predictions / "test.jsonl").write_text('{"prediction": 1}\n')
+    with pytest.raises(DeltuneError, match=r"(?s)one is not finished.*test.jsonl line 1"):
+        read_all([one, two])
+
+
+def test_runs_side_by_side(whole: RunDir, copy: Callable[..., RunDir]) -> None:
+    """A run that is always right beats the other, by as much as its accuracy says."""
+
+    def perfect(values: dict[str, Any]) -> None:
+        values["test"]["accuracy"] = 1.0
+
+    better = copy("better", perfect, answer=lambda row: row["reference"])
+    runs = read_all([whole, better])
+    comparison = compare(runs)
+    assert comparison.main == "accuracy" and [run.difference.text for run in comparison.runs][1] == "best"
+    accuracy = whole.metrics.test["accuracy"]
+    assert comparison.runs[0].difference.text == f"{accuracy - 1:+.4f}"
+    low, high = map(float, re.findall(r"[+-][\d.]+", comparison.runs[0].difference.spread))
+    assert low < accuracy - 1 < high < 0
+    text = Reader(render_report(runs)).visible_text()
+    assert "better" in text and "paired" in text
+    assert run_facts(runs[0])["scores"] == whole.metrics.scores
+    facts = json.loads(better.environment_file.read_text())
+    facts["data"]["digests"]["test"] = "0" * 16
+    better.environment_file.write_text(json.dumps(facts))
+    other = compare(read_all([whole, better]))
+    assert "differ" in other.notes[0] and not any(run.difference.text for run in other.runs)
+
+
+# -- errors by kind of task
+
+LINES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "classification": (
+        [
+            {"id": "1", "input": "x", "prediction": "a", "reference": "a", "scores": {"a": 0.9, "b": 0.1}},
+            {"id": "2", "input": {"text": "x", "pair": "y"}, "prediction": "a", "reference": "b", "scores": {"a": 0.7}},
+            {"id": "3", "input": "z", "prediction": "b", "reference": "a", "scores": {"b": 0.8}},
+        ],
+        ["1 of 3 rows are right", "3", "2"],
+    ),
+    "choice": (
+        [{"id": "1", "input": {"question": "q", "choices": ["l", "r"]}, "prediction": 1, "reference": 0,
+          "scores": [0.2, 0.8]}],
+        ["0 of 1 rows are right", "1"],
+    ),
+    "tagging": (
+        [
+            {"id": "1", "input": ["A", "B", "C"], "prediction": ["B-X", "O", "B-Y"],
+             "reference": ["B-X", "I-X", "B-Z"]},
+            {"id": "2", "input": ["D"], "prediction": ["B-X"], "reference": ["B-X"]},
+        ],
+        ["1 of 2 rows are right", "1"],
+    ),
+    "generation": (
+        [
+            {"id": "1", "input": "p", "prediction": "the cat sat on it", "reference": ["the cat sat on it", "x"]},
+            {"id": "2", "input": "p", "prediction": "the cat sat on a mat", "reference": ["the dog sat on a mat"]},
+        ],
+        ["1 of 2 rows are exactly right", "2"],
+    ),
+    "language": (
+        [
+            {"id": "1", "input": "p", "prediction": -20.0, "reference": 10},
+            {"id": "2", "input": "q", "prediction": -50.0, "reference": 10},
+        ],
+        ["2 texts of 20 predicted tokens", "2", "1"],
+    ),
+}  # fmt: skip
+"""Kind -> lines, and of their analysis how the summary begins and the ids of the worst rows, in order."""
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_the_errors_of_each_kind_of_task(kind: str) -> None:
+    lines, (summary, *wrong) = LINES[kind]
+    analysis = analyse(kind, lines)
+    assert analysis.summary.startswith(summary)
+    assert [example.id for example in analysis.wrong] == wrong
+
+
+@pytest.mark.parametrize("kind", ["tagging", "language"])
+def test_predictions_of_another_kind_are_refused(kind: str) -> None:
+    with pytest.raises(DeltuneError, match=f"not those of {kind}"):
+        analyse(kind, [{"prediction": {}, "reference": None, "input": 3}])
+
+
+def test_what_is_counted() -> None:
+    labels = analyse("classification", LINES["classification"][0], ("a", "b"))
+    assert labels.confusion is not None and labels.confusion.counts == ((1, 1), (1, 0))
+    assert labels.majority == "a" and labels.baseline == pytest.approx(2 / 3)
+    by_type, by_error = analyse("tagging", LINES["tagging"][0]).tables
+    assert by_type.rows[0] == ("X", "2", "2", "0.500", "0.500", "0.500")
+    assert dict(by_error.rows) == {"X with wrong ends": "1", "Z taken for Y": "1"}
+    many = [{"prediction": str(i + 1), "reference": str(i), "input": ""} for i in range(MAX_MATRIX + 1)]
+    analysis = analyse("classification", many)
+    assert analysis.confusion is None and analysis.tables[0].title == "Most frequent confusions"
+
+
+# -- advice
+
+
+def losses(*values: float) -> list[dict[str, Any]]:
+    return [{"step": i + 1, "loss": value} for i, value in enumerate(values)]
+
+
+def validations(*values: tuple[float, float]) -> list[dict[str, Any]]:
+    return [{"step": 6 * (i + 1), "eval_loss": loss, "eval_accuracy": a} for i, (loss, a) in enumerate(values)]
+
+
+FALLING = losses(1.1, 0.9, 0.5)
+ADVICE: dict[str, tuple[dict[str, Any], str]] = {
+    "all alike": ({"log": FALLING, "answer": lambda row: "beast"},
+                  r"every row of test .*'beast', which 33.3%.*--lr 0\.05"),
+    "no better": ({"log": FALLING, "answer": lambda row: "beast" if row["reference"] == "beast" else "<b>tool</b>"
+                   if row["reference"] != "<b>tool</b>" else EVIL}, r"no better than always answering.*--epochs 6"),
+    "rose": ({"log": losses(1, 2, 3), "answer": lambda row: row["reference"]}, r"rose from 1 to 3.*--lr 0\.002"),
+    "stayed": ({"log": losses(1, 1, 0.99), "answer": lambda row: row["reference"]}, r"hardly fell.*--lr 0\.05"),
+    "improving": ({"log": [*FALLING, *validations((1.0, 0.3), (0.9, 0.4), (0.8, 0.5))],
+                   "answer": lambda row: row["reference"],
+                   "metrics": lambda values: values["best"].update(step=18, value=0.5)},
+                  r"still improving.*0\.4000 → 0\.5000.*--epochs 6"),
+    "settled": ({"log": [*FALLING, *validations((1.0, 0.3), (0.9, 0.5), (0.899, 0.5))],
+                 "answer": lambda row: row["reference"]}, r"^$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice(case: str, copy: Callable[..., RunDir]) -> None:
+    changes, expected = ADVICE[case]
+    notes = advising.advice(advising.read_finished(copy(**changes)))
+    assert len(notes) <= 1 and re.search(expected, "".join(notes)), notes
+
+
+@pytest.mark.parametrize(
+    ("tried", "chosen", "expected"),
+    [((1e-3, 1e-2), 1e-2, "largest value tried.*lr=0.1"), ((1e-2, 1e-3), 1e-3, "smallest value tried.*lr=0.0001"),
+     ((1e-3, 3e-3, 1e-2), 3e-3, "^$"), ((1e-3,), 1e-3, "^$")],
+)  # fmt: skip
+def test_the_edge_of_a_search(
+    tried: tuple[float, ...], chosen: float, expected: str, whole: RunDir, copy: Callable[..., RunDir]
+) -> None:
+    config = whole.config.replace(search={"lr": tried})
+    metrics = copy(metrics=lambda values: values["best"].update(lr=chosen)).metrics
+    assert re.search(expected, "".join(advising.edge_of_search(config, metrics)))
+
+
+# -- intervals
+
+
+def test_intervals_are_those_of_the_books() -> None:
+    """Wilson's for shares; the jackknife of a mean is its standard error, of distinct rows and in groups."""
+    hits = [1] * 17 + [0] * 7
+    score = compute_scores(["accuracy"], hits, [1] * 24, [0, 1])["accuracy"]
+    ends = binomtest(17, 24).proportion_ci(method="wilson")
+    assert interval(score, (0.0, 1.0)) == pytest.approx((ends.low, ends.high))
+    for rows in (np.array(hits, float).reshape(-1, 1), np.arange(90.0).reshape(-1, 1)):
+        error = rows.std(ddof=1) / math.sqrt(len(rows))
+        assert standard_error(rows, lambda chosen: float(chosen.mean())) == pytest.approx(error)
+    many = np.random.default_rng(0).standard_normal((5000, 1))
+    assert standard_error(many, lambda chosen: float(chosen.mean())) == pytest.approx(1 / math.sqrt(5000), rel=0.3)
+
+
+def test_what_has_no_interval() -> None:
+    equal = compute_scores(["perplexity"], [-2.0, -2.0, -2.0], [1, 1, 1], None)
+    assert interval(equal["perplexity"], (1.0, float("inf"))) is None, "no spread"
+    one = compute_scores(["accuracy"], [1], [1], [0, 1])["accuracy"]
+    assert interval(one, (0.0, 1.0)) is None
+
+
+def test_a_paired_difference_is_narrower() -> None:
+    """What is hard for both cancels: 10 of 100 rows differ, though both are right on half of them."""
+    references = [1] * 100
+    first, second = [1] * 60 + [0] * 40, [1] * 50 + [0] * 50
+    one, two = (compute_scores(["accuracy"], p, references, [0, 1])["accuracy"] for p in (first, second))
+    low, high = difference_interval(one, two) or (0.0, 0.0)
+    assert 0 < low < 0.1 < high < 0.2
+    assert (low + high) / 2 == pytest.approx(0.1)
+
+
+# -- charts
+
+
+def test_a_line_chart_has_words_and_stays_in_its_frame() -> None:
+    text = str(line_chart(EVIL, [Line(EVIL, [(i, 1.0 / (i + 1)) for i in range(1000)], marked=999)], "step"))
+    assert "<script>alert" not in text and "from 1 to 0.001" in text
+    numbers = [float(n) for n in re.findall(r"[ML](-?[\d.]+) ", text)]
+    assert len(numbers) < 300 and min(numbers) >= 0 and max(numbers) <= 560
+    assert str(line_chart("t", [Line("a", [(1, 2.0)]), Line("b", [(1, float("nan")), (2, 1.0)])], "step")) == ""
+    assert "0.5" in str(line_chart("t", [Line("flat", [(1, 0.5), (2, 0.5)])], "step"))
+
+
+# -- progress
+
+
+class Clock:
+    """Seconds that a test decides."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_come_now_and_then_with_the_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    """After 5 seconds, then every 10 and after 100 seconds every tenth of the time; the time left is exact."""
+    caplog.set_level(logging.INFO, "deltune")
+    clock = Clock()
+    with ProgressDisplay(console=Console(file=io.StringIO()), clock=clock) as display:
+        display.start("training", 3600, done=0, columns=("step",))
+        moments = []
+        for second in range(1, 3601):
+            clock.now = second
+            before = len(caplog.records)
+            display.show({"step": f"{second}/3600"})
+            display.advance()
+            moments += [second] * (len(caplog.records) - before)
+    assert moments[:4] == [5, 15, 25, 35] and 20 < len(moments) < 60
+    assert caplog.records[1].message == "step 15/3600, 0:15 elapsed, 59:45 left"
+
+
+def test_a_validation_is_a_line_and_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltune")
+    clock, written = Clock(), io.StringIO()
+    facts = {"step": "6/12", "validation": "accuracy 0.5"}
+    for terminal in (False, True):
+        console = Console(file=written, force_terminal=terminal, width=100, height=40)
+        with ProgressDisplay(console=console, clock=clock) as display:
+            display.start("training", 12, columns=("step", "validation"), seconds=60)
+            clock.now += 30
+            display.advance(6)
+            display.keep(facts)
+            display.keep({"step": "7/12"})
+    lines = [record.message for record in caplog.records]
+    assert lines[-1] == "step 6/12, validation accuracy 0.5, 1:30 elapsed, 0:30 left"
+    assert len(lines) == 2, "the line that was due, and the row; a second row at once is none, and a table is no log"
+    assert "accuracy 0.5" in written.getvalue() and "validation" in written.getvalue()
+
+
+@pytest.mark.parametrize(("width", "shown"), [(120, 4), (50, 3), (10, 3)])
+def test_a_narrow_terminal_shows_the_first_columns(width: int, shown: int) -> None:
+    written, columns = io.StringIO(), ("step", "loss", "validation", "tokens/s")
+    with ProgressDisplay(console=Console(file=written, force_terminal=True, width=width, height=30)) as display:
+        display.start("training", 10, columns=columns)
+        display.keep({"step": "1/10", "loss": "0.5000", "validation": "accuracy 0.5", "tokens/s": "1,000"})
+    assert ("1,000" in written.getvalue()) == (shown == 4)
+    assert ("accuracy 0.5" in written.getvalue()) == (width > 10)
+
+
+def test_nothing_is_shown_that_is_not_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltune")
+    clock, written = Clock(), io.StringIO()
+    with ProgressDisplay(False, Console(file=written, force_terminal=True), clock) as display:
+        display.start("training", 12, columns=("step",))
+        clock.now = 100
+        display.advance(6)
+        display.keep({"step": "6/12"})
+        assert display.seconds_left == pytest.approx(100)
+    assert not caplog.records and not written.getvalue()
+
+
+def test_durations() -> None:
+    cases = {None: "?", 0: "0:00", 42.4: "0:42", 59.6: "1:00", 725: "12:05", 3723: "1:02:03"}
+    assert {seconds: format_duration(seconds) for seconds in cases} == cases
+
+
+# -- threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "busy", "threads"), [(2, 0.0, 2), (2, 0.4, 2), (2, 1.2, 1), (2, 9.0, 1), (16, 3.6, 12), (1, 0.0, 1)]
+)
+def test_threads_leave_room_for_other_work(cores: int, busy: float, threads: int) -> None:
+    assert free_threads(cores, busy) == threads
