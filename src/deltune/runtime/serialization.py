@@ -5,10 +5,11 @@ No pickle is used. A folder is written completely or not at all, and everything 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,17 +102,42 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
     """
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
-    for tensor in sorted(anatomy.tensors, key=lambda t: t.name):
-        if tensor.area in ("head", "vocabulary"):
-            continue
-        values = original(tensor.name).detach().reshape(-1)
-        if values.device.type == "meta":
-            return {}
-        step = torch.linspace(0, values.numel() - 1, min(64, values.numel())).long()
-        sample = values[step.to(values.device)].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
+    tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
+    with torch.no_grad():
+        samples: list[torch.Tensor] = []
+        for tensor in tensors:
+            values = original(tensor.name).reshape(-1)
+            if values.device.type == "meta":
+                return {}
+            samples.append(values.index_select(0, _sampled_positions(values.numel(), values.device)))
+        numbers = _as_bytes(samples)
+    for tensor, sample in zip(tensors, numbers, strict=True):
         digest = areas.setdefault(tensor.area, hashlib.sha256())
         digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + sample)
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _sampled_positions(size: int, device: torch.device) -> torch.Tensor:
+    """Return 64 positions from the first to the last of a tensor's values, or all of them where it has fewer."""
+    with torch.inference_mode(False):
+        return torch.linspace(0, size - 1, min(64, size)).long().to(device)
+
+
+def _as_bytes(samples: Sequence[torch.Tensor]) -> Iterator[bytes]:
+    """Iterate over the bytes of some tensors in bfloat16, which are moved to the CPU together, once for each device."""
+    rows: dict[torch.device, list[torch.Tensor]] = {}
+    for sample in samples:
+        rows.setdefault(sample.device, []).append(sample)
+    joined = {
+        device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy()  # of mixed types the widest
+        for device, of_device in rows.items()
+    }
+    starts = dict.fromkeys(rows, 0)
+    for sample in samples:
+        start = starts[sample.device]
+        starts[sample.device] = start + len(sample)
+        yield joined[sample.device][start : start + len(sample)].tobytes()
 
 
 def delta_folder(folder: str | Path) -> Path:
