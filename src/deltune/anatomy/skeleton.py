@@ -129,17 +129,18 @@ class _Copier:
         return value
 
 
-_BLANK = frozenset(nn.Module().__dict__)
-"""The attributes that torch gives every module."""
+_NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES))
+"""The attributes that torch gives every module, which a copy has of its own, and `PASS_OVERRIDES`."""
 
 
 def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Iterate over the attributes of a live module that its copy has, beside torch's own."""
-    offloaded = "_hf_hook" in module.__dict__  # accelerate's wrapper around forward, which runs the live module
-    for name, value in list(module.__dict__.items()):
-        if name in _BLANK or name in PASS_OVERRIDES or (offloaded and name == "forward"):
-            continue
-        if type(value) in _VALUES or not getattr(type(value), "of_live_model", False):
+    attributes = module.__dict__
+    offloaded = "_hf_hook" in attributes  # accelerate's wrapper around forward, which runs the live module
+    for name in sorted(attributes.keys() - _NOT_COPIED):
+        value = attributes.get(name)
+        is_copied = type(value) in _VALUES or not getattr(type(value), "of_live_model", False)
+        if is_copied and not (offloaded and name == "forward"):
             yield name, value
 
 

@@ -179,11 +179,7 @@ def read_metadata(folder: str | Path) -> DeltaMetadata:
     Raises:
         DeltuneError: There is none, or deltune did not write it.
     """
-    where = delta_folder(folder)
-    path = find_file(where, FACTS)
-    if path is None:
-        raise DeltuneError(f"{where / FACTS} is missing; the folder is incomplete")
-    return read_metadata_file(path)
+    return read_metadata_file(delta_folder(folder) / FACTS)
 
 
 @dataclass(frozen=True)
@@ -224,8 +220,8 @@ def open_delta(folder: str | Path) -> SavedDelta:
         DeltuneError: The folder is incomplete, a file is damaged or was not written by deltune, the two files do not
             describe the same tensors, or one of them is a link that leads out of the folder.
     """
-    facts, where = read_metadata(folder), delta_folder(folder)
-    path = find_file(where, NUMBERS)
+    where = delta_folder(folder)
+    facts, path = read_metadata_file(where / FACTS), find_file(where, NUMBERS)
     if path is None:
         raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
     tensors = tensor_files.read_header(path)
