@@ -208,7 +208,7 @@ def test_one_rehearsal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 SAVED = cells(
     "prefix(length=3) + lora(rank=2) + layernorm", "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')",
-    "prompt(length=3)", "diff_pruning(sparsity=0.02)", "full",
+    "prompt(length=3)", "diff_pruning(sparsity=0.02)", "full", families=lambda family: family.name in NAMES,
 )  # fmt: skip
 
 
