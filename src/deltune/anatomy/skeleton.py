@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import types
 import weakref
 from collections.abc import Iterator
@@ -203,21 +202,24 @@ class _Stamper:
         if number is not None:
             return number
         number = self.numbers[id(module)] = len(self.numbers)
-        self._class(type(module))
-        note = self.structure.append
-        note((number, type(module)))
-        for name, tensor in itertools.chain(list(module._parameters.items()), list(module._buffers.items())):
-            note((name, None if tensor is None else self._tensor(tensor)))
+        kind = type(module)
+        if kind not in self.classes:
+            self._class(kind)
+        notes: list[Any] = [number, kind]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                notes += (name, None if tensor is None else self._tensor(tensor))
         for name, child in list(module._modules.items()):
             if name != HANDLE_NAME:
-                note((name, None if child is None else self.module(child)))
+                notes += (name, None if child is None else self.module(child))
         for name, value in _copied_attributes(module):
             if type(value) in _VALUES:
-                note((name, value))
+                notes += (name, value)
             elif callable(value) and not isinstance(value, nn.Module):
                 self.functions.append((number, name, self.value(value)))
             else:
-                note((name, self.value(value)))
+                notes += (name, self.value(value))
+        self.structure.append(tuple(notes))
         return number
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:

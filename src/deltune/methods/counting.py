@@ -230,6 +230,9 @@ def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
 LIMIT_VARIABLE = "DELTUNE_MEMORY_LIMIT"
 """The environment variable that sets a limit in place of the free memory: a number of bytes, or as in 8GiB."""
 
+NEGLIGIBLE_BYTES = 4 << 20
+"""What is always attached without asking for the free memory, since asking takes longer than attaching it."""
+
 UNITS = {
     "": 1,
     "B": 1,
@@ -291,6 +294,8 @@ def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMet
     tensors = list(base_tensors(model))
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     needed = needed_bytes(anatomy, resolved, 8 if wide else 4)
+    if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():
+        return
     limit, source = _limit({tensor.device for tensor in tensors})
     if limit is None or needed <= limit:
         return

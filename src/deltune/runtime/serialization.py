@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,17 +103,30 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
     tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    places = []  # of each tensor's sample: its device, and its first and last byte among the samples there
+    ends: dict[torch.device, int] = {}
     with torch.no_grad():
-        samples: list[torch.Tensor] = []
         for tensor in tensors:
-            values = original(tensor.name).reshape(-1)
-            if values.device.type == "meta":
+            values = original(tensor.name)
+            device = values.device
+            if device.type == "meta":
                 return {}
-            samples.append(values.index_select(0, _sampled_positions(values.numel(), values.device)))
-        numbers = _as_bytes(samples)
-    for tensor, sample in zip(tensors, numbers, strict=True):
-        digest = areas.setdefault(tensor.area, hashlib.sha256())
-        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + sample)
+            positions = _sampled_positions(values.numel(), device)
+            samples.setdefault(device, []).append(torch.take(values, positions))
+            start = ends.get(device, 0)
+            ends[device] = start + 2 * len(positions)
+            places.append((device, start, ends[device]))
+        # moved to the CPU together; of tensors of several types the widest, which changes no value
+        joined = {
+            device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
+            for device, of_device in samples.items()
+        }
+    for tensor, (device, start, end) in zip(tensors, places, strict=True):
+        digest = areas.get(tensor.area)
+        if digest is None:
+            digest = areas[tensor.area] = hashlib.sha256()
+        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + joined[device][start:end])
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
 
 
@@ -122,22 +135,6 @@ def _sampled_positions(size: int, device: torch.device) -> torch.Tensor:
     """Return 64 positions from the first to the last of a tensor's values, or all of them where it has fewer."""
     with torch.inference_mode(False):
         return torch.linspace(0, size - 1, min(64, size)).long().to(device)
-
-
-def _as_bytes(samples: Sequence[torch.Tensor]) -> Iterator[bytes]:
-    """Iterate over the bytes of some tensors in bfloat16, which are moved to the CPU together, once for each device."""
-    rows: dict[torch.device, list[torch.Tensor]] = {}
-    for sample in samples:
-        rows.setdefault(sample.device, []).append(sample)
-    joined = {
-        device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy()  # of mixed types the widest
-        for device, of_device in rows.items()
-    }
-    starts = dict.fromkeys(rows, 0)
-    for sample in samples:
-        start = starts[sample.device]
-        starts[sample.device] = start + len(sample)
-        yield joined[sample.device][start : start + len(sample)].tobytes()
 
 
 def delta_folder(folder: str | Path) -> Path:
@@ -203,12 +200,13 @@ class SavedDelta:
             DeltuneError: The file was changed since it was saved.
         """
         path = self.where / NUMBERS
-        if file_sha256(path) != self.facts.sha256:
+        raw = tensor_files.read_small(path)
+        if (file_sha256(path) if raw is None else hashlib.sha256(raw).hexdigest()) != self.facts.sha256:
             raise DeltuneError(
                 f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
                 "damaged or changed after they were saved; copy both of them again"
             )
-        return tensor_files.load_tensors(path)
+        return tensor_files.load_tensors(path, raw)
 
 
 def open_delta(folder: str | Path) -> SavedDelta:
