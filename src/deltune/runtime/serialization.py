@@ -201,7 +201,8 @@ class SavedDelta:
         """
         path = self.where / NUMBERS
         raw = tensor_files.read_small(path)
-        if (file_sha256(path) if raw is None else hashlib.sha256(raw).hexdigest()) != self.facts.sha256:
+        digest = file_sha256(path) if raw is None else hashlib.sha256(raw).hexdigest()
+        if digest != self.facts.sha256:
             raise DeltuneError(
                 f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
                 "damaged or changed after they were saved; copy both of them again"
