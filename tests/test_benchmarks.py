@@ -35,6 +35,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import parts as all_parts
 from benchmarks.frame import Piece, Report, carry_out, chosen
+from benchmarks.peers import PAIRS
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
 from benchmarks.shapes import batch, build, tiny
 from deltune.studies.engine.timing import median_interval, paired_ratio, time_interleaved
@@ -248,6 +249,17 @@ def test_life() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     measured(life.attached(LlamaConfig(**sizes, vocab_size=32), ("lora(rank=2)",), 1))
     measured(life.switched(tiny("encoder"), ("layernorm",), 3))
+    measured(life.crowded(tiny("encoder"), 12, few=6, rounds=6))
+
+
+@pytest.mark.peers
+def test_loading() -> None:
+    measured(life.loaded(tiny("encoder"), PAIRS[:1], 12))
+
+
+@pytest.mark.slow  # it starts two processes
+def test_start() -> None:
+    measured(life.started(1))
 
 
 def test_mixed() -> None:

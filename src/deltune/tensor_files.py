@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pickletools
 import struct
 import zipfile
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import safetensors
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from .errors import DeltuneError, error_from_problems
 
 MAX_HEADER_BYTES = 32 << 20
 """Size in bytes of the longest safetensors header that is read; one of 100,000 tensors has half of it."""
+
+MAX_READ_BYTES = 16 << 20
+"""Size in bytes of the longest file that is read at once."""
 
 MAX_PICKLE_BYTES = 1 << 20
 """Size in bytes of the longest list of tensors in a file of torch.save, enough for about 7,000 tensors."""
@@ -88,14 +92,31 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load all tensors of a safetensors file, by name. Call `read_header` first: this function checks nothing.
+def read_small(path: Path) -> bytes | None:
+    """Read a file of at most `MAX_READ_BYTES` at once; None for a longer one, which is better read in parts.
 
     Raises:
         DeltuneError: The file cannot be read.
     """
     try:
-        return load_file(path)
+        with open(path, "rb") as file:
+            return file.read() if os.fstat(file.fileno()).st_size <= MAX_READ_BYTES else None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def load_tensors(path: Path, raw: bytes | None = None) -> dict[str, torch.Tensor]:
+    """Load all tensors of a safetensors file, by name. Call `read_header` first: this function checks nothing.
+
+    Args:
+        path: The file.
+        raw: Its bytes, where they were read.
+
+    Raises:
+        DeltuneError: The file cannot be read.
+    """
+    try:
+        return load_file(path) if raw is None else load(raw)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 

@@ -464,7 +464,7 @@ def law_quantize_dynamic(cell: Cell) -> None:
     outputs = cell.now()
     quantised = quantise(model)
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    touched = any(path in linears for path, _, _, _ in deltune.tuned(model)._passes.modules.entries)
+    touched = any(path in linears for path in deltune.tuned(model)._passes.modules.entries)
     if touched:
         with pytest.raises(deltune.DeltuneError, match=r"was replaced .*quantise a tuned model, merge\(\) first"):
             run(quantised, cell.inputs)

@@ -104,8 +104,8 @@ MUTATIONS = (
     ),
     Mutation(
         "saving: an altered file is loaded",
-        "if file_sha256(path) != self.facts.sha256:",
-        "if not file_sha256(path):",
+        "if digest != self.facts.sha256:",
+        "if not digest:",
         "Values that were changed after saving would be used.",
         ("tests/fuzz/test_delta_files.py", "tests/test_store.py"),
     ),

@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 
 from ..errors import DeltuneError, error_summary
 from .residuals import SubLayer, find_sublayers, norm_position
-from .skeleton import base_modules, base_parameters
+from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
 from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, NormPosition, Stack, StackName, Tensor
 
@@ -62,7 +62,7 @@ def computed_parameters(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 _CACHE: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
-"""By model, the names and shapes of its parameters when it was inspected, and its anatomy."""
+"""By model, its structure when it was inspected, and its anatomy."""
 
 
 def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
@@ -87,9 +87,10 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     if not isinstance(model, PreTrainedModel):
         raise DeltuneError(f"inspect takes a model of transformers or its configuration, not a {type(model).__name__}")
     check_not_quantized(model)
-    shape = tuple((name, tuple(p.shape)) for name, p in base_parameters(model))
-    if model in _CACHE and _CACHE[model][0] == shape:
-        return _CACHE[model][1]
+    structure = structure_stamp(model).structure  # a layer whose forward was replaced since is for `unreached_edits`
+    known, anatomy = _CACHE.get(model, (None, None))
+    if anatomy is not None and known == structure:
+        return anatomy
     try:
         anatomy = _Inspector(model).anatomy()
     except DeltuneError:
@@ -99,7 +100,7 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
             f"{type(model).__name__} is built in a way that deltune cannot read ({type(error).__name__}: "
             f"{error_summary(error)}); the documentation lists the model families that can be tuned"
         ) from error
-    _CACHE[model] = (shape, anatomy)
+    _CACHE[model] = (structure, anatomy)
     return anatomy
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DeltuneError, error_summary
-from .skeleton import structural_copy
+from .skeleton import Stamp, base_modules, structural_copy, structure_stamp
 
 
 @dataclass(eq=False)
@@ -102,6 +103,21 @@ class Trace:
     def of_kind(self, kind: str) -> list[Node]:
         """Return the nodes of a kind, in the order of execution."""
         return [node for node in self.nodes if node.kind == kind]
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """Which modules a forward pass calls, and in what order.
+
+    Attributes:
+        attended: Paths of the modules that called the attention interface.
+        began: How many steps there were when each module was first entered.
+        ended: How many steps there were when each module last returned.
+    """
+
+    attended: frozenset[str]
+    began: dict[str, int]
+    ended: dict[str, int]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -313,6 +329,34 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
 
 
+_CALL_ORDERS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, CallOrder]] = weakref.WeakKeyDictionary()
+"""By model, a stamp of what was traced, and its order of calls."""
+
+
+def call_order(model: PreTrainedModel) -> CallOrder:
+    """Return which modules the base model's forward pass calls, and in what order.
+
+    It is traced once, and again whenever the structure of the base model has changed.
+
+    Args:
+        model: A live model, which is neither run nor changed.
+
+    Raises:
+        DeltuneError: As `trace_forward`.
+    """
+    stamp, order = _CALL_ORDERS.get(model, (None, None))
+    if order is None or stamp != _base_stamp(model):
+        trace_forward(model)
+        order = _CALL_ORDERS[model][1]
+    return order
+
+
+def _base_stamp(model: PreTrainedModel) -> tuple[str, Stamp]:
+    """Return the path of the base model, and a stamp of it."""
+    base = base_model(model)
+    return next(path for path, module in base_modules(model) if module is base), structure_stamp(base)
+
+
 def trace_forward(model: PreTrainedModel) -> Trace:
     """Run a copy of a model's base model on meta tensors, and record the forward pass.
 
@@ -328,13 +372,16 @@ def trace_forward(model: PreTrainedModel) -> Trace:
     Raises:
         DeltuneError: The forward pass cannot run on shapes alone; the message quotes the model's own error.
     """
+    stamp = _base_stamp(model)  # taken first: a change in another thread meanwhile makes it differ
     try:
-        return _trace_with(model, OBSERVING_ATTENTION)
+        trace = _trace_with(model, OBSERVING_ATTENTION)
     except DeltuneError as first:
         try:
-            return _trace_with(model, "eager")
+            trace = _trace_with(model, "eager")
         except DeltuneError:
             raise first from None
+    _CALL_ORDERS[model] = stamp, CallOrder(frozenset(trace.attended), trace.began, trace.ended)
+    return trace
 
 
 def _trace_with(model: PreTrainedModel, attention: str) -> Trace:

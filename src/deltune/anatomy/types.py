@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ..notebook import html_table
@@ -259,6 +260,21 @@ class Anatomy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
         return self
+
+    @cached_property
+    def _tensors_by_name(self) -> dict[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter of the model by its name.
+
+        Args:
+            name: Its name, the first one where it has several.
+
+        Returns:
+            The parameter.
+        """
+        return self._tensors_by_name[name]
 
     @property
     def shared(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
+from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, excerpt, unknown_name
@@ -229,6 +230,9 @@ def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
 LIMIT_VARIABLE = "DELTUNE_MEMORY_LIMIT"
 """The environment variable that sets a limit in place of the free memory: a number of bytes, or as in 8GiB."""
 
+NEGLIGIBLE_BYTES = 4 << 20
+"""What is always attached without asking for the free memory, since asking takes longer than attaching it."""
+
 UNITS = {
     "": 1,
     "B": 1,
@@ -287,9 +291,12 @@ def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMet
     Raises:
         DeltuneError: The method does not fit; the message has its exact count.
     """
-    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    tensors = list(base_tensors(model))
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     needed = needed_bytes(anatomy, resolved, 8 if wide else 4)
-    limit, source = _limit(model)
+    if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():
+        return
+    limit, source = _limit({tensor.device for tensor in tensors})
     if limit is None or needed <= limit:
         return
     count = count_resolved(anatomy, resolved, "number", 1)
@@ -300,11 +307,11 @@ def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMet
     )
 
 
-def _limit(model: PreTrainedModel) -> tuple[int | None, str]:
+def _limit(devices_of_model: set[torch.device]) -> tuple[int | None, str]:
     """Return the bytes that may be used, None where they are not known, and where the number comes from."""
     if stated := os.environ.get(LIMIT_VARIABLE, "").strip():
         return _parse_limit(stated), f"is the limit of {LIMIT_VARIABLE}"
-    devices = {p.device for p in model.parameters()} - {torch.device("meta")} or {torch.device("cpu")}
+    devices = devices_of_model - {torch.device("meta")} or {torch.device("cpu")}
     free = [_free_on_device(device) for device in devices]
     names = ", ".join(sorted(map(str, devices)))
     return (None if None in free else sum(f for f in free if f is not None)), f"is free ({names})"

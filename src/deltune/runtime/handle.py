@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import check_not_quantized, inspect
-from ..anatomy.skeleton import HANDLE_NAME
-from ..anatomy.tracing import all_configs, trace_forward
+from ..anatomy.skeleton import HANDLE_NAME, base_tensors
+from ..anatomy.tracing import all_configs, call_order
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
@@ -29,15 +29,20 @@ from ..methods.spec import Method
 from ..notebook import html_table
 from . import merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
-from .hooks import Hook, required_hooks, unreached_edits
+from .hooks import Hook, hooks_of_delta, hooks_of_model, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
-from .pass_manager import AttachedModules, PassManager, check_not_offloaded, reset_after_fork
+from .pass_manager import PassManager, check_not_offloaded, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
 
 T = TypeVar("T")
+
+_THE_MODEL = ""
+"""What needs a hook as long as any delta is attached; no delta has this name."""
+
+_METHOD_NAMES = frozenset({*METHODS, *WHOLE_MODEL_METHODS})
 
 _INSTALL_LOCK = threading.Lock()
 """Held while a handle is added to a model, since two threads may attach the first delta at the same time."""
@@ -76,6 +81,7 @@ class Tuned(nn.Module):
         self._base_metadata: dict[str, Any] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
+        self._users_of_hooks: dict[tuple[str, str], set[str]] = {}
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
@@ -368,6 +374,8 @@ class Tuned(nn.Module):
         for name in names:
             if name in self.deltas:
                 del self.deltas[name]
+        for users in self._users_of_hooks.values():
+            users.difference_update(names)
         if len(self.deltas):
             self._update_hooks()
             return model
@@ -447,13 +455,13 @@ class Tuned(nn.Module):
 
     def _move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        default = next(self.model.parameters()).device
-        is_double = any(p.dtype == torch.float64 for p in self.model.parameters())
-        dtype = torch.float64 if is_double else torch.float32
+        tensors = list(base_tensors(self.model))
+        default, devices = tensors[0].device, {tensor.device for tensor in tensors}
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
         for edit in delta.all_edits():
-            edit.to(self._device_of(edit, default), dtype)
+            _move(edit, default if len(devices) == 1 else self._device_of(edit, default), dtype)
         for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
-            shared.to(default, dtype)
+            _move(shared, default, dtype)
         return delta
 
     def _device_of(self, edit: Edit, default: torch.device) -> torch.device:
@@ -474,9 +482,11 @@ class Tuned(nn.Module):
         """
         self._check_reached(delta)
         with self._exclusive("attach or load"):
+            self._passes.modules.check()
             previous = self._passes.default_assignment
             delta.labels = labels
-            delta.train(self.model.training)
+            if delta.training != self.model.training:
+                delta.train(self.model.training)
             if name in self.deltas:
                 raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
             has_other_handle = False
@@ -488,7 +498,7 @@ class Tuned(nn.Module):
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
                 self.deltas[name] = delta
-                self._update_hooks()
+                self._update_hooks(name)
                 self._use(name)
             except BaseException:
                 self._passes.default_assignment = previous
@@ -496,19 +506,30 @@ class Tuned(nn.Module):
                     self._detach([name])
                 raise
 
-    def _update_hooks(self) -> None:
-        """Install the hooks that the attached deltas need, and remove the others."""
-        needed = required_hooks(self._passes, self.anatomy, [self.delta(name) for name in self.names])
-        remaining = needed.keys() | {(path, "tensors") for path in self._passes.overridden_modules()}
-        for key in [key for key in self._installed_hooks if key not in remaining]:
+    def _update_hooks(self, added: str | None = None) -> None:
+        """Install the hooks that an added delta needs, and remove those that no attached delta needs any more.
+
+        What it takes depends on this delta, and not on how many others are attached.
+        """
+        if added is not None:
+            delta = self.delta(added)
+            needed = hooks_of_delta(self._passes, self.anatomy, delta)
+            users = dict.fromkeys(needed, added)
+            if _THE_MODEL not in self._users_of_hooks.get(("", "pass"), ()):
+                of_model = hooks_of_model(self._passes, self.anatomy)
+                needed, users = needed | of_model, users | dict.fromkeys(of_model, _THE_MODEL)
+            for tensor in delta.owned_tensors:
+                users |= {(path, "owned"): added for path, _ in owning_modules(self.anatomy, tensor)}
+            for key, user in users.items():
+                self._users_of_hooks.setdefault(key, set()).add(user)
+            for key, make_hook in needed.items():
+                self._install_hook(key, make_hook)
+        in_scopes = {(path, "tensors") for path in self._passes.overridden_modules()}
+        for key in [key for key in self._installed_hooks if not self._users_of_hooks.get(key) and key not in in_scopes]:
             self._installed_hooks[key].remove()
             del self._installed_hooks[key]
-        for key, make_hook in needed.items():
-            self._install_hook(key, make_hook)
-        tensors = {tensor for name in self.names for tensor in self.delta(name).owned_tensors}
-        with_tensors = {path for tensor in tensors for path, _ in owning_modules(self.anatomy, tensor)}
-        hooked = {path for path, side in self._installed_hooks if side not in {*METHODS, *WHOLE_MODEL_METHODS}}
-        self._passes.modules = AttachedModules(self.model, hooked | with_tensors)
+        used = {path for (path, side), names in self._users_of_hooks.items() if names and side not in _METHOD_NAMES}
+        self._passes.modules.keep(used | {path for path, _ in in_scopes})
         self._passes.set_prefix_attention(any(side == "attention" for _, side in self._installed_hooks))
 
     def _install_hook(self, key: tuple[str, str], make_hook: Callable[[], Hook]) -> None:
@@ -525,7 +546,7 @@ class Tuned(nn.Module):
 
     def _check_reached(self, delta: Delta) -> None:
         """Check on the model's structure that a forward pass reaches every edit of a delta."""
-        if unreached := unreached_edits(trace_forward(self.model), delta) if len(delta.edits) else []:
+        if unreached := unreached_edits(call_order(self.model), delta) if len(delta.edits) else []:
             raise error_from_problems(
                 f"{delta.method!r} cannot be attached to {type(self.model).__name__}: its forward pass does not call "
                 "every module that the method changes",
@@ -534,6 +555,13 @@ class Tuned(nn.Module):
                     for place in unreached
                 ],
             )
+
+
+def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a module, unless its parameters are all that it has, and are there."""
+    parameters = module._parameters.values()
+    if module._modules or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
+        module.to(device, dtype)
 
 
 def base_value(tuned: Tuned, name: str) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..anatomy.skeleton import base_modules
-from ..anatomy.tracing import Trace
+from ..anatomy.tracing import CallOrder
 from ..anatomy.types import Anatomy
 from ..compat import (
     call_class,
@@ -252,29 +252,35 @@ HOOK_CLASSES: dict[str, Any] = {
 """The hook for each side of a module that a place may be at."""
 
 
-def required_hooks(
-    passes: PassManager, anatomy: Anatomy, deltas: Iterable[Delta]
-) -> dict[tuple[str, str], Callable[[], Hook]]:
-    """Return the hooks that these deltas need: (module path, kind of hook) -> a function that makes the hook."""
-    needed: dict[tuple[str, str], Callable[[], Hook]] = {}
-    entries = {path: False for layer in anatomy.layers for path in [layer.path]}
-    entries |= {stack.container: False for stack in anatomy.stacks}
-    for delta in deltas:
-        for edit in delta.all_edits():
-            target = edit.place.target
-            needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
-            if edit.source_path is not None:
-                needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
-                entries.setdefault(_common_parent(target.path, edit.source_path), False)
-            if edit.place.shifted_stack:
-                entry = anatomy.stack(edit.place.shifted_stack).entry
-                needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
-        for tensor, _ in delta.masked_tensors():
-            for path, _ in owning_modules(anatomy, tensor):
-                module = passes.model.get_submodule(path)
-                needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
+Hooks = dict[tuple[str, str], Callable[[], Hook]]
+"""Functions that make hooks, by path and kind of the hook."""
+
+
+def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks:
+    """Return the hooks that a delta needs beside `hooks_of_model`."""
+    needed: Hooks = {}
+    for edit in delta.all_edits():
+        target = edit.place.target
+        needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
+        if edit.source_path is not None:
+            needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
+            parent = _common_parent(target.path, edit.source_path)
+            needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
+        if edit.place.shifted_stack:
+            entry = anatomy.stack(edit.place.shifted_stack).entry
+            needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
+    for tensor, _ in delta.masked_tensors():
+        for path, _ in owning_modules(anatomy, tensor):
+            module = passes.model.get_submodule(path)
+            needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
+    return needed
+
+
+def hooks_of_model(passes: PassManager, anatomy: Anatomy) -> Hooks:
+    """Return the hooks that the model needs as long as any delta is attached."""
+    entries = {layer.path: False for layer in anatomy.layers} | {stack.container: False for stack in anatomy.stacks}
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
-    needed |= {
+    needed: Hooks = {
         (path, "pass"): partial(ForwardEntry, passes, path, always_begins) for path, always_begins in entries.items()
     }
     for path, module in base_modules(passes.model):
@@ -295,17 +301,17 @@ def _common_parent(first: str, second: str) -> str:
     return ".".join(shared)
 
 
-def unreached_edits(trace: Trace, delta: Delta) -> list[str]:
+def unreached_edits(order: CallOrder, delta: Delta) -> list[str]:
     """Return the names of the places of a delta that a forward pass does not reach."""
-    return [edit.place.name for edit in delta.all_edits() if not _reached(trace, edit)]
+    return [edit.place.name for edit in delta.all_edits() if not _reached(order, edit)]
 
 
-def _reached(trace: Trace, edit: Edit) -> bool:
+def _reached(order: CallOrder, edit: Edit) -> bool:
     """Whether an edit's module runs, and after the module whose input it reads, if that is another."""
     target = edit.place.target
     if target.side == "attention":
-        ran = target.path in trace.attended
+        ran = target.path in order.attended
     else:
-        ran = target.path in trace.ended or target.side == "tokens"
+        ran = target.path in order.ended or target.side == "tokens"
     source = edit.source_path
-    return ran and (source is None or (source in trace.began and trace.began[source] <= trace.ended[target.path]))
+    return ran and (source is None or (source in order.began and order.began[source] <= order.ended[target.path]))

@@ -42,7 +42,7 @@ class ModelState:
         self.slots = parameter_slots(model)
         self.placed_delta: str | None = None
         self.labels = HeadLabels.from_config(model.config)
-        self._trainable: set[str] = set()
+        self._trainable: set[Delta] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "lock"}  # a copy has a lock of its own
@@ -142,7 +142,8 @@ class ModelState:
                 f"delta {name!r} was detached between a forward pass and its backward pass, which computes layers "
                 "again: run the backward pass before detach()"
             )
-        others = [self.delta(other) for other in self.deltas if other != name]
+        placed = self.deltas if self.placed_delta == _MOVING else [self.placed_delta]  # all, after an interruption
+        others = [self.delta(other) for other in placed if other is not None and other != name and other in self.deltas]
         self.placed_delta = _MOVING
         for delta in others:
             for owned in delta.owned_tensors:
@@ -169,20 +170,18 @@ class ModelState:
 
     def train_only(self, deltas: Iterable[Delta]) -> None:
         """Make the parameters of these deltas trainable, each as it was before, and freeze all other deltas."""
-        chosen = {id(delta) for delta in deltas}
-        names = {name for name in self.deltas if id(self.deltas[name]) in chosen}
-        for name in self._trainable - names:
-            if name in self.deltas:
-                refuse_late_gradients(self.delta(name))
-                self.delta(name).freeze(self.parameters_by_name(name))
-            self._trainable.discard(name)
-        for name in names:
-            self._trainable.add(name)
-            self.delta(name).unfreeze(self.parameters_by_name(name))
+        chosen = set(deltas)
+        for delta in self._trainable - chosen:
+            if delta in self.deltas.values():
+                refuse_late_gradients(delta)
+                delta.freeze(self.parameters_by_name(delta))
+            self._trainable.discard(delta)
+        for delta in chosen:
+            self._trainable.add(delta)
+            delta.unfreeze(self.parameters_by_name(delta))
 
-    def parameters_by_name(self, name: str) -> dict[str, nn.Parameter]:
+    def parameters_by_name(self, delta: Delta) -> dict[str, nn.Parameter]:
         """The parameters of a delta by their names in it, wherever they are at the moment."""
-        delta = self.delta(name)
         registered = dict(delta.named_parameters())
         return registered | {
             f"held.{parameter_key(owned)}": self.delta_value(delta, owned) for owned in delta.owned_tensors

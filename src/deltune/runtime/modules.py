@@ -127,13 +127,10 @@ class Edit(nn.Module):
         self, planned: ResolvedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
     ) -> None:
         super().__init__()
+        self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # registered in the delta; here only read
         self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
         self.folded = folded or shared is None
         self.has_gate = isinstance(self.modification.compose, Gate)
-        self.__dict__["shared"], self.__dict__["tied"] = (
-            shared,
-            tied,
-        )  # registered in the delta; here they are only read
         self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
         source, target = self.place.source, self.place.target
         self.reads_own_input = source is not None and source.path == target.path and target.side == "output"
@@ -144,14 +141,15 @@ class Edit(nn.Module):
         self.factor = self._factor()
         self.is_masked = planned.mask is not None
         self.is_dense = self.folded and not self.is_masked and not self.composition_names
-        self.sparse = nn.ModuleDict()
+        self.sparse: nn.ModuleDict | None = None
         shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
-        if clashing := [name for name in shapes if hasattr(self, name)]:
+        if clashing := [name for name in shapes if hasattr(type(self), name) or name in self.__dict__]:
             raise DeltuneError(
                 f"{self.form!r}: a tensor cannot be called {', '.join(clashing)}, which nn.Module needs; rename it"
             )
         if planned.mask is not None:
             indices = planned.mask.indices()
+            self.sparse = nn.ModuleDict()
             for name, shape in shapes.items():
                 self.sparse[f"of_{name}"] = SparseParameter(shape, indices.get(name, np.zeros(0, dtype=np.int64)))
             return
@@ -178,7 +176,7 @@ class Edit(nn.Module):
                 self.get_parameter(name).copy_(value)
 
     def _sparse_parameters(self) -> Iterator[tuple[str, SparseParameter]]:
-        for key, sparse in self.sparse.items():
+        for key, sparse in {} if self.sparse is None else self.sparse.items():
             assert isinstance(sparse, SparseParameter)
             yield key.removeprefix("of_"), sparse  # ModuleDict has methods called keys and values
 

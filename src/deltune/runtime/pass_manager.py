@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import is_unquantized
+from ..anatomy.skeleton import base_modules, base_tensors
 from ..compat import backward_id
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
@@ -37,12 +38,22 @@ from .rows import refuse_frozen, refuse_late_gradients
 class AttachedModules:
     """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
 
-    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths: set[str] = set()
+        self.entries: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+
+    def keep(self, paths: set[str]) -> None:
+        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now."""
+        if paths == self.paths:
+            return
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
-        self.entries: list[tuple[str, nn.Module, str, nn.Module]] = []
+        entries = {}
         for path in inside:
             outer, _, leaf = path.rpartition(".")
-            self.entries.append((path, model.get_submodule(outer), leaf, model.get_submodule(path)))
+            known = self.entries.get(path)
+            entries[path] = known or (self.model.get_submodule(outer), leaf, self.model.get_submodule(path))
+        self.paths, self.entries = paths, entries
 
     def check(self) -> None:
         """Check that all of them are still in the model, with plain weights.
@@ -51,7 +62,7 @@ class AttachedModules:
             DeltuneError: A module was replaced, or its weight was quantised.
         """
         exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
-        for path, parent, leaf, module in self.entries:
+        for path, (parent, leaf, module) in self.entries.items():
             weight = module._parameters.get("weight")
             is_plain = weight is None or exporting or is_unquantized(weight)
             if parent._modules.get(leaf) is not module or not is_plain:
@@ -68,8 +79,8 @@ def check_not_offloaded(model: nn.Module) -> None:
     Raises:
         DeltuneError: Some are: accelerate loads them only for their module's own call.
     """
-    for path, module in model.named_modules():
-        if _offloads(module.__dict__.get("_hf_hook")):
+    for path, module in base_modules(model):
+        if "_hf_hook" in module.__dict__ and _offloads(module.__dict__["_hf_hook"]):
             raise DeltuneError(
                 f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
                 "with cpu or disk), where deltas cannot reach them: call accelerate.hooks."
@@ -83,7 +94,7 @@ def refuse_inference_tensors(model: nn.Module) -> None:
     Raises:
         DeltuneError: It was, so torch cannot compute gradients through its weights.
     """
-    if any(parameter.is_inference() for parameter in model.parameters()):
+    if any(parameter.is_inference() for parameter in base_tensors(model)):
         raise DeltuneError(
             f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
             "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
@@ -124,7 +135,7 @@ class PassManager:
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.scopes_in_event_loops = 0
-        self.modules = AttachedModules(model, ())
+        self.modules = AttachedModules(model)
         self.report: dict[str, str] = {}
         self._reset(lock)
 

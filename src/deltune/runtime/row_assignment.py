@@ -360,7 +360,7 @@ def _shifts(groups: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]
 
 def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
     """Return the modules that hold a tensor of the model, as (path, parameter name); a tied tensor has several."""
-    names = next((t.name, *t.aliases) for t in anatomy.tensors if t.name == tensor)
+    names = (tensor, *anatomy.tensor(tensor).aliases)
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
 
 

@@ -5,6 +5,7 @@ No pickle is used. A folder is written completely or not at all, and everything 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -101,17 +102,39 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
     """
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
-    for tensor in sorted(anatomy.tensors, key=lambda t: t.name):
-        if tensor.area in ("head", "vocabulary"):
-            continue
-        values = original(tensor.name).detach().reshape(-1)
-        if values.device.type == "meta":
-            return {}
-        step = torch.linspace(0, values.numel() - 1, min(64, values.numel())).long()
-        sample = values[step.to(values.device)].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
-        digest = areas.setdefault(tensor.area, hashlib.sha256())
-        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + sample)
+    tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    places = []  # of each tensor's sample: its device, and its first and last byte among the samples there
+    ends: dict[torch.device, int] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            values = original(tensor.name)
+            device = values.device
+            if device.type == "meta":
+                return {}
+            positions = _sampled_positions(values.numel(), device)
+            samples.setdefault(device, []).append(torch.take(values, positions))
+            start = ends.get(device, 0)
+            ends[device] = start + 2 * len(positions)
+            places.append((device, start, ends[device]))
+        # moved to the CPU together; of tensors of several types the widest, which changes no value
+        joined = {
+            device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
+            for device, of_device in samples.items()
+        }
+    for tensor, (device, start, end) in zip(tensors, places, strict=True):
+        digest = areas.get(tensor.area)
+        if digest is None:
+            digest = areas[tensor.area] = hashlib.sha256()
+        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + joined[device][start:end])
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _sampled_positions(size: int, device: torch.device) -> torch.Tensor:
+    """Return 64 positions from the first to the last of a tensor's values, or all of them where it has fewer."""
+    with torch.inference_mode(False):
+        return torch.linspace(0, size - 1, min(64, size)).long().to(device)
 
 
 def delta_folder(folder: str | Path) -> Path:
@@ -153,11 +176,7 @@ def read_metadata(folder: str | Path) -> DeltaMetadata:
     Raises:
         DeltuneError: There is none, or deltune did not write it.
     """
-    where = delta_folder(folder)
-    path = find_file(where, FACTS)
-    if path is None:
-        raise DeltuneError(f"{where / FACTS} is missing; the folder is incomplete")
-    return read_metadata_file(path)
+    return read_metadata_file(delta_folder(folder) / FACTS)
 
 
 @dataclass(frozen=True)
@@ -181,12 +200,14 @@ class SavedDelta:
             DeltuneError: The file was changed since it was saved.
         """
         path = self.where / NUMBERS
-        if file_sha256(path) != self.facts.sha256:
+        raw = tensor_files.read_small(path)
+        digest = file_sha256(path) if raw is None else hashlib.sha256(raw).hexdigest()
+        if digest != self.facts.sha256:
             raise DeltuneError(
                 f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
                 "damaged or changed after they were saved; copy both of them again"
             )
-        return tensor_files.load_tensors(path)
+        return tensor_files.load_tensors(path, raw)
 
 
 def open_delta(folder: str | Path) -> SavedDelta:
@@ -198,8 +219,8 @@ def open_delta(folder: str | Path) -> SavedDelta:
         DeltuneError: The folder is incomplete, a file is damaged or was not written by deltune, the two files do not
             describe the same tensors, or one of them is a link that leads out of the folder.
     """
-    facts, where = read_metadata(folder), delta_folder(folder)
-    path = find_file(where, NUMBERS)
+    where = delta_folder(folder)
+    facts, path = read_metadata_file(where / FACTS), find_file(where, NUMBERS)
     if path is None:
         raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
     tensors = tensor_files.read_header(path)

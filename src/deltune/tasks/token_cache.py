@@ -8,7 +8,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -60,6 +60,35 @@ class ArrowRows(Sequence[Row]):
         return rows
 
 
+def encode_splits(
+    kind: TaskKind,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    splits: Mapping[str, Columns],
+    options: TaskOptions,
+    training: Collection[str],
+    content: str,
+) -> dict[str, EncodedRows]:
+    """Encode the rows of several splits as `encode_cached` does; the tokenizer is hashed once for all of them.
+
+    Args:
+        kind: The task kind, whose `encode` is called.
+        tokenizer: The tokenizer.
+        model: The model.
+        splits: The rows by split.
+        options: Lengths, template and label words.
+        training: The splits whose rows are for training.
+        content: A fingerprint of the data.
+    """
+    tokenizer_hash = None if cache_folder() is None else _hash(tokenizer)
+    return {
+        split: encode_cached(
+            kind, tokenizer, model, columns, options, split in training, f"{content} {split}", tokenizer_hash
+        )
+        for split, columns in splits.items()
+    }
+
+
 def encode_cached(
     kind: TaskKind,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,6 +97,7 @@ def encode_cached(
     options: TaskOptions,
     training: bool,
     content: str,
+    tokenizer_hash: str | None = None,
 ) -> EncodedRows:
     """Encode rows, or read them from the cache if they were encoded before.
 
@@ -81,11 +111,12 @@ def encode_cached(
         options: Lengths, template and label words.
         training: Whether the rows are for training.
         content: A fingerprint of the columns.
+        tokenizer_hash: A hash of the tokenizer. Default: it is computed, which takes a tenth of a second.
     """
     folder = cache_folder()
     if folder is None:
         return kind.encode(tokenizer, model, columns, options, training)
-    key = _cache_key(kind, tokenizer, model, options, training, content)
+    key = _cache_key(kind, tokenizer_hash or _hash(tokenizer), model, options, training, content)
     path = folder / f"{key}.arrow"
     if (cached := _read_rows(path)) is not None:
         return cached
@@ -105,21 +136,25 @@ def encode_cached(
         return encoded if cached is None else cached
 
 
+def _hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    from datasets.fingerprint import Hasher
+
+    return Hasher.hash(tokenizer)
+
+
 def _cache_key(
     kind: TaskKind,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_hash: str,
     model: PreTrainedModel,
     options: TaskOptions,
     training: bool,
     content: str,
 ) -> str:
     """Return a hash of everything that the rows depend on."""
-    from datasets.fingerprint import Hasher
-
     dependencies = {
         "version": VERSION, "kind": [kind.name, kind.head], "content": content, "training": training,
         "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
-        "model_inputs": sorted(signature(model.forward).parameters), "tokenizer": Hasher.hash(tokenizer),
+        "model_inputs": sorted(signature(model.forward).parameters), "tokenizer": tokenizer_hash,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:NAME_LENGTH]
 

@@ -296,13 +296,13 @@ def evaluate(
     lengths_of = folder.config if other is None else config
     limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)
     results = {}
+    columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
+    encoded_splits = token_cache.encode_splits(
+        loaded.kind, loaded.tokenizer, loaded.model, columns_of, limits, (), rows.fingerprint
+    )
     with ProgressDisplay(progress) as bar, explain_write_errors(target or folder.folder):
-        for split in requested:
-            columns_of_split = {name: list(rows.splits[split][name]) for name in rows.splits[split].column_names}
-            encoded = token_cache.encode_cached(
-                loaded.kind, loaded.tokenizer, loaded.model, columns_of_split, limits, False,
-                f"{rows.fingerprint} {split}",
-            )  # fmt: skip
+        for split, encoded in encoded_splits.items():
+            columns_of_split = columns_of[split]
             bar.start(split, len(encoded))
             context = InferenceContext(
                 loaded.model, loaded.tokenizer, rows.labels, limits, config.optim.rows_per_device(),

@@ -186,12 +186,7 @@ def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str,
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     check_length(model, kind.max_input_tokens(limits))
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
-    encoded = {
-        split: token_cache.encode_cached(
-            kind, tokenizer, model, roles, limits, split == "train", f"{data.fingerprint} {split}"
-        )
-        for split, roles in columns.items()
-    }
+    encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
     if sharded == "fsdp":
         distributed.shard_model(tuned, device)
         cache.drop()  # its weights are sharded now
