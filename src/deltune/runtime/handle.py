@@ -73,6 +73,7 @@ class Tuned(nn.Module):
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
         self._base_labels = HeadLabels.from_config(model.config)
+        self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}

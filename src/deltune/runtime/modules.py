@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, excerpt
 from ..methods.compositions import Composition, Gate
 from ..methods.counting import kept_shapes, trained_shapes
 from ..methods.forms import Shapes
@@ -94,6 +94,19 @@ class HeadLabels:
         """Read the labels of a model's configuration."""
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
+
+    def check_ids(self) -> None:
+        """Check that the ids are those of outputs, so that a file with these labels can be loaded.
+
+        Raises:
+            DeltuneError: The ids are not 0, 1, …, n - 1.
+        """
+        ids = [label_id for label_id, _ in self.id2label]
+        if ids != list(range(len(ids))):
+            raise DeltuneError(
+                f"config.id2label of this model has the ids {excerpt(ids)}; name its {len(ids)} labels by the ids "
+                f"0 to {len(ids) - 1}"
+            )
 
     def apply_to(self, model: PreTrainedModel) -> None:
         """Write these labels into a model's configuration."""
