@@ -260,7 +260,7 @@ def atomic_open(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
     Yields:
         The open temporary file. It is synced to the disk before it replaces `path`.
     """
-    temporary = path.parent / f"{prefix or f'.{path.name[:40]}-'}{secrets.token_hex(8)}"
+    temporary = path.parent / f"{prefix or _sibling_prefix(path)}{secrets.token_hex(8)}"
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask takes from these permissions
     try:
         with open(handle, "wb") as file:
@@ -298,10 +298,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     the renaming are synced to the disk, so that a power failure leaves the old folder or the new one.
 
     Args:
-        target: The folder to replace or create.
+        target: The folder to replace or create, or a link to it, which stays a link.
 
     Yields:
-        A new, empty folder beside `target`.
+        A new, empty folder beside `target`, or beside the folder that the link leads to.
 
     Raises:
         DeltuneError: The target is the working folder or a root, which cannot be replaced.
@@ -310,6 +310,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     if not target.name:
         raise DeltuneError(f"'{target}' cannot be replaced by a new folder; name a folder inside it")
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     replacement = _new_sibling_folder(target)
     old: Path | None = None
@@ -317,7 +318,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield replacement
         _fsync_tree(replacement)
         if target.exists():
-            old = _new_sibling_folder(target, "old-")  # "old-" tells what it was after a kill between the two renames
+            old = _new_sibling_folder(target, "old-")  # after a kill between the two renames, `replaced_folders` finds it
             os.replace(target, old)
         try:
             os.replace(replacement, target)
@@ -341,10 +342,24 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 def _new_sibling_folder(target: Path, kind: str = "") -> Path:
     """Create a folder beside the target. mkdir, unlike tempfile, gives the permissions that the umask leaves."""
     while True:
-        path = target.with_name(f".{target.name}-{kind}{secrets.token_hex(4)}")
+        path = target.with_name(f"{_sibling_prefix(target)}{kind}{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
+
+
+def _sibling_prefix(target: Path) -> str:
+    """Return what the names of temporary siblings begin with: short, so that a long name leaves room for the rest."""
+    return f".{target.name.encode()[:80].decode(errors='ignore')}-"
+
+
+def replaced_folders(target: Path) -> list[Path]:
+    """Return the folders that stood at `target`, where `atomic_folder` was killed before it put the new one there."""
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(target := target.resolve()):
+            prefix = f"{_sibling_prefix(target)}old-"
+            return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.is_dir())
+    return []
 
 
 def _fsync_tree(folder: Path) -> None:
