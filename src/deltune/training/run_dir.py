@@ -29,6 +29,7 @@ from ..filesystem import (
     parse_json,
     read_json_object,
     read_jsonl,
+    replaced_folders,
     user_path,
     write_json,
     write_jsonl,
