@@ -129,16 +129,32 @@ def _hub_cache_blob_folders(home: Path) -> list[Path]:
     return [path / "blobs" for path in repositories if path.name.startswith(("models--", "datasets--", "spaces--"))]
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, unique_keys: bool = True) -> Any:
     """Parse JSON strictly.
+
+    Args:
+        text: The JSON text.
+        unique_keys: Refuse an object that repeats a key, which other readers allow.
 
     Raises:
         ValueError: The text is not JSON, repeats a key of an object, or is nested too deeply.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object_without_duplicates)
+        return json.loads(text, object_pairs_hook=_object_without_duplicates if unique_keys else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Parse one JSON object strictly.
+
+    Raises:
+        ValueError: As `parse_json`, or the text is JSON but not an object.
+    """
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object but {excerpt(value)}")
+    return value
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -150,8 +166,12 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, unique_keys: bool = True) -> Any:
     """Read a JSON file of at most `MAX_JSON_BYTES` bytes.
+
+    Args:
+        path: The file.
+        unique_keys: Refuse an object that repeats a key.
 
     Raises:
         DeltuneError: The file cannot be read, is not JSON (the message names the line), or is beyond the bounds.
@@ -161,7 +181,7 @@ def read_json(path: Path) -> Any:
             raw = file.read(MAX_JSON_BYTES + 1)
         if len(raw) > MAX_JSON_BYTES:
             raise DeltuneError(f"{path} cannot be read: it is longer than {MAX_JSON_BYTES >> 20} MiB")
-        return parse_json(raw)
+        return parse_json(raw, unique_keys)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DeltuneError(f"{path} is damaged, or is not JSON: {error.msg} at {place}") from error
@@ -198,10 +218,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
-                value = parse_json(line)
-                if not isinstance(value, dict):
-                    raise ValueError(f"not a JSON object but {excerpt(value)}")
-                yield number, value
+                yield number, parse_json_object(line)
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{path} cannot be read (line {number}): {error}") from error
 

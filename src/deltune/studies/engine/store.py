@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DeltuneError
-from ...filesystem import write_error
+from ...filesystem import parse_json_object, write_error
 
 TABLE_COLUMNS = {
     "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum"),
@@ -307,9 +307,7 @@ def _file_states(path: Path) -> list[tuple[int, int] | None]:
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
+    value = parse_json_object(text)
     if "\\ud" in text.lower():  # an unpaired surrogate, perhaps, which cannot be written to a file
         _to_json(value).encode()
     return value
