@@ -286,10 +286,12 @@ class UnusedTensors:
     """The tensors of a file that are not used yet, by their names in this model; any left at the end are an error."""
 
     def __init__(self, anatomy: Anatomy, tensors: NamedTensors, stem: str = "") -> None:
-        """Args:
-        anatomy: The model's anatomy.
-        tensors: The tensors by their names in the file.
-        stem: What every name in the file begins with, before the model's own name.
+        """Order the tensors of a file by their names in this model.
+
+        Args:
+            anatomy: The model's anatomy.
+            tensors: The tensors by their names in the file.
+            stem: What every name in the file begins with, before the model's own name.
         """
         self.anatomy = anatomy
         translate = _name_translator(anatomy, [name.removeprefix(stem) for name in tensors])

@@ -357,9 +357,9 @@ class _ExpressionReader:
 
 def signature_text(make: Callable[..., Any]) -> str:
     """Return a signature as it is written in an expression, without types."""
-    excerpt: Signature = signature(make)
-    parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
-    return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
+    typed: Signature = signature(make)
+    parameters = [p.replace(annotation=Parameter.empty) for p in typed.parameters.values()]
+    return str(typed.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
 def to_expression(value: Any) -> str:

@@ -420,12 +420,12 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     return export_delta(tuned(model), folder, format, name)
 
 
-def _check_head(labels: int, has_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
     """Check that a head fits this model; only its last linear may have another number of labels, its first axis.
 
     Args:
         labels: The number of labels that the file names.
-        known: The number of labels of this model, or None where its outputs are no labels.
+        model_labels: The number of labels of this model, or None where its outputs are no labels.
         shapes: For each tensor of the head, its shape in the file and its shape in this model.
         where: The folder, for error messages.
     """
@@ -438,7 +438,7 @@ def _check_head(labels: int, has_labels: int | None, shapes: dict[str, tuple[Any
                 f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
                 f"number of labels may differ, and the file names {labels}"
             )
-        if shape == here and relabelled and has_labels not in (None, labels) and shape[0] == has_labels:
+        if shape == here and relabelled and model_labels not in (None, labels) and shape[0] == model_labels:
             raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
     if len(widths) > 1:
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")

@@ -342,10 +342,10 @@ times as long at any length (12 heads of 32 and 64, 16 prefix keys)."""
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The eager attention of a model family, which transformers defines in the module of the attention class."""
-    tensors: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if tensors is None:
+    eager: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
         raise DeltuneError(f"{type(module).__name__} has no eager attention; load the model with sdpa attention")
-    return tensors(module, *args, **kwargs)
+    return eager(module, *args, **kwargs)
 
 
 def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunction:
