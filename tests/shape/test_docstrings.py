@@ -6,9 +6,10 @@ import ast
 import inspect
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,23 @@ def problems_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", sorted(deltune.__all__))
 def test_public_docstrings_are_complete(name: str) -> None:
     assert problems_of(name) == []
+
+
+def expanded(pattern: str) -> list[str]:
+    """The patterns without braces that one with braces stands for."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        return [pattern]
+    choices = braces[1].split(",")
+    return [p for choice in choices for p in expanded(pattern[: braces.start()] + choice + pattern[braces.end() :])]
+
+
+def test_ruff_checks_every_module_that_defines_a_public_name() -> None:
+    root = Path(__file__).parents[2]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    (excluded,) = [pattern for pattern, rules in settings["per-file-ignores"].items() if rules == ["D"]]
+    modules = {getattr(deltune, name).__module__ for name in deltune.__all__ if name != "__version__"}
+    assert {f"src/{module.replace('.', '/')}.py" for module in modules} <= set(expanded(excluded.removeprefix("!")))
 
 
 def parameters_of(node: ast.FunctionDef | ast.ClassDef) -> set[str] | None:

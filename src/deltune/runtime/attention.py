@@ -44,8 +44,10 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """Keys (B, N_kv, m, d) and values of one block, an additive mask (B or 1, N_h or 1, n, m) or None, and whether
-    query i sees keys 0 ... i only."""
+    """One block of keys (B, N_kv, m, d) and their values, and which of them a query sees.
+
+    The mask is additive, (B or 1, N_h or 1, n, m), or None. If the block is causal, query i sees keys 0 … i only.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -119,7 +121,7 @@ def _flash_backward(
 
 
 def _efficient(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
-    """z has padding up to a multiple of 32 queries."""
+    """The log-sum-exps z have padding up to a multiple of 32 queries."""
     bias = _aligned(query, block)
     out, z, *state = aten._scaled_dot_product_efficient_attention(
         query, block.key, block.value, bias, True, 0.0, block.causal, scale=scale
@@ -192,8 +194,19 @@ def _repeated(block: Block, heads: int) -> Block:
 def merged_attention(
     query: torch.Tensor, first: Block, second: Block, scale: float, kernel: Kernel, may_see_nothing: bool
 ) -> torch.Tensor:
-    """Attention of a query (B, N_h, n, d) over both blocks, (B, N_h, n, d), once differentiable in query, keys and
-    values. may_see_nothing: a query may see no key of either block; its output is 0 then, with no gradient."""
+    """Attention of a query (B, N_h, n, d) over both blocks, once differentiable in query, keys and values.
+
+    Args:
+        query: The query (B, N_h, n, d).
+        first: The first block.
+        second: The second block.
+        scale: The factor of the scores.
+        kernel: The kernel that attends to each block.
+        may_see_nothing: Whether a query may see no key of either block; its output is 0 then, with no gradient.
+
+    Returns:
+        The output (B, N_h, n, d).
+    """
     if not kernel.grouped:
         first, second = _repeated(first, query.shape[1]), _repeated(second, query.shape[1])
     tensors = (query, first.key, first.value, second.key, second.value)
@@ -289,10 +302,9 @@ _thread = _ThreadChoice()
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
-    """Choose how attention to prefixes is computed inside a `with` block, in this thread. Results differ by rounding
-    only.
+    """Choose how attention to prefixes is computed inside a `with` block, in this thread.
 
-    `prefix_report` says how it was computed.
+    The results of the choices differ by rounding only. `prefix_report` says how it was computed.
 
     Args:
         how: "joined" concatenates prefixes with the model's keys. "merged" attends to them separately and merges the
@@ -364,7 +376,7 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """query (B, N_h, n, d_h), key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
+        """The attention of query (B, N_h, n, d_h) to key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
         hook = module.__dict__.get(HOOK_ATTRIBUTE)
         if hook is None or not (edits := hook.edits()):
             return original(module, query, key, value, attention_mask, **kwargs)
