@@ -15,12 +15,13 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all dist lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
 	@echo "make test                    lint, types and the everyday tests"
 	@echo "make test-all                lint, types, all tests at full length, and mutations that the everyday tests must notice"
+	@echo "make dist                    build the wheel and the source distribution into dist/ and check them"
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed for the versions in constraints.txt (this is %d.%d); name another: make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
 quickstart: $(STAMP)
@@ -53,6 +54,12 @@ test: lint
 test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
+
+# An environment of its own builds them, so that nothing of this one slips in.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,9 +11,9 @@ import pytest
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def imported_objects_are_no_garbage() -> None:
-    """Collecting garbage looks at what the tests make, and not at every module and test case each time."""
+    """Collecting garbage looks at what the tests of a file make, and not at everything that was imported before."""
     gc.collect()
     gc.freeze()
 

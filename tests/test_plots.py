@@ -304,15 +304,6 @@ def test_ticks_in_short(value: float, text: str) -> None:
     assert short_number(value) == text
 
 
-@pytest.mark.parametrize(
-    ("package", "module"), [("matplotlib", "deltune.studies.report.charts"), ("jinja2", "deltune.studies.report.page")]
-)
-def test_without_the_extra_it_is_named(package: str, module: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None\ntry: import {module}\nexcept Exception as e: print(repr(e))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.startswith("DeltuneError") and "pip install 'deltune[studies]'" in output
-
-
 def test_a_figure_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
     view, outcomes = FIGURES[0].values
     assert isinstance(view, FigureSpec)

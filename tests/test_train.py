@@ -230,13 +230,19 @@ def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.Monke
     return RunDir(folder), targets[-1]
 
 
-@pytest.mark.parametrize("moment", range(1, 22))
+WRITES = 21
+"""How many files and folders take their place in a run."""
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(n, marks=() if n % 3 == 0 else pytest.mark.slow) for n in range(1, WRITES + 1)]
+)
 def test_interrupted_at_any_write(
     moment: int, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run again, it is the same run in the end."""
     run, missed = interrupted(root, tmp_path / "run", moment, monkeypatch)
-    assert not run.finished and (missed == run.metrics_file) == (moment == 21), "which is the last"
+    assert not run.finished and (missed == run.metrics_file) == (moment == WRITES), "which is the last"
     train(tiny.spec(root), run.folder)
     same(whole, run)
 
@@ -246,7 +252,7 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
     lost: str, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the best epoch answered is taken over only with the very delta, as after a kill between both."""
-    run, _ = interrupted(root, tmp_path / "run", 21, monkeypatch)
+    run, _ = interrupted(root, tmp_path / "run", WRITES, monkeypatch)
     facts_file = next(run.checkpoint.glob("*/facts.json"))
     facts = json.loads(facts_file.read_text())
     assert facts["best"]["answered"]["metrics"] == whole.metrics.validation

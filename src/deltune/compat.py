@@ -97,9 +97,3 @@ def backward_id() -> int | None:
 def transforms_active() -> bool:
     """Whether torch.func maps or differentiates what is computed."""
     return torch._C._are_functorch_transforms_active()
-
-
-def exporting() -> bool:
-    """Whether torch.export traces what is computed; torch 2.6 does not say so."""
-    says: Any = getattr(torch.compiler, "is_exporting", None)
-    return says is not None and bool(says())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from importlib import metadata
 from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -136,7 +138,7 @@ def _without_class_names(kind: str, message: str) -> str:
     return message.removeprefix("Value error, ")
 
 
-def missing_extra(purpose: str, packages: Iterable[str], extra: str | None) -> str:
+def missing_extra(purpose: str, packages: Iterable[str], extra: str) -> str:
     """Return the message for packages that are not installed.
 
     For example: "figures need matplotlib: pip install 'deltune[studies]'".
@@ -144,28 +146,46 @@ def missing_extra(purpose: str, packages: Iterable[str], extra: str | None) -> s
     Args:
         purpose: What needs them, with its verb: "figures need", "needs".
         packages: The distributions that are missing.
-        extra: The extra of deltune that brings them; None for a plain installation.
+        extra: The extra of deltune that brings them.
     """
-    target = f"'deltune[{extra}]'" if extra else "deltune"  # quoted, because zsh expands brackets
-    return f"{purpose} {', '.join(packages)}: pip install {target}"
+    return f"{purpose} {', '.join(packages)}: pip install 'deltune[{extra}]'"  # quoted, because zsh expands brackets
 
 
-@contextlib.contextmanager
-def require_extra(extra: str, package: str, purpose: str) -> Iterator[None]:
-    """Turn a failing import in the block into an error that names the extra to install.
-
-        with require_extra("studies", "matplotlib", "figures need"):
-            import matplotlib
+def check_extra(extra: str, purpose: str) -> None:
+    """Raise unless every package of one of deltune's extras is installed.
 
     Args:
-        extra: The extra of deltune that brings the package.
-        package: The distribution that is imported.
-        purpose: What needs it, with its verb: "figures need".
+        extra: The extra, as in `pip install 'deltune[extra]'`.
+        purpose: What needs it, with its verb: "deltune study needs".
 
     Raises:
-        DeltuneError: An import in the block failed.
+        DeltuneError: Packages are missing. The message names them and the extra.
     """
+    missing = _missing_packages(extra)
+    if missing:
+        raise DeltuneError(missing_extra(purpose, missing, extra))
+
+
+def _missing_packages(extra: str) -> list[str]:
+    """The distributions of an extra, and of the extras that it includes, that are not installed."""
+    missing = []
     try:
-        yield
-    except ImportError as error:
-        raise DeltuneError(missing_extra(purpose, (package,), extra)) from error
+        requirements = [Requirement(line) for line in metadata.requires("deltune") or ()]
+    except metadata.PackageNotFoundError:
+        return []  # run from its sources alone: nothing says what the extras hold
+    for requirement in requirements:
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == "deltune":
+            missing += [package for included in requirement.extras for package in _missing_packages(included)]
+        elif not _is_installed(requirement.name):
+            missing.append(requirement.name)
+    return missing
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -8,7 +8,6 @@ import random
 import resource
 import time
 import warnings
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,10 +93,9 @@ def jsonl(*texts: Any) -> bytes:
     ).encode()
 
 
-def bomb(piece: bytes, times: int) -> bytes:
-    """A small gzip file that a hundred thousand times as much comes out of."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    return b"".join(packer.compress(piece) for _ in range(times)) + packer.flush()
+def bomb(piece: bytes, times: int) -> Callable[[Path], bytes]:
+    """A small gzip file that a thousand times as much comes out of, in equal members."""
+    return lambda _: gzip.compress(piece) * times
 
 
 PLAIN = jsonl("one", "two", "three")
@@ -165,9 +163,21 @@ REFUSED: dict[str, tuple[str, bytes | Callable[[Path], bytes], str]] = {
         "line 4: .*'text' occurs twice",
     ),
     "a doubled column of Parquet": ("train.parquet", ragged, "a column name occurs twice"),
-    "a line of 100 MB": ("train.jsonl", PLAIN + b'{"text": "' + b"x" * 10**8 + b'"}\n', "line 4 is longer than"),
-    "a line of 100 MB in CSV": ("train.csv", b"text,label\n" + b"x" * 10**8 + b",a\n", "line 2 is longer than"),
-    "a quote that never ends": ("train.csv", b'text,label\na,a\n"' + b"x,b\n" * 10**7, "line 3: .*field larger than"),
+    "a line of 100 MB": (
+        "train.jsonl",
+        lambda _: PLAIN + b'{"text": "' + b"x" * 10**8 + b'"}\n',
+        "line 4 is longer than",
+    ),
+    "a line of 100 MB in CSV": (
+        "train.csv",
+        lambda _: b"text,label\n" + b"x" * 10**8 + b",a\n",
+        "line 2 is longer than",
+    ),
+    "a quote that never ends": (
+        "train.csv",
+        lambda _: b'text,label\na,a\n"' + b"x,b\n" * 10**7,
+        "line 3: .*field larger than",
+    ),
     "cut short": ("train.jsonl.gz", gzip.compress(jsonl(*map(str, range(9000))))[:-2000], "cannot be read to its end"),
     "a bomb of zeros": ("train.jsonl.gz", bomb(b"\0" * 10**6, 500), "line 1 holds a NUL"),
     "a bomb of rows": ("train.jsonl.gz", bomb(PLAIN * 3000, 200), "come out of this small file"),

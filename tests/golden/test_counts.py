@@ -72,7 +72,7 @@ SIZES_OF = {(model, denominator): size for model, denominator, size in SIZES}
 @pytest.mark.parametrize(("model", "denominator", "size"), SIZES)
 def test_sizes(model: str, denominator: str, size: int) -> None:
     method = "layernorm(of='attention')"
-    assert deltune.count(configuration(model), method, denominator).denominator_size == size
+    assert deltune.count(observed(model), method, denominator).denominator_size == size
 
 
 @dataclass(frozen=True)

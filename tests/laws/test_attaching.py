@@ -104,25 +104,25 @@ def test_bitfit_is_of_the_base(family: Family, role: str) -> None:
 
 
 @EACH
-def test_denominators(family: Family) -> None:
+@pytest.mark.parametrize("main", [False, True], ids=["AutoModel", "its main class"])
+@pytest.mark.parametrize("denominator", ["model", "no_pooler", "no_embeddings", "layers", "12,345"])
+def test_denominators(family: Family, main: bool, denominator: str) -> None:
     """Sizes of AutoModel of the configuration, whatever class is attached."""
-    model = specimen(family.name, "base")
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    sizes = {name: p.numel() for name, p in specimen(family.name, "base").named_parameters()}
     layers = sum(n for name, n in sizes.items() if name.startswith(tuple(f"{s.layers}." for s in family.stacks)))
     pooler = sum(n for name, n in sizes.items() if family.pooler and name.startswith(f"{family.pooler}."))
     final = sum(n for name, n in sizes.items() if family.outer.get(name.rpartition(".")[0]) == "final")
     shared_by_layers = sum(n for name, n in sizes.items() if name.startswith("encoder.rel_embeddings"))  # DeBERTa
-    for role in ("base", main_role(family)):
-        counts = {d: deltune.count(specimen(family.name, role), "layernorm", d).denominator_size for d in DENOMINATORS}
-        total = sum(sizes.values())
-        assert counts["model"] == total
-        assert counts["no_pooler"] == total - pooler
-        assert counts["no_embeddings"] == layers + final + pooler + shared_by_layers
-        assert counts["layers"] == layers + final + shared_by_layers
-        assert counts["12,345"] == 12345
-
-
-DENOMINATORS = ("model", "no_pooler", "no_embeddings", "layers", "12,345")
+    total = sum(sizes.values())
+    expected = {
+        "model": total,
+        "no_pooler": total - pooler,
+        "no_embeddings": layers + final + pooler + shared_by_layers,
+        "layers": layers + final + shared_by_layers,
+        "12,345": 12345,
+    }
+    model = specimen(family.name, main_role(family) if main else "base")
+    assert deltune.count(model, "layernorm", denominator).denominator_size == expected[denominator]
 
 
 @EACH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import deltune
 
 from .families import FAMILIES
+from .methods import crossed
 from .specimens import batch, build, stir
 
 SAVED, AGAIN, AGAIN_REENTRANT = "saved", "computed again", "computed again, reentrant"
@@ -79,9 +81,7 @@ def in_a_thread(work: Callable[[], Any]) -> None:
         pool.submit(work).result()
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("texts", TEXTS)
+@pytest.mark.parametrize(("texts", "scope", "output"), crossed(TEXTS, SCOPES, OUTPUTS))
 def test_layers_that_are_computed_again(texts: str, scope: str, output: str) -> None:
     """Whatever output a loss is computed of, and in whatever thread: gradients as without gradient checkpointing."""
     gradients = []
@@ -147,12 +147,11 @@ LATE: dict[str, tuple[Callable[[deltune.Tuned], Any], str]] = {
 """What comes between a forward pass and its backward pass, and how the latter is refused."""
 
 
-@pytest.mark.parametrize("way", CHECKPOINTS)
-@pytest.mark.parametrize("late", LATE)
-@pytest.mark.parametrize("texts", TEXTS)
-def test_a_change_before_the_backward_pass(texts: str, late: str, way: str) -> None:
+@pytest.mark.parametrize(("texts", "moment"), crossed(TEXTS, itertools.product(LATE, CHECKPOINTS)))
+def test_a_change_before_the_backward_pass(texts: str, moment: tuple[str, str]) -> None:
     """Right gradients, or an error: a gradient is never dropped without a word. The loss is of a hidden state, so that
     no head, which every delta trains, has part in it."""
+    late, way = moment
     case = Case(texts, "the last state", way)
     case.loss().backward()
     expected = case.gradients()

@@ -18,6 +18,7 @@ from deltune.runtime.model_state import ModelState
 from deltune.runtime.pass_manager import PassManager
 
 from .families import FAMILIES
+from .methods import crossed
 from .specimens import Outputs, batch, build, differences, equal, facts, forward, loss, run, stir
 
 SOURCES = str(Path(deltune.__file__).parent) + os.sep
@@ -157,8 +158,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("texts", TEXTS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "texts"), crossed(CHANGES, TEXTS))
 def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, points: int) -> None:
     stage = Stage(TEXTS[texts], tmp_path)
     work, changed, may_be_used = CHANGES[change]

@@ -51,10 +51,16 @@ TEXTS = (
     "apet(layernorm + lora(rank=2), parameters=40)", "parallel_adapter(rank=2)", "prompt(length=2)",
 )  # fmt: skip
 
+QUICK_TEXTS = ("prefix(length=2) + layernorm", "apet(layernorm + lora(rank=2), parameters=40)")
+"""What `make test` tries on other families than BERT: attention and existing parameters, whole and in part."""
+
 CELLS = [
-    *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
-      if text != "bitfit" or FAMILIES[name].biases),
-    *((name, "sequence", "head") for name in ("bert", "gpt2", "llama")),
+    pytest.param(name, role, text, marks=() if name == "bert" or text in QUICK_TEXTS else pytest.mark.slow)
+    for name, role, text in (
+        *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
+          if text != "bitfit" or FAMILIES[name].biases),
+        *((name, "sequence", "head") for name in ("bert", "gpt2", "llama")),
+    )
 ]  # fmt: skip
 
 

@@ -419,7 +419,7 @@ class _Tuned(torch.utils.data.Dataset[torch.Tensor]):
             return self.model(input_ids=self.rows[index : index + 1]).logits[0]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_data_loader(start: str) -> None:
     tuned = several("bert", "sequence")
     rows = batch(tuned.model, rows=4, pad=0)["input_ids"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import deltune
 from deltune.methods.registry import REGISTRY
 from laws.families import FAMILIES
 from mutation.mutations import MUTATIONS
@@ -38,7 +39,7 @@ def imported_modules(module: str) -> set[str]:
     """Our own modules that a module imports at run time, wherever the import stands."""
     package = module.split(".")[:-1]
     imported: set[str] = set()
-    for node in ast.walk(ast.parse(source_file(module).read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(module)):
         if not isinstance(node, ast.ImportFrom):
             continue
         path = (node.module or "").split(".") if node.module else []
@@ -52,7 +53,10 @@ def imported_modules(module: str) -> set[str]:
     return imported & set(MODULES) - {"__init__"}
 
 
-IMPORTS = {module: imported_modules(module) for module in MODULES if not module.endswith("__init__")}
+@cache
+def imports() -> dict[str, set[str]]:
+    """What every module but the packages' own imports."""
+    return {module: imported_modules(module) for module in MODULES if not module.endswith("__init__")}
 
 
 @cache
@@ -69,13 +73,13 @@ def string_constants(module: str) -> Iterator[str]:
 
 
 def test_every_module_belongs_to_a_package() -> None:
-    assert [module for module in IMPORTS if not package_of(module)] == []
+    assert [module for module in imports() if not package_of(module)] == []
 
 
 def test_packages_import_downwards() -> None:
     upwards = [
         f"{module} imports {other}"
-        for module, others in IMPORTS.items()
+        for module, others in imports().items()
         for other in sorted(others)
         if PACKAGES.index(package_of(other)) > PACKAGES.index(package_of(module))
     ]
@@ -83,7 +87,7 @@ def test_packages_import_downwards() -> None:
 
 
 def test_no_module_imports_in_a_circle() -> None:
-    remaining = {module: set(others) for module, others in IMPORTS.items()}
+    remaining = {module: set(others) for module, others in imports().items()}
     while leaves := [module for module, others in remaining.items() if not others & remaining.keys()]:
         for module in leaves:
             del remaining[module]
@@ -91,7 +95,7 @@ def test_no_module_imports_in_a_circle() -> None:
 
 
 def test_only_the_study_command_imports_the_studies() -> None:
-    importers = {m for m, others in IMPORTS.items() if any(o.startswith("studies.") for o in others)}
+    importers = {m for m, others in imports().items() if any(o.startswith("studies.") for o in others)}
     assert {m for m in importers if not m.startswith("studies.")} == {"cli.study"}
 
 
@@ -106,7 +110,10 @@ def test_packages_import_nothing_when_they_are_opened() -> None:
     for path in sorted(SOURCE.rglob("*/__init__.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), path
-        assert len(tree.body) == 1 or path.parent.name == "cli", path
+        # Opening these two checks that their extra is installed, before one of its packages is imported.
+        checks = ["from ..errors import check_extra"] if path.parent.name in ("training", "studies") else []
+        imports = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert imports == checks or path.parent.name == "cli", path
 
 
 def separated(text: str) -> str:
@@ -160,7 +167,7 @@ NAMES_METHODS = ("cli.quickstart", "cli.app", "cli.train", "training.presets", "
 def test_above_the_methods_no_method_is_named() -> None:
     words = {"head", "prompt"}  # a head is no method there, and a prompt is a usual name of a column
     first = PACKAGES.index("runtime")
-    for module in IMPORTS:
+    for module in imports():
         named = set(string_constants(module)) & set(REGISTRY) - words
         if PACKAGES.index(package_of(module)) >= first and not module.startswith(NAMES_METHODS):
             assert not named, f"{module} must not know which method is in use"
@@ -188,3 +195,8 @@ def test_every_mutation_still_has_its_line() -> None:
     sources = [source_file(module).read_text(encoding="utf-8") for module in MODULES]
     stale = [mutation.name for mutation in MUTATIONS if sum(text.count(mutation.text) for text in sources) != 1]
     assert stale == []
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (SOURCE.parents[1] / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {deltune.__version__}\n" in citation

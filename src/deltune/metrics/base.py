@@ -100,7 +100,7 @@ class Metric:
         range: The smallest and the largest score.
         better: Whether higher or lower scores are better.
         packages: The distributions that it needs; their versions are part of the signature.
-        extra: The extra of deltune that installs them; None if deltune itself does.
+        extra: The extra of deltune that installs them.
         unmet_requirement: Returns, for given options, what is missing besides packages, such as Java, as the end of
             a message; None if nothing is.
     """
@@ -111,7 +111,7 @@ class Metric:
     range: tuple[float, float] = (0.0, 1.0)
     better: Literal["higher", "lower"] = "higher"
     packages: tuple[str, ...] = ()
-    extra: str | None = None
+    extra: str = "cli"
     unmet_requirement: Callable[[Options], str | None] = lambda options: None
 
     def why_unavailable(self, options: Options) -> str | None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..anatomy.types import Tensor
-from ..compat import exporting
 from ..errors import DeltuneError
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
@@ -88,7 +87,7 @@ class HardConcreteGates(nn.Module):
 
     def final(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """Return the tensor `name` with the entries of its difference that are kept, in any mode."""
-        if exporting():
+        if torch.compiler.is_exporting():
             raise DeltuneError(
                 "a learned mask (sparsity=...) cannot be exported by torch.export or torch.onnx, since the scalars it "
                 "keeps depend on their values: merge() first, and export the merged model"

@@ -30,7 +30,7 @@ from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit
 from .pass_manager import PassManager
 from .prompts import PositionHook, PromptHook
-from .row_assignment import owning_modules, parameter_names
+from .row_assignment import name_arguments, owning_modules, parameter_names
 from .rows import DeltaRows, ForwardOverride, runs_class_forward
 
 
@@ -83,7 +83,7 @@ class ForwardEntry:
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        return name_arguments(self.arguments, args, kwargs)
 
     def remove(self) -> None:
         remove_call_override(self.module, self, self.before)

@@ -20,7 +20,7 @@ from ..compat import remove_hooks
 from ..errors import DeltuneError
 from .modules import Edit
 from .pass_manager import PassManager
-from .row_assignment import parameter_names, prompt_form
+from .row_assignment import name_arguments, parameter_names, prompt_form
 from .rows import DeltaRows, forward_with, stack_by_row
 
 Prompts = list[tuple[DeltaRows, list[Edit]]]
@@ -93,7 +93,7 @@ class PromptHook:
         prompts = self.passes.assignment().prompts
         if not prompts:
             return None
-        arguments = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        arguments = name_arguments(self.arguments, args, kwargs)
         embeds = arguments.get("inputs_embeds")
         if embeds is None:
             embeds = self.words(arguments["input_ids"])
@@ -216,7 +216,7 @@ class PromptHook:
         prompts = self.passes.assignment().prompts
         if not prompts:
             return None
-        arguments = {**dict(zip(self.decoder_arguments, args, strict=False)), **kwargs}
+        arguments = name_arguments(self.decoder_arguments, args, kwargs)
         mask, states = arguments.get("encoder_attention_mask"), arguments.get("encoder_hidden_states")
         length = _longest(prompts)
         is_present = None if states is None else _presence(prompts, states.shape[0], states.device)
@@ -373,7 +373,7 @@ class PositionHook:
         shifts = self.passes.assignment().shifts.get(self.stack)
         if not shifts:
             return None
-        arguments = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        arguments = name_arguments(self.arguments, args, kwargs)
         tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
         cache = arguments.get("past_key_values")
         cached_tokens = int(cache.get_seq_length()) if cache is not None else 0

@@ -339,6 +339,11 @@ def parameter_names(module: nn.Module) -> list[str]:
     return list(signature(type(module).forward).parameters)[1:]
 
 
+def name_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name; `names` are those of the function, in order."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def _shifts(groups: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]]]:
     shifts: dict[str, list[tuple[DeltaRows, int]]] = {}
     for group in groups:

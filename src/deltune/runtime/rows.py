@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..compat import exporting, remove_hooks
+from ..compat import remove_hooks
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
 from .modules import Delta, Edit, SparseParameter
@@ -70,7 +70,7 @@ class DeltaRows:
             positions = [row * repeats + i for row in self.rows for i in range(repeats)]
             with torch.inference_mode(False):  # the index is also used in training
                 index = torch.tensor(positions, device=device)
-            if exporting():  # such a tensor has no values, so it is not cached
+            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
                 return index
             self._indices[size, device] = index
         return self._indices[size, device]
@@ -338,7 +338,7 @@ class NormByRow:
                 numbers = torch.zeros(size, dtype=torch.long, device=device)
                 for number, group in enumerate(self.groups, start=1):
                     numbers[group.index(size, device)] = number
-            if exporting():  # such a tensor has no values, so it is not cached
+            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
                 return numbers
             self._indices[size, device] = numbers
         return self._indices[size, device]

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, stats
 
-from ...errors import require_extra
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -146,14 +144,11 @@ def holm(p: Sequence[float]) -> np.ndarray:
 
     Returns:
         The adjusted p values, in the order of `p`.
-
-    Raises:
-        DeltuneError: statsmodels is not installed.
     """
     if len(p) == 0:
         return np.empty(0)
-    with require_extra("studies", "statsmodels", "findings need"):
-        from statsmodels.stats.multitest import multipletests
+    from statsmodels.stats.multitest import multipletests  # here, because it takes a second
+
     return np.asarray(multipletests(p, method="holm")[1])
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import BusyError, DeltuneError, DiskFullError, error_summary, require_extra
+from ...errors import BusyError, DeltuneError, DiskFullError, check_extra, error_summary
 from ...training.task_setup import ModelCache
 from .jobs import Job, execute
 
@@ -210,8 +210,9 @@ class RayPool:
     """
 
     def __init__(self, workers: int, runs: Path) -> None:
-        with require_extra("ray", "Ray", "--engine ray needs"):
-            import ray
+        check_extra("ray", "--engine ray needs")
+        import ray
+
         self.runs, self._ray = runs, ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:

@@ -11,13 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
-
-from ...errors import require_extra
-
-with require_extra("studies", "matplotlib", "figures need"):
-    import matplotlib
-
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.container import ErrorbarContainer

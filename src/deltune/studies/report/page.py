@@ -13,16 +13,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import jinja2
 import yaml
-
-from ..._version import __version__
-from ...errors import require_extra
-
-with require_extra("studies", "Jinja2", "a page needs"):
-    import jinja2
-
 from markupsafe import Markup
 
+from ..._version import __version__
 from ..claims.claims import Finding
 from ..engine.jobs import Outcome
 from .aggregate import SEED
