@@ -149,7 +149,7 @@ MUTATIONS = (
         "module.training = False",
         "module.training = True",
         "States that are kept must be those that every pass computes.",
-        ("tests/laws/test_trunk.py", "tests/test_trunk.py"),
+        ("tests/laws/test_frozen_layers.py", "tests/test_activation_cache.py"),
     ),
     Mutation(
         "tokenised rows: training and evaluation share them",

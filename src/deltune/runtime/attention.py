@@ -449,7 +449,7 @@ def _attend_with_prefix(
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """Return the output (B, n, N_h, d_v), the attention weights, and how the prefix was computed."""
     why = (
-        "asked"
+        "requested"
         if _thread.how == "joined"
         else "as fast"
         if _thread.how == "auto" and not _merging_is_faster(call)
