@@ -224,6 +224,8 @@ def load_model(
     import transformers
     from safetensors import SafetensorError
 
+    from .compat import auto_class_mapping
+
     if head not in AUTO_CLASSES:
         raise DeltuneError(unknown_name("model head", head, AUTO_CLASSES))
     if isinstance(dtype, str) and dtype not in DTYPES:
@@ -239,7 +241,7 @@ def load_model(
     possible = [
         other
         for other, auto_class in AUTO_CLASSES.items()
-        if type(config) in getattr(transformers, auto_class)._model_mapping or auto_class in remote_classes
+        if type(config) in auto_class_mapping(getattr(transformers, auto_class)) or auto_class in remote_classes
     ]
     if head not in possible:
         heads = ", ".join(possible) or "none of the heads known here"

@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..compat import CALL_OVERRIDES, buffers_of, offload_hook, parameters_of, submodules_of
+
 HANDLE_NAME = "deltune"
 """The name of deltune's own child of a tuned model, which is not part of what is observed."""
 
-PASS_OVERRIDES = ("_call_impl", "_compiled_call_impl", "generate")
+PASS_OVERRIDES = (*CALL_OVERRIDES, "generate")
 """Attributes that replace methods of one live instance; they are not copied, and neither is a value whose class has a
 true `of_live_model`."""
 
@@ -53,14 +55,14 @@ def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tu
         if not (remove_duplicate and module in seen):
             seen.add(module)
             yield path, module
-            children = [(name, child) for name, child in list(module._modules.items()) if name != HANDLE_NAME]
+            children = [(name, child) for name, child in list(submodules_of(module).items()) if name != HANDLE_NAME]
             queue[:0] = [(f"{path}.{name}".lstrip("."), child) for name, child in children if child is not None]
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Iterate over the model's own parameters by name; tied ones come under each of their names."""
     for path, module in base_modules(model, remove_duplicate=False):
-        for leaf, parameter in list(module._parameters.items()):
+        for leaf, parameter in list(parameters_of(module).items()):
             if parameter is not None:
                 yield f"{path}.{leaf}".lstrip("."), parameter
 
@@ -82,13 +84,13 @@ class _Copier:
         blank = nn.Module().__dict__  # empty dictionaries of hooks, parameters, buffers and children
         twin.__dict__.update(blank)
         twin.__dict__["training"] = False  # layers must not be dropped
-        twin.__dict__["_parameters"] = {name: _meta_parameter(p) for name, p in dict(module._parameters).items()}
-        twin.__dict__["_buffers"] = {name: _meta(b) for name, b in dict(module._buffers).items()}
-        children = dict(module._modules).items()
+        parameters_of(twin).update({name: _meta_parameter(p) for name, p in dict(parameters_of(module)).items()})
+        buffers_of(twin).update({name: _meta(b) for name, b in dict(buffers_of(module)).items()})
+        children = dict(submodules_of(module)).items()
         # `is None` and not falsy, as an empty ModuleList is
         copies = {n: None if m is None else self.module(m) for n, m in children if n != HANDLE_NAME}
-        twin.__dict__["_modules"] = copies
-        offloaded = "_hf_hook" in module.__dict__  # accelerate's wrapper around forward, which runs the live module
+        submodules_of(twin).update(copies)
+        offloaded = offload_hook(module) is not None  # accelerate's wrapper around forward, which runs the live module
         for name, value in dict(module.__dict__).items():
             skipped = name in blank or name in PASS_OVERRIDES or (offloaded and name == "forward")
             if not skipped and not getattr(type(value), "of_live_model", False):

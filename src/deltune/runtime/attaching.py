@@ -23,6 +23,7 @@ from transformers.models.auto import modeling_auto
 from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs
+from ..compat import attention_implementation, submodules_of
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
@@ -230,7 +231,7 @@ def attach(
         planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
-                prefix_implementation(config._attn_implementation)
+                prefix_implementation(attention_implementation(config))
         handle = handle or Tuned(model)
         _attach(handle, parsed, planned, name, head)
     return handle
@@ -471,7 +472,7 @@ def check_name(name: str, taken: Iterable[str]) -> None:
 
 def find_tuned(model: nn.Module) -> Tuned | None:
     """Return the handle of a model, or None if nothing is attached."""
-    handle: Any = model._modules.get(HANDLE_NAME)
+    handle: Any = submodules_of(model).get(HANDLE_NAME)
     return handle if isinstance(handle, Tuned) else None
 
 

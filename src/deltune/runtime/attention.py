@@ -32,10 +32,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..compat import (
+    cpu_attention,
+    cpu_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 from ..errors import DeltuneError, excerpt, unknown_name
 from .rows import DeltaRows, stack_by_row
-
-aten = torch.ops.aten
 
 Extra = tuple[torch.Tensor | None, ...]
 """What a kernel's backward needs of its forward besides out and z."""
@@ -72,9 +78,7 @@ class Kernel:
 
 def _cpu(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
     options = {"attn_mask": block.mask, "scale": scale}
-    out, z = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, block.key, block.value, 0.0, block.causal, **options
-    )
+    out, z = cpu_attention(query, block.key, block.value, 0.0, block.causal, **options)
     return out, z, ()
 
 
@@ -88,16 +92,12 @@ def _cpu_backward(
     scale: float,
 ) -> Grads:
     options = {"attn_mask": block.mask, "scale": scale}
-    result: Grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, block.key, block.value, out, z, 0.0, block.causal, **options
-    )
+    result: Grads = cpu_attention_backward(grad, query, block.key, block.value, out, z, 0.0, block.causal, **options)
     return result
 
 
 def _flash(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
-    out, z, *more = aten._scaled_dot_product_flash_attention(
-        query, block.key, block.value, 0.0, block.causal, False, scale=scale
-    )
+    out, z, *more = flash_attention(query, block.key, block.value, 0.0, block.causal, False, scale=scale)
     first_query, first_key, _, _, state, unused, _ = more
     return out, z, (first_query, first_key, state, unused)
 
@@ -113,7 +113,7 @@ def _flash_backward(
 ) -> Grads:
     first_query, first_key, *state = extra
     sizes = (query.shape[2], block.key.shape[2])
-    result: Grads = aten._scaled_dot_product_flash_attention_backward(
+    result: Grads = flash_attention_backward(
         grad, query, block.key, block.value, out, z, first_query, first_key, *sizes, 0.0, block.causal, *state,
         scale=scale,
     )  # fmt: skip
@@ -123,9 +123,7 @@ def _flash_backward(
 def _efficient(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
     """The log-sum-exps z have padding up to a multiple of 32 queries."""
     bias = _aligned(query, block)
-    out, z, *state = aten._scaled_dot_product_efficient_attention(
-        query, block.key, block.value, bias, True, 0.0, block.causal, scale=scale
-    )
+    out, z, *state = efficient_attention(query, block.key, block.value, bias, True, 0.0, block.causal, scale=scale)
     return out, z, tuple(state)
 
 
@@ -139,7 +137,7 @@ def _efficient_backward(
     scale: float,
 ) -> Grads:
     bias, needed = _aligned(query, block), (True, True, True, False)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = efficient_attention_backward(
         grad, query, block.key, block.value, bias, out, z, *extra, 0.0, needed, block.causal, scale=scale
     )
     return dq, dk, dv

@@ -684,7 +684,7 @@ def _plain_problem(value: Any, depth: int) -> str:
     return f"{excerpt(value)} is no text, number, list or mapping but {type(value).__name__}"
 
 
-def _name_problems(values: Mapping[str, Any]) -> list[str]:
+def _name_problems(values: Mapping[Any, Any]) -> list[str]:
     """List names of no field, sections that are no mappings, and fields that are given twice."""
     problems = []
     for name in values:
