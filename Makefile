@@ -15,7 +15,7 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all dist lint format clean distclean bench bench-whole bench-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all dist lint format docs clean distclean bench bench-whole bench-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
@@ -24,6 +24,7 @@ help:
 	@echo "make dist                    build the wheel and the source distribution into dist/ and check them"
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
+	@echo "make docs                    this documentation as a site: build/site/index.html, without a network"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
 	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
 	@echo "make bench-gpu               a billion parameters on an accelerator: build/bench-gpu.json"
@@ -69,6 +70,11 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	@$(BIN)/python docs/hooks/figures.py
+	@HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 # All cores, and nothing asked of the hub; PARTS=steps,memory measures these alone, ARGS="--again" and the like goes on.
 BENCH_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false

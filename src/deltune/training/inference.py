@@ -21,6 +21,7 @@ from ..models import AUTO_CLASSES, HEADS_WITH_LABELS, align_padding_token, load_
 from ..runtime import attaching
 from ..runtime.attaching import atomic_new_folder, foreign_model_kind, load, tuned
 from ..runtime.handle import Tuned
+from ..runtime.linear_backend import optimize_linear
 from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
@@ -218,6 +219,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
         load(model, folder.folder, name=delta)
     tuned(model).use(name)
     model.to(task_setup.resolve_device())  # type: ignore[arg-type]
+    optimize_linear(model, config.runtime.linear_backend)
     return LoadedRun(model, tokenizer, kind, runs, labels)
 
 

@@ -1,0 +1,152 @@
+"""Pages of the site that are made when it is built, and links that lead out of docs/.
+
+mkdocs calls the functions whose names begin with `on_`.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changelog() -> str:
+    """Return CHANGELOG.md with links as seen from docs/."""
+    return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def contributing() -> str:
+    """Return CONTRIBUTING.md with links as seen from docs/."""
+    return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
+
+
+def command_line() -> str:
+    """Return the reference of the command line: every command with its arguments and options."""
+    import typer
+
+    from deltune.cli import app
+    from deltune.cli.train import train_app
+
+    group: Any = typer.main.get_command(app.app)
+    commands = {**group.commands, "train": typer.main.get_command(train_app())}
+    lines = [
+        "# Command line",
+        "",
+        "This page is generated from the commands themselves. Results go to standard output and everything else to "
+        "standard error; `--json` prints the result as JSON and nothing else. A mistake in what was typed ends with "
+        "exit code 2, an interrupted training with 130.",
+        "",
+    ]
+    for name, command in commands.items():
+        for inner, leaf in getattr(command, "commands", {"": command}).items():
+            lines += _command(f"{name} {inner}".rstrip(), leaf)
+    return "\n".join(lines)
+
+
+def configuration() -> str:
+    """Return the reference of a run's configuration: every field by section."""
+    from deltune.training.config import DOTTED, SECTIONS
+
+    lines = [
+        "# Configuration of a run",
+        "",
+        "This page is generated from the configuration itself. Every field has a place in the YAML file of a run "
+        "(`section.field`), which `--set section.field=value` sets too, and an option of `deltune train`. "
+        "`deltune train … --print-config` prints a run's whole configuration with its values. How these fields are "
+        "used together is in [Train from the command line](../train.md).",
+        "",
+    ]
+    for section, kind in SECTIONS.items():
+        lines += [f"## {section}", "", _text(kind.__doc__ or ""), "", "| field | option | default | meaning |"]
+        lines += ["|---|---|---|---|"]
+        for field, info in kind.model_fields.items():
+            default = "required" if info.is_required() else _value(info.default)
+            option = f"--{DOTTED[f'{section}.{field}'].replace('_', '-')}"
+            lines.append(f"| `{section}.{field}` | `{option}` | {default} | {_text(info.description or '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _command(name: str, command: Any) -> list[str]:
+    """Return the section of one command."""
+    arguments = [p for p in command.params if not p.opts[0].startswith("-")]
+    options = [p for p in command.params if p.opts[0].startswith("-") and not p.hidden]
+    names = [p.metavar or p.name.upper() for p in arguments]
+    usage = " ".join(["deltune", name, *(["[OPTIONS]"] if options else []), *names])
+    lines = [f"## deltune {name}", "", _text(command.help or ""), "", "```text", usage, "```", ""]
+    if arguments:
+        lines += ["| argument | meaning |", "|---|---|"]
+        lines += [f"| `{label}` | {_text(p.help or '')} |" for label, p in zip(names, arguments, strict=True)]
+        lines.append("")
+    panels = list(dict.fromkeys(p.rich_help_panel for p in options))
+    for panel in panels:
+        lines += [f"**{panel}**", ""] if panel else []
+        lines += ["| option | meaning |", "|---|---|"]
+        for option in (p for p in options if p.rich_help_panel == panel):
+            value = "" if option.is_flag else f" {option.metavar or _kind(option)}"
+            shown = option.show_default is not False and option.default not in (None, False, (), [])
+            default = f" Default: {_value(option.default)}." if shown else ""
+            label = f"{', '.join(option.opts)}{value}".replace("|", "\\|")
+            lines.append(f"| `{label}` | {_text(option.help or '')}{default} |")
+        lines.append("")
+    if name == "train":
+        lines += ["These are the common fields of a run's configuration; [Configuration](config.md) lists all.", ""]
+    return lines
+
+
+def _kind(option: Any) -> str:
+    """Return what is written for the value of an option."""
+    annotation = str(option.type_descriptor.annotation)
+    return next(
+        (label for word, label in (("Path", "PATH"), ("int", "N"), ("float", "N")) if word in annotation), "TEXT"
+    )
+
+
+def _text(text: str) -> str:
+    """Return a text for a cell of a table: no markup in it but code between backquotes."""
+    parts = " ".join(text.split()).split("`")
+    plain = [html.escape(part, quote=False).replace("*", r"\*").replace("[", r"\[") for part in parts[::2]]
+    code = [f"`{part}`" for part in parts[1::2]]
+    joined = "".join(a + b for a, b in zip(plain, [*code, ""], strict=True))
+    return joined.replace("|", "\\|")
+
+
+def _value(value: Any) -> str:
+    """Return a default for a cell of a table."""
+    if value in (None, (), {}):
+        return "–"
+    if isinstance(value, tuple):
+        return f"`{', '.join(map(str, value))}`"
+    return f"`{value}`"
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "changelog.md": changelog,
+    "contributing.md": contributing,
+    "reference/cli.md": command_line,
+    "reference/config.md": configuration,
+}
+"""Pages that are no files of docs/."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages."""
+    from mkdocs.structure.files import File
+
+    for name, make in GENERATED.items():
+        files.append(File.generated(config, name, content=make()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn links to files beside docs/ into links to the pages made from them and keep long lists out of the search."""
+    if page.file.src_uri in ("speed.md", "renames.md"):
+        page.meta["search"] = {"exclude": True}
+    up = "../" * page.file.src_uri.count("/")
+    for name in ("CHANGELOG", "CONTRIBUTING"):
+        markdown = re.sub(rf"\]\((?:\.\./)+{name}\.md", f"]({up}{name.lower()}.md", markdown)
+    return re.sub(r"\]\((?:\.\./)+README\.md", f"]({up}index.md", markdown)
