@@ -49,12 +49,15 @@ COPY_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The row of a finished job: its result, or the error that it ended with."""
+    """The row of a finished job: its result, or the error that it ended with.
+
+    A result that another program wrote may be any JSON object; `study.job_outcomes` checks the fields that it reads.
+    """
 
     name: str
     kind: str
     spec: dict[str, Any]
-    result: dict[str, Any] | None
+    result: Mapping[str, Any] | None
     error: str | None
     seconds: float
 
