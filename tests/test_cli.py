@@ -78,6 +78,12 @@ def test_inspect(deltune: Command, root: Path) -> None:
     assert facts["family"] == "bert" and len(facts["layers"]) == 2
 
 
+def test_a_setting_that_is_nested_too_deeply(deltune: Command) -> None:
+    """The values of --set are read within the same bounds as a file."""
+    run = deltune("train", "--set", f"data.labels={'[' * 3000}{']' * 3000}")
+    assert run.code == 2 and "data.labels is nested too deeply" in run.err and not run.out
+
+
 def test_methods(deltune: Command) -> None:
     output = deltune("methods").out
     assert all(name in output for name in ("layernorm", "prefix", "lora", "mam"))

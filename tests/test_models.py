@@ -185,7 +185,11 @@ def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{\n"model_type": "bert",\n', "line 3: broken JSON"),
+        ('{\n"model_type": "bert",\n', "is not JSON"),
+        ('{\n"model_type": "bert",\n', "line 3, column 1"),
+        ('{"model_type": ' + "[" * 100_000, "nested too deeply"),
+        (" " * (17 << 20), "longer than 16 MiB"),
+        ('{"model_type": "bert", "model_type": "brt"}', "unknown model_type 'brt'"),
         ('{"hidden_size": 4}', 'no "model_type"'),
         ("[1]", 'no "model_type"'),
         ('{"model_type": "brt"}', "unknown model_type 'brt'. Did you mean 'bert'"),

@@ -172,6 +172,32 @@ def test_every_field_is_checked(wrong: dict[str, Any]) -> None:
         spec(**wrong)
 
 
+DOUBLES = (
+    ({"optim": {"lr": 1e-3}, "lr": 5e-4}, "optim.lr is given twice, also as lr"),
+    ({"lr": 5e-4, "optim": {"lr": 1e-3}}, "optim.lr is given twice, also as lr"),
+    ({"optim.lr": 5e-4, "optim": {"lr": 1e-3}}, "optim.lr is given twice, also as lr"),
+    ({"search": {"optim.lr": [1e-3], "lr": [5e-4]}}, "runtime.search: optim.lr is given twice, also as lr"),
+    ({"search": {"lr": [1e-3], "optim.lr": [5e-4]}}, "runtime.search: optim.lr is given twice, also as lr"),
+)
+
+
+@pytest.mark.parametrize(("values", "message"), DOUBLES)
+def test_a_field_that_is_given_twice(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeltuneError) as raised:
+        RunConfig.model_validate({**LEAST, **values, "epochs": 0})
+    assert message in str(raised.value) and "optim.epochs" in str(raised.value), "all problems at once"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({1: 2}, "1 is no name of an option but int"), (5, "is a mapping .*, not 5"), (None, "not None"), ([], "not")],
+)
+def test_values_that_are_no_config(values: Any, message: str) -> None:
+    with pytest.raises(DeltuneError, match=message):
+        RunConfig.model_validate(values)
+    assert RunConfig.model_validate(spec()) == spec()
+
+
 def test_rows_at_a_time() -> None:
     """All processes' rows, so many times, are a step's."""
     assert spec().optim.rows_per_device() == 32 and spec().optim.rows_per_device(4) == 8
@@ -198,7 +224,17 @@ def test_a_spec_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("a: [", "broken YAML"), ("- a", "no config"), ("", "no config"), ("1: a", "no")]
+    ("text", "match"),
+    [
+        ("a: [", "broken YAML"),
+        ("- a", "no config"),
+        ("", "no config"),
+        ("1: a", "no"),
+        (
+            "lr: 1\nseed: 2\noptim: {epochs: 1, epochs: 2}\nlr: 3\n",
+            "broken YAML: .*'epochs' .* lines 3 and 3; .*'lr' .* 1 and 4",
+        ),
+    ],
 )
 def test_files_that_are_no_spec(text: str, match: str, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"

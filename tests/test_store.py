@@ -335,6 +335,10 @@ def test_killed_while_one_delta_takes_the_place_of_another(saved: Path, tmp_path
             os._exit(0)
     tuned.detach()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if renames == 1:
+        for where in (run.folder, run.delta):
+            with pytest.raises(deltune.DeltuneError, match=r"a save was interrupted .*/\.delta-old-\w+ now\. Rename"):
+                deltune.load(model, where)
     assert status == (0 if renames == 2 else -signal.SIGKILL) and run.delta.exists() == (renames != 1)
     run.recover_delta()
     assert (tree(run.delta) == before) == (renames < 2)
@@ -344,6 +348,28 @@ def test_killed_while_one_delta_takes_the_place_of_another(saved: Path, tmp_path
     loaded = deltune.load(model, run.folder)
     assert repr(loaded.method) == (METHOD if renames < 2 else "adapter(rank=2)")
     loaded.detach()
+
+
+def test_saving_through_a_link_replaces_the_folder_that_it_leads_to(folder: Path) -> None:
+    model = specimen("bert")
+    tuned = deltune.attach(model, "adapter(rank=2)")
+    link, broken = folder.with_name("link"), folder.with_name("broken")
+    link.symlink_to(folder.name)
+    broken.symlink_to("new")
+    for target in (link, broken):
+        assert tuned.save(target) == target and target.is_symlink()
+        assert repr(serialization.read_metadata(target).method) == "'adapter(rank=2)'"
+    assert sorted(p.name for p in folder.parent.iterdir()) == sorted(["broken", "new", "link", folder.name])
+    tuned.detach()
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ñ" * 127])
+def test_saving_under_the_longest_name(name: str, tmp_path: Path) -> None:
+    tuned = deltune.attach(specimen("bert"), "adapter(rank=2)")
+    for _ in range(2):
+        tuned.save(tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    tuned.detach()
 
 
 FULL_DISK = """

@@ -1,17 +1,53 @@
-"""Everything private of torch and transformers that the library relies on, each with the reason."""
+"""Everything private of other libraries that deltune relies on, each with the reason; no other module touches it."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _global_forward_hooks
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
+
+# -- the contents of a module
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself holds, by name; None for one that it may have and has not.
+
+    `named_parameters` leaves those out and names tied ones once. To assign here swaps a parameter in one step, where
+    `setattr` takes several that an interruption can come between.
+    """
+    return module._parameters
+
+
+def replace_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor | None]) -> None:
+    """Give a copy of a module parameters of its own, where the dictionary that it has is that of the original."""
+    module.__dict__["_parameters"] = parameters
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that a module itself holds, by name, each time that it holds one; `named_children` has each once."""
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers that a module itself holds, by name."""
+    return module._buffers
+
+
+# -- calls and hooks
 
 _CALL = "_call_impl"
 """What nn.Module.__call__ looks up on the instance: it runs a module's hooks and then its forward. An override there
 surrounds both with `try` and `finally`; hooks cannot, since torch skips them after a KeyboardInterrupt."""
+
+
+CALL_OVERRIDES = (_CALL, "_compiled_call_impl")
+"""Attributes by which one instance is called otherwise than its class; the second is what `module.compile()` sets."""
 
 
 def call_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,6 +105,16 @@ def remove_hooks(module: nn.Module | None, owner: object) -> None:
                 module._forward_pre_hooks_with_kwargs, hooks,
             ):  # fmt: skip
                 others.pop(number, None)
+
+
+def count_forward_hooks(module: nn.Module) -> int:
+    """Count the forward hooks that see the output of a module, those of all modules included; torch lists neither."""
+    return len(module._forward_hooks) + len(_global_forward_hooks)
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """The hooks that `register_hook` put on a tensor, which torch does not list."""
+    return list((tensor._backward_hooks or {}).values())
 
 
 _CHECKPOINT = "_gradient_checkpointing_func"
@@ -130,3 +176,96 @@ def runs_plainly() -> bool:
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a batch of gradients that torch.autograd.grad maps, as is_grads_batched asks for."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+# -- tensors and operations
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """A number that every change in place of a tensor increases, by which a cached result is known to be stale."""
+    return tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor; a meta tensor has one too, though its `data_ptr` is 0."""
+    return tensor.untyped_storage()._cdata
+
+
+def operation_name(operation: Any) -> str:
+    """The name of an operation in torch's schema, such as "aten::add_"; `__name__` differs from it for some."""
+    name: str = operation._schema.name
+    return name
+
+
+# The kernels behind scaled_dot_product_attention, which does not return the log-sum-exps that two parts are merged by.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+
+# -- transformers
+
+
+def has_attention_implementation(config: Any) -> bool:
+    """Whether an object is a configuration that names an attention function."""
+    return hasattr(config, "_attn_implementation")
+
+
+def attention_implementation(config: Any) -> Any:
+    """The name of the attention function that the layers with a configuration look up in every pass, or None."""
+    return config._attn_implementation
+
+
+def set_attention_implementation(config: Any, name: Any) -> None:
+    """Choose the attention function of one configuration; `set_attn_implementation` changes all of a model."""
+    config._attn_implementation = name
+
+
+def auto_class_mapping(auto_class: Any) -> Any:
+    """The classes that an auto class such as AutoModel makes, by the class of the configuration."""
+    return auto_class._model_mapping
+
+
+NAME_SETTINGS = ("_name_or_path", "name_or_path")
+"""The settings in `to_dict()` of a configuration that say where it was read."""
+
+
+def set_training_device(arguments: Any, device: torch.device) -> None:
+    """Let TrainingArguments use one device; by itself it takes the first that there is."""
+    from accelerate import PartialState
+
+    arguments.__dict__["_setup_devices"] = PartialState().device = device
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """Keep the Trainer from wrapping the model in DataParallel where a process sees several GPUs."""
+    arguments._n_gpu = 1
+
+
+# -- accelerate
+
+
+def offload_hook(module: nn.Module) -> Any:
+    """The hook by which accelerate loads the weights of a module for its call, or None."""
+    return module.__dict__.get("_hf_hook")
+
+
+def wrapped_forward(module: nn.Module) -> Any:
+    """The forward that accelerate put aside when it replaced a module's, or None."""
+    return module.__dict__.get("_old_forward")
+
+
+# -- sacreBLEU: its public methods return only sums, and for chrF not even those
+
+
+def sacrebleu_statistics(metric: Any, predictions: Sequence[str], references: Sequence[Any]) -> Any:
+    """The statistics of each example, which a metric of sacreBLEU computes its score from."""
+    return metric._extract_corpus_statistics(predictions, references)
+
+
+def sacrebleu_score(metric: Any, statistics: Any) -> float:
+    """The score of the summed statistics of some examples."""
+    return float(metric._compute_score_from_stats(statistics).score)

@@ -146,16 +146,32 @@ def _hub_cache_blob_folders(home: Path) -> list[Path]:
     return [path / "blobs" for path in repositories if path.name.startswith(("models--", "datasets--", "spaces--"))]
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, unique_keys: bool = True) -> Any:
     """Parse JSON strictly.
+
+    Args:
+        text: The JSON text.
+        unique_keys: Refuse an object that repeats a key, which other readers allow.
 
     Raises:
         ValueError: The text is not JSON, repeats a key of an object, or is nested too deeply.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object_without_duplicates)
+        return json.loads(text, object_pairs_hook=_object_without_duplicates if unique_keys else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Parse one JSON object strictly.
+
+    Raises:
+        ValueError: As `parse_json`, or the text is JSON but not an object.
+    """
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object but {excerpt(value)}")
+    return value
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,8 +183,12 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, unique_keys: bool = True) -> Any:
     """Read a JSON file of at most `MAX_JSON_BYTES` bytes.
+
+    Args:
+        path: The file.
+        unique_keys: Refuse an object that repeats a key.
 
     Raises:
         DeltuneError: The file cannot be read, is not JSON (the message names the line), or is beyond the bounds.
@@ -178,7 +198,7 @@ def read_json(path: Path) -> Any:
             raw = file.read(MAX_JSON_BYTES + 1)
         if len(raw) > MAX_JSON_BYTES:
             raise DeltuneError(f"{path} cannot be read: it is longer than {MAX_JSON_BYTES >> 20} MiB")
-        return parse_json(raw)
+        return parse_json(raw, unique_keys)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DeltuneError(f"{path} is damaged, or is not JSON: {error.msg} at {place}") from error
@@ -215,10 +235,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
-                value = parse_json(line)
-                if not isinstance(value, dict):
-                    raise ValueError(f"not a JSON object but {excerpt(value)}")
-                yield number, value
+                yield number, parse_json_object(line)
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{path} cannot be read (line {number}): {error}") from error
 
@@ -277,7 +294,7 @@ def atomic_open(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
     Yields:
         The open temporary file. It is synced to the disk before it replaces `path`.
     """
-    temporary = path.parent / f"{prefix or f'.{path.name[:40]}-'}{secrets.token_hex(8)}"
+    temporary = path.parent / f"{prefix or _sibling_prefix(path)}{secrets.token_hex(8)}"
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask takes from these permissions
     try:
         with open(handle, "wb") as file:
@@ -315,10 +332,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     the renaming are synced to the disk, so that a power failure leaves the old folder or the new one.
 
     Args:
-        target: The folder to replace or create.
+        target: The folder to replace or create, or a link to it, which stays a link.
 
     Yields:
-        A new, empty folder beside `target`.
+        A new, empty folder beside `target`, or beside the folder that the link leads to.
 
     Raises:
         DeltuneError: The target is the working folder or a root, which cannot be replaced.
@@ -327,6 +344,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     if not target.name:
         raise DeltuneError(f"'{target}' cannot be replaced by a new folder; name a folder inside it")
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     replacement = _new_sibling_folder(target)
     old: Path | None = None
@@ -334,7 +352,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield replacement
         _fsync_tree(replacement)
         if target.exists():
-            old = _new_sibling_folder(target, "old-")  # "old-" tells what it was after a kill between the two renames
+            old = _new_sibling_folder(
+                target, "old-"
+            )  # after a kill between the two renames, `replaced_folders` finds it
             os.replace(target, old)
         try:
             os.replace(replacement, target)
@@ -358,10 +378,24 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 def _new_sibling_folder(target: Path, kind: str = "") -> Path:
     """Create a folder beside the target. mkdir, unlike tempfile, gives the permissions that the umask leaves."""
     while True:
-        path = target.with_name(f".{target.name}-{kind}{secrets.token_hex(4)}")
+        path = target.with_name(f"{_sibling_prefix(target)}{kind}{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
+
+
+def _sibling_prefix(target: Path) -> str:
+    """Return what the names of temporary siblings begin with: short, so that a long name leaves room for the rest."""
+    return f".{target.name.encode()[:80].decode(errors='ignore')}-"
+
+
+def replaced_folders(target: Path) -> list[Path]:
+    """Return the folders that stood at `target`, where `atomic_folder` was killed before it put the new one there."""
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(target := target.resolve()):
+            prefix = f"{_sibling_prefix(target)}old-"
+            return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.is_dir())
+    return []
 
 
 def _fsync_tree(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DeltuneError, error_summary, missing_extra, unknown_name
-from .filesystem import user_path
+from .filesystem import read_json, user_path
 
 if TYPE_CHECKING:
     import torch
@@ -224,6 +224,8 @@ def load_model(
     import transformers
     from safetensors import SafetensorError
 
+    from .compat import auto_class_mapping
+
     if head not in AUTO_CLASSES:
         raise DeltuneError(unknown_name("model head", head, AUTO_CLASSES))
     if isinstance(dtype, str) and dtype not in DTYPES:
@@ -239,7 +241,7 @@ def load_model(
     possible = [
         other
         for other, auto_class in AUTO_CLASSES.items()
-        if type(config) in getattr(transformers, auto_class)._model_mapping or auto_class in remote_classes
+        if type(config) in auto_class_mapping(getattr(transformers, auto_class)) or auto_class in remote_classes
     ]
     if head not in possible:
         heads = ", ".join(possible) or "none of the heads known here"
@@ -304,12 +306,7 @@ def _read_config(source: ModelSource, trust_remote_code: bool) -> PreTrainedConf
     import transformers
 
     file = source.config
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DeltuneError(f"{file} line {error.lineno}: broken JSON ({error.msg}). Get the file again.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeltuneError(f"{file} cannot be read as config.json: {error_summary(error)}") from error
+    config = read_json(file, unique_keys=False)  # transformers, which reads it too, takes the last of repeated keys
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str):
         raise DeltuneError(f'{file} has no "model_type", so it is not the configuration of a transformers model.')

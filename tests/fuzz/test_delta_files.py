@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import struct
@@ -189,6 +190,17 @@ REGRESSIONS: dict[str, tuple[int, Spoil, str]] = {
     "ids that are no numbers": (PREFIX, facts(labels__id2label={"x": "a"}), "'x' is no label id"),
     "an id written in another way": (PREFIX, facts(labels__id2label={"1": "a", "01": "b"}), "'01' is no label id"),
     "a label that is a list": (PREFIX, facts(labels__id2label={"0": []}), "the name of label 0 is no text"),
+    "ids that are no outputs": (
+        PREFIX, facts(labels__id2label={"7": "a", "-3": "b", "900": "c"}), "'-3' is no label id; .* labels are 0 to 2",
+    ),
+    "ids with a gap": (PREFIX, facts(labels__id2label={"0": "a", "2": "b", "3": "c"}), "'3' is no label id"),
+    **{
+        f"a label that is {name}": (
+            PREFIX, text(lambda t, name=name: re.sub(r'"0": "[^"]*"', f'"0": {name}', t, count=1)),  # type: ignore[misc]
+            "the name of label 0 is no text",
+        )
+        for name in ("null", "true", "1e400", "3")
+    },
     "labels without id2label": (PREFIX, facts(labels={"x": 1}), f"{NOT_OURS}.*labels.id2label: Field required"),
     "an unknown problem_type": (PREFIX, facts(labels__problem_type="x"), f"{NOT_OURS}.*problem_type"),
     "a fingerprint of lists": (PREFIX, facts(base__fingerprint={"layers": []}), f"{NOT_OURS}.*base.fingerprint.layers"),
@@ -319,6 +331,14 @@ def test_labels_of_a_delta_without_a_head(tmp_path: Path) -> None:
     tuned = deltune.load(model, tmp_path / "delta")
     assert model.config.id2label == before and model.num_labels == len(before)
     tuned.detach()
+
+
+def test_a_model_whose_labels_could_not_be_saved() -> None:
+    model = build(FAMILIES["bert"], "sequence", torch.float32)
+    model.config.id2label = {1: "a", 2: "b", 4: "c"}
+    with pytest.raises(deltune.DeltuneError, match=r"has the ids \[1, 2, 4\]; name its 3 labels by the ids 0 to 2"):
+        deltune.attach(model, "lora(rank=2)")
+    assert "deltune" not in dict(model.named_children())
 
 
 def test_a_snapshot_of_the_hub(folders: list[Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 import deltune
 from deltune.methods import spec
 from deltune.methods.registry import REGISTRY
-from laws.specimens import batch, differences, facts, forward, loss, specimen
+from laws.families import FAMILIES
+from laws.specimens import batch, build, differences, facts, forward, loss, specimen
 
 MODELS = ("bert", "llama", "gpt2", "t5")
 MOMENT = 20.0
@@ -335,6 +337,23 @@ def test_budgets_of_any_size(text: str, budget: int | str, count: str | None) ->
         share = isinstance(budget, str)
         assert share or deltune.count(specimen("bert"), solved).method <= budget
     assert time.monotonic() - began < MOMENT
+
+
+def test_training_must_fit_and_not_the_values_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients and the two moments of Adam count; of a delta that is only loaded, the values."""
+    model = build(FAMILIES["bert"], "base", torch.float32)
+    values = deltune.count(model, "prompt(length=1000)").method * 4
+    assert values == 1000 * 32 * 4
+    monkeypatch.setenv("DELTUNE_MEMORY_LIMIT", str(4 * values - 1))
+    with pytest.raises(
+        deltune.DeltuneError, match=r"32,000 trained scalars .* moments of Adam, takes 500\.0 KiB of memory"
+    ):
+        deltune.attach(model, "prompt(length=1000)")
+    monkeypatch.setenv("DELTUNE_MEMORY_LIMIT", str(4 * values))
+    deltune.attach(model, "prompt(length=1000)").save(tmp_path / "delta")
+    deltune.tuned(model).detach()
+    monkeypatch.setenv("DELTUNE_MEMORY_LIMIT", str(values))
+    deltune.load(model, tmp_path / "delta").detach()
 
 
 def test_a_stated_limit(monkeypatch: pytest.MonkeyPatch) -> None:

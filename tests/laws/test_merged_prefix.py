@@ -38,7 +38,7 @@ def gradients(model: PreTrainedModel, inputs: dict[str, Any], how: How) -> dict[
         outputs = forward(model, inputs)
         loss(outputs).backward()
     served = set(deltune.prefix_report(model).values())
-    assert served == {"merged" if how == "merged" else "joined: asked"}
+    assert served == {"merged" if how == "merged" else "joined: requested"}
     values = {name: value.detach() for name, value in outputs.items()}
     for name, parameter in deltune.tuned(model).named_trainable_parameters():
         if parameter.grad is not None:

@@ -6,8 +6,10 @@ import ast
 import inspect
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +89,62 @@ def problems_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", sorted(deltune.__all__))
 def test_public_docstrings_are_complete(name: str) -> None:
     assert problems_of(name) == []
+
+
+def expanded(pattern: str) -> list[str]:
+    """The patterns without braces that one with braces stands for."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        return [pattern]
+    choices = braces[1].split(",")
+    return [p for choice in choices for p in expanded(pattern[: braces.start()] + choice + pattern[braces.end() :])]
+
+
+def test_ruff_checks_every_module_that_defines_a_public_name() -> None:
+    root = Path(__file__).parents[2]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    (excluded,) = [pattern for pattern, rules in settings["per-file-ignores"].items() if rules == ["D"]]
+    modules = {getattr(deltune, name).__module__ for name in deltune.__all__ if name != "__version__"}
+    assert {f"src/{module.replace('.', '/')}.py" for module in modules} <= set(expanded(excluded.removeprefix("!")))
+
+
+def parameters_of(node: ast.FunctionDef | ast.ClassDef) -> set[str] | None:
+    """The parameters of a function, or the fields of a class and the parameters of its __init__; None if inherited."""
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        return {argument.arg for argument in named if argument is not None}
+    fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    constructors = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    constructed = {name for constructor in constructors for name in parameters_of(constructor) or ()}
+    return fields | constructed or None
+
+
+def unknown_arguments(source: str) -> list[str]:
+    """The names that Args of a docstring describe, and that are no parameters of its function or class."""
+    return [
+        f"{node.name}, line {node.lineno}: {name}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and (parameters := parameters_of(node)) is not None
+        for name in sorted(described(sections(ast.get_docstring(node) or "").get("Args", "")) - parameters)
+    ]
+
+
+def test_every_docstring_describes_parameters_that_exist() -> None:
+    files = sorted(Path(deltune.__file__).parent.rglob("*.py"))
+    assert {path.name: unknown for path in files if (unknown := unknown_arguments(path.read_text()))} == {}
+
+
+def test_arguments_that_do_not_exist_are_found() -> None:
+    source = '''
+def example(size):
+    """Return.
+
+    Args:
+        length: The size.
+    """
+'''
+    assert unknown_arguments(source) == ["example, line 2: length"]
 
 
 def test_missing_parts_are_found() -> None:

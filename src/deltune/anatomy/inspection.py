@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..compat import auto_class_mapping, parameters_of, submodules_of
 from ..errors import DeltuneError, error_summary
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
@@ -42,7 +43,7 @@ def parameters_read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
             name = trace.parameters.get(id(tensor))
             if name is not None:
                 owner = model.get_submodule(name.rpartition(".")[0])
-                if not owner._modules and node.module is not owner:
+                if not submodules_of(owner) and node.module is not owner:
                     names.add(name)
     return names
 
@@ -120,7 +121,7 @@ class _Inspector:
     # -- sub-layers
 
     def linear(self, node: Node, columns: Columns | None = None) -> Linear:
-        bias = node.module._parameters.get("bias") is not None
+        bias = parameters_of(node.module).get("bias") is not None
         width = node.outputs[0].shape[-1]
         if columns is not None:
             width = columns.groups * (columns.stop - columns.start)
@@ -237,7 +238,7 @@ class _Inspector:
         return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms)
 
     def _norm(self, node: Node, place: NormPosition, of: tuple[str, ...]) -> Norm:
-        has = node.module._parameters
+        has = parameters_of(node.module)
         width = node.module.weight.shape[0]
         return Norm(node.path, width, has.get("weight") is not None, has.get("bias") is not None, place, of)
 
@@ -358,7 +359,7 @@ class _Inspector:
         if self.model.get_output_embeddings() is not None:
             return ()
         base_children = {self.base_path.split(".")[0], "deltune"}
-        base_class: Any = AutoModel._model_mapping[type(self.model.config)]
+        base_class: Any = auto_class_mapping(AutoModel)[type(self.model.config)]
         if self.base is self.model and type(self.model) is not base_class:
             # T5ForQuestionAnswering has no base model inside: what AutoModel's class has too belongs to the base
             base_children |= {name for name, _ in meta_model(self.model.config).named_children()}
@@ -427,7 +428,7 @@ def check_not_quantized(model: nn.Module) -> None:
     for path, module in base_modules(model):
         if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
             _refuse(model, f"{path or 'the model'} is a {type(module).__module__}.{type(module).__name__}")
-        for leaf, parameter in list(module._parameters.items()):
+        for leaf, parameter in list(parameters_of(module).items()):
             if parameter is None:
                 continue
             name = f"{path}.{leaf}".lstrip(".")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..compat import storage_id
 from ..errors import DeltuneError
 from .tracing import Node, Trace, ancestors, descendants
 from .types import AttentionKind, Columns, NormPosition
@@ -129,7 +130,7 @@ def _input_linears(sub: SubLayer) -> list[Node]:
 
 def _views_of_output(tensor: torch.Tensor, source: Node | None, linear: Node) -> list[torch.Tensor]:
     """Return the views of the linear's output that `tensor` is computed from: on each way, the last in its storage."""
-    storage = linear.outputs[0].untyped_storage()._cdata
+    storage = storage_id(linear.outputs[0])
     views: list[torch.Tensor] = []
     seen: set[int] = set()
     queue = [(tensor, source)]
@@ -138,7 +139,7 @@ def _views_of_output(tensor: torch.Tensor, source: Node | None, linear: Node) ->
         if id(tensor) in seen or source is None or source.order < linear.order:
             continue
         seen.add(id(tensor))
-        if tensor.untyped_storage()._cdata == storage:
+        if storage_id(tensor) == storage:
             views.append(tensor)
         else:
             queue.extend(zip(source.inputs, source.sources, strict=True))

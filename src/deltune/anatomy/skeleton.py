@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..compat import CALL_OVERRIDES, buffers_of, parameters_of, submodules_of
+
 HANDLE_NAME = "deltune"
 """The name of deltune's own child of a tuned model, which is not part of what is observed."""
 
-PASS_OVERRIDES = ("_call_impl", "_compiled_call_impl", "generate")
+PASS_OVERRIDES = (*CALL_OVERRIDES, "generate")
 """Attributes that replace methods of one live instance; they are not copied, and neither is a value whose class has a
 true `of_live_model`."""
 
@@ -78,7 +80,7 @@ def base_tensors(model: nn.Module) -> Iterator[nn.Parameter]:
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Iterate over the model's own parameters by name; tied ones come under each of their names."""
     for path, module in base_modules(model, remove_duplicate=False):
-        for leaf, parameter in list(module._parameters.items()):
+        for leaf, parameter in list(parameters_of(module).items()):
             if parameter is not None:
                 yield f"{path}.{leaf}".lstrip("."), parameter
 
@@ -100,12 +102,12 @@ class _Copier:
         blank = nn.Module().__dict__  # empty dictionaries of hooks, parameters, buffers and children
         twin.__dict__.update(blank)
         twin.__dict__["training"] = False  # layers must not be dropped
-        twin.__dict__["_parameters"] = {name: _meta_parameter(p) for name, p in dict(module._parameters).items()}
-        twin.__dict__["_buffers"] = {name: _meta(b) for name, b in dict(module._buffers).items()}
-        children = dict(module._modules).items()
+        parameters_of(twin).update({name: _meta_parameter(p) for name, p in dict(parameters_of(module)).items()})
+        buffers_of(twin).update({name: _meta(b) for name, b in dict(buffers_of(module)).items()})
+        children = dict(submodules_of(module)).items()
         # `is None` and not falsy, as an empty ModuleList is
         copies = {n: None if m is None else self.module(m) for n, m in children if n != HANDLE_NAME}
-        twin.__dict__["_modules"] = copies
+        submodules_of(twin).update(copies)
         twin.__dict__.update((name, self.value(value)) for name, value in _copied_attributes(module))
         return twin
 

@@ -16,9 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from ..compat import (
+    TorchDispatchMode,
+    has_attention_implementation,
+    operation_name,
+    parameters_of,
+    set_attention_implementation,
+    submodules_of,
+)
 from ..errors import DeltuneError, error_summary
 from .skeleton import Stamp, base_modules, structural_copy, structure_stamp
 
@@ -201,7 +208,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.rstrip("_") if not func._schema.name.endswith("__") else ""
+        name = func.overloadpacket.__name__.rstrip("_") if not operation_name(func).endswith("__") else ""
         if self.opaque:
             if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
@@ -295,7 +302,7 @@ def all_configs(model: torch.nn.Module) -> list[Any]:
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
+        if config is not None and has_attention_implementation(config):
             configs[id(config)] = config
     return list(configs.values())
 
@@ -408,7 +415,7 @@ def _record(model: PreTrainedModel, attention: str) -> Trace:
         module.register_forward_pre_hook(_on_enter, with_kwargs=True)
         module.register_forward_hook(_on_exit, with_kwargs=True)
     for config in all_configs(twin):
-        config._attn_implementation = attention
+        set_attention_implementation(config, attention)
     token = _RECORDER.set(recorder)
     try:
         with torch.no_grad(), torch.device("meta"), recorder:
@@ -451,11 +458,11 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     inputs = list(tensors_in((args, kwargs)))
     kind = _leaf_kind(module, inputs, output) or "op"
     node = recorder.record(kind, inputs, list(tensors_in(output)), path=path, module=recorder.originals[module])
-    node.transposed = kind == "linear" and id(module._parameters.get("weight")) in recorder.direct
+    node.transposed = kind == "linear" and id(parameters_of(module).get("weight")) in recorder.direct
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:
-    return not module._modules and any(p is not None for p in module._parameters.values())
+    return not submodules_of(module) and any(p is not None for p in parameters_of(module).values())
 
 
 def _positional_names(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:

@@ -361,9 +361,7 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
 
 def _parse_value(name: str, text: str) -> Any:
     """Return the value of an option: null is none, lists and mappings are YAML, anything else is checked as text."""
-    import yaml
-
-    from ..training.config import PLACES, SECTIONS
+    from ..training.config import PLACES, SECTIONS, parse_yaml
 
     if text.strip() == "null":
         return None
@@ -372,10 +370,7 @@ def _parse_value(name: str, text: str) -> Any:
     section, field = PLACES[name]
     if not _is_container(SECTIONS[section].model_fields[field].annotation):
         return text  # such as a template: {source}
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DeltuneError(f"{section}.{field} is broken YAML: {' '.join(str(error).split())}") from error
+    return parse_yaml(text, f"{section}.{field}")
 
 
 def _is_container(annotation: Any) -> bool:

@@ -286,15 +286,29 @@ class UnusedTensors:
     """The tensors of a file that are not used yet, by their names in this model; any left at the end are an error."""
 
     def __init__(self, anatomy: Anatomy, tensors: NamedTensors, stem: str = "") -> None:
-        """Args:
-        anatomy: The model's anatomy.
-        tensors: The tensors by their names in the file.
-        stem: What every name in the file begins with, before the model's own name.
+        """Order the tensors of a file by their names in this model.
+
+        Args:
+            anatomy: The model's anatomy.
+            tensors: The tensors by their names in the file.
+            stem: What every name in the file begins with, before the model's own name.
         """
         self.anatomy = anatomy
         translate = _name_translator(anatomy, [name.removeprefix(stem) for name in tensors])
-        self.names = {translate(name.removeprefix(stem)): name for name in tensors}
-        self.tensors = {translate(name.removeprefix(stem)): tensor for name, tensor in tensors.items()}
+        self.stem, self.names, self.tensors = stem, dict[str, str](), dict[str, torch.Tensor]()
+        self.doubles: list[str] = []
+        for file_name, tensor in tensors.items():
+            name = translate(file_name.removeprefix(stem))
+            if name in self.names:
+                self.doubles.append(f"tensors {self.names[name]} and {file_name} are both {name} of this model")
+            self.names[name], self.tensors[name] = file_name, tensor
+
+    def name_in_file(self, name: str) -> str:
+        """Return what the file calls a tensor, without the stem; where it has no such tensor, the name in this model.
+
+        Options such as PEFT's `alpha_pattern` refer to these names.
+        """
+        return self.names.get(name, name).removeprefix(self.stem)
 
     def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
         """Remove and return the tensor of a name, or return None where there is none.
@@ -313,17 +327,17 @@ class UnusedTensors:
         return {name: tensor for name in names if (tensor := self.take(name)) is not None}
 
     def check(self, folder: Path, cause: DeltuneError | None = None) -> None:
-        """Check that every tensor was used.
+        """Check that every tensor was used, and that no two of them are one tensor of this model.
 
         Args:
             folder: The folder, for the message.
             cause: An error that happened before, which the message then begins with.
 
         Raises:
-            DeltuneError: Tensors are left, or `cause` is given.
+            DeltuneError: Tensors are left or have the same name in this model, or `cause` is given.
         """
         shown = sorted(self.names.values())
-        problems = [] if cause is None else [str(cause)]
+        problems = ([] if cause is None else [str(cause)]) + self.doubles
         problems += [f"extra tensor {name}" for name in shown[:10]]
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
         if shown and self.anatomy.hidden:

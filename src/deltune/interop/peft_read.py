@@ -118,6 +118,7 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
     problems: list[str] = []
     patterns = Patterns(options.get("alpha_pattern"))
     for path, linears in _projections_by_path(anatomy, "parallel", LowRank(1)):
+        path_in_file = unused.name_in_file(f"{path}.lora_A.weight").removesuffix(".lora_A.weight")
         down, up = unused.take(f"{path}.lora_A.weight", axes=2), unused.take(f"{path}.lora_B.weight", axes=2)
         if down is None and up is None:
             continue
@@ -125,7 +126,7 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
             problems.append(f"missing tensor {path}.lora_{'A' if down is None else 'B'}.weight")
             continue
         rank = down.shape[0]
-        alpha = patterns.value(path, options.get("lora_alpha", 8))
+        alpha = patterns.value(path_in_file, options.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
         form = LowRank(rank, float(options.get("lora_dropout") or 0))
         if sum(place.widths.out_width for _, place in linears) != up.shape[0]:

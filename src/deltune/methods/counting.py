@@ -241,67 +241,83 @@ UNITS = {
 }
 
 
-def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int) -> int:
-    """Return the bytes that attaching a resolved method allocates.
+TRAINING_COPIES = 4
+"""The memory that training takes for a scalar, in scalars: its value, its gradient and the two moments of Adam."""
+
+
+def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int, copies: int = 1) -> int:
+    """Return the bytes that a resolved method allocates.
 
     These are the parameters, the positions of masked ones, and the dense tensors that masked entries are drawn from and
-    computed in.
+    computed in. The model's own tensors, those of its head and those that the method selects, count once: their size
+    does not depend on the method's arguments, and sharding or another optimizer trains them in less than Adam takes.
 
     Args:
         anatomy: The model's anatomy.
         resolved: The resolved method.
         scalar_bytes: The bytes of a trained scalar: 4, or 8 in a float64 model.
+        copies: How often a scalar that the method adds counts: 1, or `TRAINING_COPIES`.
     """
     shared: dict[tuple[str, str], int] = {}
     tied: dict[str, int] = {}
-    dense = masked = 0
+    added = dense = masked = 0
     for edit in resolved.edits:
         modification, place = edit.modification, edit.place
         tied[edit.tied] = total_numel(modification.compose.tied(place.widths))
         if edit.mask is None:
-            dense += total_numel(trained_shapes(modification, place))
+            added += total_numel(trained_shapes(modification, place))
             shared[edit.term, place.group] = total_numel(modification.form.shared(place.widths))
         else:  # a forward pass computes in dense tensors, whatever the mask keeps
             dense += total_numel(kept_shapes(modification, place))
             masked += edit.mask.count
-    trained_whole = sum(t.numel for t in resolved.selected) + sum(2 * gates.size for gates in resolved.gated)
-    trained_whole += sum(t.numel for t in anatomy.tensors if t.area == "head")
+    in_model = sum(t.numel for t in resolved.selected) + sum(2 * gates.size for gates in resolved.gated)
+    in_model += sum(t.numel for t in anatomy.tensors if t.area == "head")
     masked += sum(mask.count for _, mask in resolved.masked)
-    scalars = dense + trained_whole + masked + sum(shared.values()) + sum(tied.values())
-    return scalar_bytes * scalars + 8 * masked  # a position is an int64
+    added += masked + sum(shared.values()) + sum(tied.values())
+    return scalar_bytes * (copies * added + dense + in_model) + 8 * masked  # a position is an int64
 
 
 def resolve_within_memory(model: PreTrainedModel, anatomy: Anatomy, method: Method) -> ResolvedMethod:
-    """Resolve a method on a live model, and check that there is memory for it.
+    """Resolve a method on a live model, and check that there is memory to train it.
 
     Raises:
         DeltuneError: As `resolve` and `check_memory`.
     """
     resolved = resolve(anatomy, method, lambda: base_size(model)[1])
-    check_memory(model, anatomy, resolved, method)
+    check_memory(model, anatomy, resolved, method, TRAINING_COPIES)
     return resolved
 
 
-def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMethod, method: Method) -> None:
+def check_memory(
+    model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMethod, method: Method, copies: int = 1
+) -> None:
     """Check that a resolved method fits in memory.
 
     The limit is DELTUNE_MEMORY_LIMIT where it is set. Otherwise it is what is free on the model's devices, and on the
     CPU for a model on the meta device.
+
+    Args:
+        model: The model.
+        anatomy: Its anatomy.
+        resolved: The resolved method.
+        method: The method, for the message.
+        copies: 1 for a delta that is loaded, `TRAINING_COPIES` for one that will be trained.
 
     Raises:
         DeltuneError: The method does not fit; the message has its exact count.
     """
     tensors = list(base_tensors(model))
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    needed = needed_bytes(anatomy, resolved, 8 if wide else 4)
+    needed = needed_bytes(anatomy, resolved, 8 if wide else 4, copies)
     if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():
         return
     limit, source = _limit({tensor.device for tensor in tensors})
     if limit is None or needed <= limit:
         return
     count = count_resolved(anatomy, resolved, "number", 1)
+    use = "loading them" if copies == 1 else "training them, with their gradients and the two moments of Adam,"
     raise DeltuneError(
-        f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and attaching it takes "
+        f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and {use} takes "
         f"{_format_bytes(needed)} of memory: {_format_bytes(limit)} {source}. Give smaller sizes (deltune.fit finds "
         f"them for a budget), or set another limit in the environment variable {LIMIT_VARIABLE}"
     )

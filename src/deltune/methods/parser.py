@@ -297,10 +297,15 @@ class _ExpressionReader:
                 positional.append((argument, self.value(argument)))
             except _TermFailed:
                 continue
+        names: set[str] = set()
         for keyword in node.keywords:
             if keyword.arg is None:
                 self.problems.append(_Problem(keyword.value, "** is not allowed"))
                 continue
+            if keyword.arg in names:  # only compiling would refuse it
+                self.problems.append(_Problem(keyword, f"{node.func.id}: {keyword.arg!r} is given twice"))
+                continue
+            names.add(keyword.arg)
             try:
                 named[keyword.arg] = (keyword, self.value(keyword.value))
             except _TermFailed:
@@ -352,9 +357,9 @@ class _ExpressionReader:
 
 def signature_text(make: Callable[..., Any]) -> str:
     """Return a signature as it is written in an expression, without types."""
-    excerpt: Signature = signature(make)
-    parameters = [p.replace(annotation=Parameter.empty) for p in excerpt.parameters.values()]
-    return str(excerpt.replace(parameters=parameters, return_annotation=Signature.empty))
+    typed: Signature = signature(make)
+    parameters = [p.replace(annotation=Parameter.empty) for p in typed.parameters.values()]
+    return str(typed.replace(parameters=parameters, return_annotation=Signature.empty))
 
 
 def to_expression(value: Any) -> str:

@@ -295,14 +295,15 @@ def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., Co
     """A corpus score of sacreBLEU, from its own statistics of each example and with its own signature."""
 
     def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
+        from ..compat import sacrebleu_score, sacrebleu_statistics
+
         metric = make_metric(options)
         streams = list(zip_longest(*references))  # None where an example has fewer references than another
-        # Two private methods of sacreBLEU: its public ones return only sums, and for chrF not even those.
-        rows = np.array(metric._extract_corpus_statistics(list(predictions), streams), dtype=float)
+        rows = np.array(sacrebleu_statistics(metric, list(predictions), streams), dtype=float)
         signature = dict(part.split(":", 1) for part in str(metric.get_signature()).split("|"))
 
         def compute_score(rows: np.ndarray) -> float:
-            return float(metric._compute_score_from_stats(rows.sum(axis=0)).score)
+            return sacrebleu_score(metric, rows.sum(axis=0))
 
         return CorpusStatistics(rows, compute_score, signature)
 

@@ -23,6 +23,7 @@ from transformers.models.auto import modeling_auto
 from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs
+from ..compat import attention_implementation, submodules_of
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
@@ -230,7 +231,7 @@ def attach(
         planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
-                prefix_implementation(config._attn_implementation)
+                prefix_implementation(attention_implementation(config))
         handle = handle or Tuned(model)
         _attach(handle, parsed, planned, name, head)
     return handle
@@ -420,12 +421,12 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     return export_delta(tuned(model), folder, format, name)
 
 
-def _check_head(labels: int, has_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
     """Check that a head fits this model; only its last linear may have another number of labels, its first axis.
 
     Args:
         labels: The number of labels that the file names.
-        known: The number of labels of this model, or None where its outputs are no labels.
+        model_labels: The number of labels of this model, or None where its outputs are no labels.
         shapes: For each tensor of the head, its shape in the file and its shape in this model.
         where: The folder, for error messages.
     """
@@ -438,7 +439,7 @@ def _check_head(labels: int, has_labels: int | None, shapes: dict[str, tuple[Any
                 f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
                 f"number of labels may differ, and the file names {labels}"
             )
-        if shape == here and relabelled and has_labels not in (None, labels) and shape[0] == has_labels:
+        if shape == here and relabelled and model_labels not in (None, labels) and shape[0] == model_labels:
             raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
     if len(widths) > 1:
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
@@ -471,7 +472,7 @@ def check_name(name: str, taken: Iterable[str]) -> None:
 
 def find_tuned(model: nn.Module) -> Tuned | None:
     """Return the handle of a model, or None if nothing is attached."""
-    handle: Any = model._modules.get(HANDLE_NAME)
+    handle: Any = submodules_of(model).get(HANDLE_NAME)
     return handle if isinstance(handle, Tuned) else None
 
 

@@ -32,10 +32,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..compat import (
+    cpu_attention,
+    cpu_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 from ..errors import DeltuneError, excerpt, unknown_name
 from .rows import DeltaRows, stack_by_row
-
-aten = torch.ops.aten
 
 Extra = tuple[torch.Tensor | None, ...]
 """What a kernel's backward needs of its forward besides out and z."""
@@ -44,8 +50,10 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """Keys (B, N_kv, m, d) and values of one block, an additive mask (B or 1, N_h or 1, n, m) or None, and whether
-    query i sees keys 0 ... i only."""
+    """One block of keys (B, N_kv, m, d) and their values, and which of them a query sees.
+
+    The mask is additive, (B or 1, N_h or 1, n, m), or None. If the block is causal, query i sees keys 0 … i only.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -70,9 +78,7 @@ class Kernel:
 
 def _cpu(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
     options = {"attn_mask": block.mask, "scale": scale}
-    out, z = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, block.key, block.value, 0.0, block.causal, **options
-    )
+    out, z = cpu_attention(query, block.key, block.value, 0.0, block.causal, **options)
     return out, z, ()
 
 
@@ -86,16 +92,12 @@ def _cpu_backward(
     scale: float,
 ) -> Grads:
     options = {"attn_mask": block.mask, "scale": scale}
-    result: Grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, block.key, block.value, out, z, 0.0, block.causal, **options
-    )
+    result: Grads = cpu_attention_backward(grad, query, block.key, block.value, out, z, 0.0, block.causal, **options)
     return result
 
 
 def _flash(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
-    out, z, *more = aten._scaled_dot_product_flash_attention(
-        query, block.key, block.value, 0.0, block.causal, False, scale=scale
-    )
+    out, z, *more = flash_attention(query, block.key, block.value, 0.0, block.causal, False, scale=scale)
     first_query, first_key, _, _, state, unused, _ = more
     return out, z, (first_query, first_key, state, unused)
 
@@ -111,7 +113,7 @@ def _flash_backward(
 ) -> Grads:
     first_query, first_key, *state = extra
     sizes = (query.shape[2], block.key.shape[2])
-    result: Grads = aten._scaled_dot_product_flash_attention_backward(
+    result: Grads = flash_attention_backward(
         grad, query, block.key, block.value, out, z, first_query, first_key, *sizes, 0.0, block.causal, *state,
         scale=scale,
     )  # fmt: skip
@@ -119,11 +121,9 @@ def _flash_backward(
 
 
 def _efficient(query: torch.Tensor, block: Block, scale: float) -> tuple[torch.Tensor, torch.Tensor, Extra]:
-    """z has padding up to a multiple of 32 queries."""
+    """The log-sum-exps z have padding up to a multiple of 32 queries."""
     bias = _aligned(query, block)
-    out, z, *state = aten._scaled_dot_product_efficient_attention(
-        query, block.key, block.value, bias, True, 0.0, block.causal, scale=scale
-    )
+    out, z, *state = efficient_attention(query, block.key, block.value, bias, True, 0.0, block.causal, scale=scale)
     return out, z, tuple(state)
 
 
@@ -137,7 +137,7 @@ def _efficient_backward(
     scale: float,
 ) -> Grads:
     bias, needed = _aligned(query, block), (True, True, True, False)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = efficient_attention_backward(
         grad, query, block.key, block.value, bias, out, z, *extra, 0.0, needed, block.causal, scale=scale
     )
     return dq, dk, dv
@@ -192,8 +192,19 @@ def _repeated(block: Block, heads: int) -> Block:
 def merged_attention(
     query: torch.Tensor, first: Block, second: Block, scale: float, kernel: Kernel, may_see_nothing: bool
 ) -> torch.Tensor:
-    """Attention of a query (B, N_h, n, d) over both blocks, (B, N_h, n, d), once differentiable in query, keys and
-    values. may_see_nothing: a query may see no key of either block; its output is 0 then, with no gradient."""
+    """Attention of a query (B, N_h, n, d) over both blocks, once differentiable in query, keys and values.
+
+    Args:
+        query: The query (B, N_h, n, d).
+        first: The first block.
+        second: The second block.
+        scale: The factor of the scores.
+        kernel: The kernel that attends to each block.
+        may_see_nothing: Whether a query may see no key of either block; its output is 0 then, with no gradient.
+
+    Returns:
+        The output (B, N_h, n, d).
+    """
     if not kernel.grouped:
         first, second = _repeated(first, query.shape[1]), _repeated(second, query.shape[1])
     tensors = (query, first.key, first.value, second.key, second.value)
@@ -289,10 +300,9 @@ _thread = _ThreadChoice()
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
-    """Choose how attention to prefixes is computed inside a `with` block, in this thread. Results differ by rounding
-    only.
+    """Choose how attention to prefixes is computed inside a `with` block, in this thread.
 
-    `prefix_report` says how it was computed.
+    The results of the choices differ by rounding only. `prefix_report` says how it was computed.
 
     Args:
         how: "joined" concatenates prefixes with the model's keys. "merged" attends to them separately and merges the
@@ -342,10 +352,10 @@ times as long at any length (12 heads of 32 and 64, 16 prefix keys)."""
 
 def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The eager attention of a model family, which transformers defines in the module of the attention class."""
-    tensors: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if tensors is None:
+    eager: AttentionFunction | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
         raise DeltuneError(f"{type(module).__name__} has no eager attention; load the model with sdpa attention")
-    return tensors(module, *args, **kwargs)
+    return eager(module, *args, **kwargs)
 
 
 def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunction:
@@ -364,7 +374,7 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """query (B, N_h, n, d_h), key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
+        """The attention of query (B, N_h, n, d_h) to key and value (B, N_kv, m, ·) -> (B, n, N_h, d_v)."""
         hook = module.__dict__.get(HOOK_ATTRIBUTE)
         if hook is None or not (edits := hook.edits()):
             return original(module, query, key, value, attention_mask, **kwargs)
@@ -437,7 +447,7 @@ def _attend_with_prefix(
 ) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     """Return the output (B, n, N_h, d_v), the attention weights, and how the prefix was computed."""
     why = (
-        "asked"
+        "requested"
         if _thread.how == "joined"
         else "as fast"
         if _thread.how == "auto" and not _merging_is_faster(call)

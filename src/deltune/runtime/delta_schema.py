@@ -61,16 +61,18 @@ class LabelFacts(_Part):
     @field_validator("id2label")
     @classmethod
     def _ids(cls, names: dict[str, Any]) -> dict[str, Any]:
-        if wrong := [key for key in names if not re.fullmatch(r"0|-?[1-9][0-9]{0,8}", key)]:
-            raise ValueError(f"{wrong[0][:50]!r} is no label id; ids are whole numbers")
-        if wrong := [key for key, name in names.items() if isinstance(name, list | dict)]:
+        if wrong := sorted({*names} - {str(label) for label in range(len(names))}):
+            raise ValueError(
+                f"{wrong[0][:50]!r} is no label id; the ids of {len(names)} labels are 0 to {len(names) - 1}"
+            )
+        if wrong := [key for key, name in names.items() if not isinstance(name, str)]:
             raise ValueError(f"the name of label {wrong[0]} is no text")
         return names
 
     @property
     def pairs(self) -> tuple[tuple[int, str], ...]:
         """Ids and names, in the order of the ids."""
-        return tuple(sorted((int(key), str(name)) for key, name in self.id2label.items()))
+        return tuple(sorted((int(key), name) for key, name in self.id2label.items()))
 
 
 class BaseFacts(_Part):

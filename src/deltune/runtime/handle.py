@@ -23,6 +23,7 @@ from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME, base_tensors
 from ..anatomy.tracing import all_configs, call_order
 from ..anatomy.types import Anatomy
+from ..compat import attention_implementation, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
 from ..methods.spec import Method
@@ -78,6 +79,7 @@ class Tuned(nn.Module):
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
         self._base_labels = HeadLabels.from_config(model.config)
+        self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
@@ -85,7 +87,7 @@ class Tuned(nn.Module):
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
-        self._passes.attention_configs = [(config, config._attn_implementation) for config in all_configs(model)]
+        self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
     def _add_to_model(self) -> None:
         self.model.requires_grad_(False)
@@ -383,7 +385,7 @@ class Tuned(nn.Module):
             hook.remove()
         self._installed_hooks.clear()
         self._passes.set_prefix_attention(False)
-        model._modules.pop(HANDLE_NAME, None)
+        submodules_of(model).pop(HANDLE_NAME, None)
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
         self.__dict__["_model"] = None
@@ -492,8 +494,8 @@ class Tuned(nn.Module):
             has_other_handle = False
             try:
                 with _INSTALL_LOCK:
-                    has_other_handle = self.model._modules.get(HANDLE_NAME) not in (None, self)
-                    if HANDLE_NAME not in self.model._modules:
+                    has_other_handle = submodules_of(self.model).get(HANDLE_NAME) not in (None, self)
+                    if HANDLE_NAME not in submodules_of(self.model):
                         self._add_to_model()
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
@@ -589,7 +591,7 @@ def remember_base_metadata(tuned: Tuned) -> None:
 
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:
-    return model._modules[HANDLE_NAME]
+    return submodules_of(model)[HANDLE_NAME]
 
 
 def _run_to_completion(change: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..anatomy.types import Tensor
+from ..compat import tensor_version
 from ..errors import DeltuneError
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
@@ -62,7 +63,7 @@ class HardConcreteGates(nn.Module):
         """Return the values and positions of the `keep` largest |z δ|; they are cached until δ or a gate changes."""
         if self.folded:
             return self.values, self.index
-        version = (self.delta._version, self.gate._version, self.delta.data_ptr(), self.gate.data_ptr())
+        version = (tensor_version(self.delta), tensor_version(self.gate), self.delta.data_ptr(), self.gate.data_ptr())
         if self.largest is None or self.largest[0] != version:
             with torch.inference_mode(False), torch.no_grad():  # the cached positions are also used in training
                 size = (self.delta * self._gate(self.gate * PACE)).abs()

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -17,6 +16,7 @@ from ..anatomy.tracing import CallOrder
 from ..anatomy.types import Anatomy
 from ..compat import (
     call_class,
+    count_forward_hooks,
     get_call_override,
     get_checkpoint_function,
     remove_call_override,
@@ -149,7 +149,7 @@ class OutputHook:
             return False
         if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
             return False
-        return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
+        return count_forward_hooks(module) == 1 and not transforms_active()
 
     def remove(self) -> None:
         remove_hooks(self.module, self)

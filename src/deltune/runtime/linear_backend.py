@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from ..compat import is_mapped, onednn_linear, runs_plainly
+from ..compat import is_mapped, onednn_linear, parameters_of, runs_plainly
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import cache_folder, read_json_object, write_json
 
@@ -169,7 +169,7 @@ def _may_install(module: nn.Module) -> bool:
         return False
     forward = module.__dict__.get("forward")
     replaced = forward is not None and not hasattr(forward, "linear") and not isinstance(forward, LinearForward)
-    weight = module._parameters.get("weight")
+    weight = parameters_of(module).get("weight")
     return not replaced and weight is not None and weight.device.type == "cpu"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..anatomy.skeleton import HANDLE_NAME
+from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
 from .pass_manager import PassManager
 
@@ -72,7 +73,7 @@ class ModelMethod:
         with passes.exclusive(self.method):
             try:
                 passes.state.place_tensors(name)
-                yield passes.model._modules[HANDLE_NAME]
+                yield submodules_of(passes.model)[HANDLE_NAME]
             finally:
                 passes.update_model(passes.assignment_of_new_pass())
 
@@ -196,12 +197,13 @@ class Reduce(ModelMethod):
         if self.passes.is_pickled:
             return self.original(protocol)
         copied_module = self.passes.run_reader(self._with_the_same_tensors, to_copy=True)
-        copied_module._modules[HANDLE_NAME]._passes.is_pickled = True
+        copied_handle: Any = submodules_of(copied_module)[HANDLE_NAME]
+        copied_handle._passes.is_pickled = True
         return _itself, (copied_module,)
 
     def _with_the_same_tensors(self) -> Any:
         model = self.passes.model
-        tensors = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+        tensors = (t for m in model.modules() for t in (*parameters_of(m).values(), *buffers_of(m).values()))
         return _copied(model, {id(tensor): tensor for tensor in tensors})
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.skeleton import HANDLE_NAME
-from ..compat import delete_from_parameter_dict, parameters_of_dict, set_in_parameter_dict
+from ..compat import delete_from_parameter_dict, parameters_of, parameters_of_dict, set_in_parameter_dict
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key
 from .rows import refuse_late_gradients
@@ -111,7 +111,7 @@ class ModelState:
 
     def _parameter_in_slot(self, name: str) -> nn.Parameter:
         module, leaf = self.slots[name][0]
-        parameter = module._parameters[leaf]
+        parameter = parameters_of(module)[leaf]
         assert parameter is not None
         return parameter
 
@@ -120,7 +120,7 @@ class ModelState:
     def set_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Put a parameter into every slot of a tensor; tied tensors have several."""
         for module, leaf in self.slots[name]:
-            module._parameters[leaf] = parameter
+            parameters_of(module)[leaf] = parameter
             if leaf == "weight" and isinstance(module, nn.Linear):
                 module.out_features = parameter.shape[0]
 
@@ -198,7 +198,7 @@ def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
     for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
+        for leaf, parameter in parameters_of(module).items():
             if parameter is not None:
                 slots.setdefault(id(parameter), []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = id(parameter)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError
+from ..compat import parameters_of
+from ..errors import DeltuneError, excerpt
 from ..methods.compositions import Composition, Gate
 from ..methods.counting import kept_shapes, trained_shapes
 from ..methods.forms import Shapes
@@ -95,6 +96,19 @@ class HeadLabels:
         pairs = sorted((int(k), str(v)) for k, v in (config.id2label or {}).items())
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
+    def check_ids(self) -> None:
+        """Check that the ids are those of outputs, so that a file with these labels can be loaded.
+
+        Raises:
+            DeltuneError: The ids are not 0, 1, …, n - 1.
+        """
+        ids = [label_id for label_id, _ in self.id2label]
+        if ids != list(range(len(ids))):
+            raise DeltuneError(
+                f"config.id2label of this model has the ids {excerpt(ids)}; name its {len(ids)} labels by the ids "
+                f"0 to {len(ids) - 1}"
+            )
+
     def apply_to(self, model: PreTrainedModel) -> None:
         """Write these labels into a model's configuration."""
         config = model.config
@@ -159,7 +173,7 @@ class Edit(nn.Module):
     def initialize(self) -> None:
         """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            tensors: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
+            tensors: dict[str, torch.Tensor] = {n: p for n, p in parameters_of(self).items() if p is not None}
             tensors.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse_parameters()})
             self.modification.form.initialize({n: t for n, t in tensors.items() if n not in self.composition_names})
             self.modification.compose.initialize({n: t for n, t in tensors.items() if n in self.composition_names})
@@ -181,7 +195,7 @@ class Edit(nn.Module):
             yield key.removeprefix("of_"), sparse  # ModuleDict has methods called keys and values
 
     def _tensors_of(self, of_form: bool) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {n: p for n, p in self._parameters.items() if p is not None}
+        tensors: dict[str, torch.Tensor] = {n: p for n, p in parameters_of(self).items() if p is not None}
         if self.is_masked:
             like = next(s.values for _, s in self._sparse_parameters())
             untrained = {name: like.new_empty(s.shape) for name, s in self._sparse_parameters()}
@@ -198,7 +212,7 @@ class Edit(nn.Module):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the form's dense tensors, as in the saved file. They must not be changed in place."""
         if self.is_dense:
-            return cast("dict[str, torch.Tensor]", self._parameters)
+            return cast("dict[str, torch.Tensor]", parameters_of(self))
         tensors = self._tensors_of(of_form=True)
         if self.folded:
             return tensors

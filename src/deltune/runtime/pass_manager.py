@@ -13,7 +13,14 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import is_unquantized
 from ..anatomy.skeleton import base_modules, base_tensors
-from ..compat import backward_id
+from ..compat import (
+    attention_implementation,
+    backward_id,
+    offload_hook,
+    parameters_of,
+    set_attention_implementation,
+    submodules_of,
+)
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
 from .forward_pass import (
@@ -63,9 +70,9 @@ class AttachedModules:
         """
         exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
         for path, (parent, leaf, module) in self.entries.items():
-            weight = module._parameters.get("weight")
+            weight = parameters_of(module).get("weight")
             is_plain = weight is None or exporting or is_unquantized(weight)
-            if parent._modules.get(leaf) is not module or not is_plain:
+            if submodules_of(parent).get(leaf) is not module or not is_plain:
                 raise DeltuneError(
                     f"{path} was replaced or quantised after deltas were attached to it (quantising, resizing and "
                     "other libraries' adapters do that): detach, change the model, and attach or load again; to "
@@ -80,7 +87,7 @@ def check_not_offloaded(model: nn.Module) -> None:
         DeltuneError: Some are: accelerate loads them only for their module's own call.
     """
     for path, module in base_modules(model):
-        if "_hf_hook" in module.__dict__ and _offloads(module.__dict__["_hf_hook"]):
+        if _offloads(offload_hook(module)):
             raise DeltuneError(
                 f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
                 "with cpu or disk), where deltas cannot reach them: call accelerate.hooks."
@@ -376,7 +383,7 @@ class PassManager:
     def check_model(self) -> None:
         """Check that the modules deltas act at are in the model, and its weights not offloaded."""
         self.modules.check()
-        if "_hf_hook" in self.model.__dict__:  # accelerate puts it on the root of a model that it offloads
+        if offload_hook(self.model) is not None:  # accelerate puts it on the root of a model that it offloads
             check_not_offloaded(self.model)
 
     # -- attention
@@ -389,18 +396,18 @@ class PassManager:
         """
         self.has_prefixes = enabled
         for number, (config, implementation) in enumerate(self.attention_configs):
-            now = config._attn_implementation
+            now = attention_implementation(config)
             if now not in (
                 implementation,
                 prefix_implementation(implementation, check=False),
             ):  # the user has chosen another one since
                 self.attention_configs[number] = (config, implementation := now)
-            config._attn_implementation = prefix_implementation(implementation) if enabled else implementation
+            set_attention_implementation(config, prefix_implementation(implementation) if enabled else implementation)
 
     def update_prefix_attention(self) -> None:
         """Apply `set_prefix_attention` again if the user has changed the attention implementation after attaching."""
         if self.has_prefixes and not all(
-            (c._attn_implementation or "").startswith(PREFIX) for c, _ in self.attention_configs
+            (attention_implementation(c) or "").startswith(PREFIX) for c, _ in self.attention_configs
         ):
             self.set_prefix_attention(True)
 
@@ -460,7 +467,7 @@ class PassManager:
             raise DeltuneError(
                 f"{operation} cannot be called inside a forward pass of the same model: wait until it has returned"
             )
-        if "_hf_hook" in self.model.__dict__:
+        if offload_hook(self.model) is not None:
             check_not_offloaded(self.model)
         with self.lock.alone():
             yield

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..anatomy.types import Anatomy
-from ..compat import remove_hooks
+from ..compat import parameters_of, remove_hooks
 from ..errors import DeltuneError
 from .modules import Edit
 from .pass_manager import PassManager
@@ -395,7 +395,7 @@ class PositionHook:
         shifts = self.passes.assignment().shifts.get(self.stack)
         if not shifts:
             return None
-        weight = module._parameters["weight"]
+        weight = parameters_of(module)["weight"]
         assert weight is not None
         for group, shift in shifts:
             moved = forward_with(module, {"weight": weight[shift:]}, *args, **kwargs)

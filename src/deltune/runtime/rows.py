@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..compat import remove_hooks
+from ..compat import hooks_of_tensor, parameters_of, remove_hooks, replace_parameters, wrapped_forward
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
 from .linear_backend import LinearForward, linear_forward
@@ -35,7 +35,7 @@ def forward_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: 
     if tensors:
         twin = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
-        twin.__dict__["_parameters"] = {**module._parameters, **tensors}
+        replace_parameters(twin, {**parameters_of(module), **tensors})
     linear = linear_forward(module)
     forward = type(module).forward if linear is None else linear.run
     return forward(twin, *args, **kwargs)
@@ -164,7 +164,7 @@ def refuse_frozen(groups: Iterable[DeltaRows]) -> None:
 def refuse_late_gradients(delta: Delta) -> None:
     """Make it an error when a gradient arrives after a delta was frozen, since it would be lost silently."""
     for parameter in delta.parameters():
-        hooks = (parameter._backward_hooks or {}).values()
+        hooks = hooks_of_tensor(parameter)
         if parameter.requires_grad and not any(type(hook) is _LateGradientCheck for hook in hooks):
             parameter.register_hook(_LateGradientCheck(parameter))
 
@@ -239,7 +239,7 @@ class ForwardOverride:
         """Raise an error if the module's forward was replaced later by one that does not call this one."""
         attributes = module.__dict__
         if (
-            attributes.get("forward") is not self and attributes.get("_old_forward") is not self
+            attributes.get("forward") is not self and wrapped_forward(module) is not self
         ):  # accelerate keeps the previous forward in _old_forward
             raise DeltuneError(
                 f"the forward of {self.path!r} was replaced after a delta was attached that trains its tensors: "
@@ -269,7 +269,7 @@ class MaskedOverride:
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {}
         for leaf, part in self.parts.items():
-            base = module._parameters[leaf]
+            base = parameters_of(module)[leaf]
             assert base is not None
             tensors[leaf] = part.on(base.detach())
         return forward_with(module, tensors, *args, **kwargs)
@@ -331,7 +331,7 @@ class NormByRow:
 
     def _values_by_row(self, module: nn.LayerNorm, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
         """The values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
-        base = module._parameters[leaf]
+        base = parameters_of(module)[leaf]
         if base is None or not any(leaf in group.overrides[module] for group in self.groups):
             return base
         every = [

@@ -23,7 +23,15 @@ from .. import tensor_files
 from .._version import __version__
 from ..anatomy.types import Anatomy
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt
-from ..filesystem import MAX_JSON_BYTES, atomic_folder, file_sha256, find_file, user_path, write_error
+from ..filesystem import (
+    MAX_JSON_BYTES,
+    atomic_folder,
+    file_sha256,
+    find_file,
+    replaced_folders,
+    user_path,
+    write_error,
+)
 from ..methods.spec import explicit_expression
 from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, DeltaMetadata, check_against_metadata, read_metadata_file
@@ -147,6 +155,12 @@ def delta_folder(folder: str | Path) -> Path:
     for inside in ("", "delta"):
         if find_file(root, str(Path(inside, FACTS))) is not None:
             return root / inside
+    for target in (root, root / "delta"):
+        if whole := [old for old in replaced_folders(target) if find_file(old, FACTS) is not None]:
+            raise DeltuneError(
+                f"there is no folder {excerpt(str(target), MAX_NAME_LENGTH)}: a save was interrupted while it replaced "
+                f"the delta there, which is {whole[0]} now. Rename that folder back, and load it"
+            )
     try:
         if not root.is_dir():
             raise DeltuneError(_no_folder(root))

@@ -25,6 +25,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..compat import NAME_SETTINGS
 from ..errors import DeltuneError
 from ..filesystem import CACHE_VARIABLE, cache_folder
 from ..runtime.attaching import tuned
@@ -50,7 +51,7 @@ TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2}
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The names of types in a safetensors file."""
 
-OTHER_SETTINGS = ("id2label", "label2id", "problem_type", "architectures", "_name_or_path", "name_or_path")
+OTHER_SETTINGS = ("id2label", "label2id", "problem_type", "architectures", *NAME_SETTINGS)
 """Settings of a model's configuration that do not change what its frozen layers compute."""
 
 TokensRead = Literal["first", "last", "all"]

@@ -8,9 +8,7 @@ and synced to the disk before older checkpoints are removed. `find_resumable` ch
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch import nn
 from transformers import TrainerState
 
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
-from ..filesystem import file_sha256, fsync_directory, fsync_file, new_file_mode, write_error, write_json, write_text
+from ..filesystem import atomic_folder, file_sha256, write_error, write_json, write_text
 from . import distributed, run_dir
 
 TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
@@ -97,30 +95,17 @@ def _write(
     progress: dict[str, Any],
     save_state: Callable[[str], None],
 ) -> Path:
-    """Write a checkpoint beside its place, then rename it; an interrupted write leaves what was there before."""
+    """Write a checkpoint whole or not at all, and then remove older ones and what interrupted writes left."""
     target = folder / str(step)
-    fresh, old = (folder / f".{step}-{secrets.token_hex(8)}" for _ in range(2))
     try:
-        folder.mkdir(exist_ok=True)
-        fresh.mkdir()
-        copies = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
-        save_file(copies, fresh / TENSORS_FILE)
-        os.chmod(fresh / TENSORS_FILE, new_file_mode(fresh))  # safetensors lets only the owner read its files
-        write_json(fresh / PROGRESS_FILE, progress)
-        save_state(str(fresh / STATE_FILE))
-        for name in (TENSORS_FILE, STATE_FILE):
-            fsync_file(fresh / name)
-        write_checksums(fresh)
-        if target.exists():
-            os.rename(target, old)
-        os.replace(fresh, target)
-        fsync_directory(folder)
-    except BaseException as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        if not isinstance(error, OSError | safetensors.SafetensorError):
-            raise
+        with atomic_folder(target) as fresh:
+            save_file(
+                {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}, fresh / TENSORS_FILE
+            )
+            write_json(fresh / PROGRESS_FILE, progress)
+            save_state(str(fresh / STATE_FILE))
+            write_checksums(fresh)
+    except (OSError, safetensors.SafetensorError) as error:
         raise write_error(folder.parent, error) from error
     for older in folder.iterdir():
         if older != target:

@@ -45,8 +45,8 @@ MAX_VALUES = 20_000
 SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "linear_backend")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
-states of the frozen trunk are the same wherever they come from; a product is the same whatever computes it. All of this
-holds up to rounding."""
+states of the frozen layers are the same wherever they come from; a product is the same whatever computes it. All of
+this holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
@@ -291,13 +291,19 @@ class RuntimeSection(Section):
     @field_validator("search", mode="before")
     @classmethod
     def _flatten_search(cls, value: Any) -> Any:
-        return {DOTTED.get(name, name): v for name, v in value.items()} if isinstance(value, Mapping) else value
+        return _by_flat_name(value.items()) if isinstance(value, Mapping) else value
 
     @field_validator("search")
     @classmethod
     def _check_search(cls, value: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         searchable = set(PLACES) - set(UNSEARCHED)
-        problems = [unknown_name("option", name, searchable) for name in value if name not in PLACES]
+        problems = [
+            f"{name} is given twice, also as {DOTTED[name]}"
+            if name in DOTTED
+            else unknown_name("option", name, searchable)
+            for name in value
+            if name not in PLACES
+        ]
         problems += [f"{name} is not searched but given" for name in value if name in UNSEARCHED]
         problems += [f"no values for {name}" for name, values in value.items() if not values]
         if (combinations := math.prod(len(values) for values in value.values())) > MAX_COMBINATIONS:
@@ -357,8 +363,10 @@ class RunConfig(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _resolve(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
-        if not isinstance(values, Mapping):
+        if isinstance(values, RunConfig):
             return handler(values)
+        if not isinstance(values, Mapping):
+            raise DeltuneError(f"the config of a run is a mapping such as {{'model': 'minilm'}}, not {excerpt(values)}")
         flat = flatten(values)
         flat.pop("task_version", None)  # `canonical` adds it
         if problems := _plain_value_problems(flat):
@@ -497,13 +505,9 @@ def read_values(path: str | Path) -> dict[str, Any]:
             f"{path} is larger than {MAX_BYTES // 1024} KiB, which no config is; give the YAML file of a run or a study"
         )
     try:
-        values = _construct(text.decode("utf-8-sig"))
+        values = parse_yaml(text.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise DeltuneError(f"{path} cannot be read: it is not UTF-8 ({error}); save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise DeltuneError(f"{path} is broken YAML: {' '.join(str(error).split())}") from error
-    except _TooLarge as error:
-        raise DeltuneError(f"{path} {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise DeltuneError(f"{path} is no config: it must be a mapping such as `model: minilm`, not {excerpt(values)}")
     return values
@@ -513,11 +517,29 @@ class _TooLarge(Exception):
     """A file that is larger inside than it may be."""
 
 
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse a YAML document within bounds: it is measured before any value is made.
+
+    Args:
+        text: The document.
+        where: The file or the option that it was given in, which a message begins with.
+
+    Raises:
+        DeltuneError: It is broken, repeats a key of a mapping, or is beyond the bounds above.
+    """
+    try:
+        return _construct(text)
+    except yaml.YAMLError as error:
+        raise DeltuneError(f"{where} is broken YAML: {' '.join(str(error).split())}") from error
+    except _TooLarge as error:
+        raise DeltuneError(f"{where} {error}") from error
+
+
 def _construct(text: str) -> Any:
     """What a YAML document says: composed, measured, and only then made into values.
 
     Raises:
-        yaml.YAMLError: It is broken.
+        yaml.YAMLError: It is broken, or repeats a key.
         _TooLarge: It is too deep, holds itself, or has too many values.
     """
     loader = yaml.SafeLoader(text)
@@ -526,6 +548,8 @@ def _construct(text: str) -> Any:
         if root is None:
             return None
         _measure(root, {}, ())
+        if problems := _repeated_keys(root, set()):
+            raise yaml.YAMLError("; ".join(problems))
         try:
             return loader.construct_document(root)
         except yaml.YAMLError:
@@ -536,6 +560,29 @@ def _construct(text: str) -> Any:
         raise _TooLarge("is nested too deeply") from None
     finally:
         loader.dispose()
+
+
+def _repeated_keys(node: yaml.Node, seen: set[int]) -> list[str]:
+    """List the keys that a mapping at or below a node gives twice, of which YAML readers take the last silently.
+
+    Args:
+        node: Where to begin.
+        seen: The nodes that were looked at, by identity; filled here.
+    """
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return []
+    seen.add(id(node))
+    problems, lines = [], dict[tuple[str, str], int]()
+    for entry in node.value:
+        key, value = entry if isinstance(entry, tuple) else (None, entry)
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                first = lines[key.tag, key.value]
+                problems.append(f"the key {excerpt(key.value)} is given twice, on lines {first} and {line}")
+            lines[key.tag, key.value] = line
+        problems += [problem for child in (key, value) if child is not None for problem in _repeated_keys(child, seen)]
+    return problems
 
 
 def _measure(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
@@ -566,7 +613,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     Nothing is refused here: unknown names, and names given a second time, stay as they are, and `RunConfig` lists them
     with the other problems.
     """
-    flat: dict[str, Any] = {}
+    entries: list[tuple[str, Any]] = []
     for key, value in values.items():
         if key in SECTIONS and isinstance(value, Section):
             value = dict(value)
@@ -574,9 +621,16 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
             items = {f"{key}.{field}": item for field, item in value.items()}
         else:
             items = {} if key in SECTIONS and key not in PLACES and value is None else {key: value}
-        for name, item in items.items():
-            short = DOTTED.get(name, name)
-            flat[name if short in flat else short] = item
+        entries += items.items()
+    return _by_flat_name(entries)
+
+
+def _by_flat_name(values: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return values by flat name; one that is given a second time stays beside the first, as section.field."""
+    flat: dict[Any, Any] = {}
+    for name, value in values:
+        short = DOTTED.get(name, name)
+        flat[_dotted(short) if short in flat else short] = value
     return flat
 
 
@@ -635,13 +689,16 @@ def _plain_problem(value: Any, depth: int) -> str:
     return f"{excerpt(value)} is no text, number, list or mapping but {type(value).__name__}"
 
 
-def _name_problems(values: Mapping[str, Any]) -> list[str]:
+def _name_problems(values: Mapping[Any, Any]) -> list[str]:
     """List names of no field, sections that are no mappings, and fields that are given twice."""
     problems = []
     for name in values:
-        section, _, field = name.partition(".")
         if name in PLACES:
             continue
+        if not isinstance(name, str):
+            problems.append(f"{excerpt(name)} is no name of an option but {type(name).__name__}")
+            continue
+        section, _, field = name.partition(".")
         if name in DOTTED:
             problems.append(f"{name} is given twice, also as {DOTTED[name]}")
         elif name in SECTIONS:

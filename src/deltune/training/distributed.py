@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import set_seed
 
 from ..anatomy.skeleton import HANDLE_NAME
+from ..compat import parameters_of
 from ..errors import DeltuneError
 from ..runtime.handle import Tuned, remember_base_metadata
 
@@ -224,13 +225,13 @@ def replaced_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn
     slots = [
         (module, leaf, parameter)
         for module in (model.modules() if replacements else ())
-        for leaf, parameter in module._parameters.items()
+        for leaf, parameter in parameters_of(module).items()
         if parameter is not None and parameter in replacements
     ]
     try:
         for module, leaf, parameter in slots:
-            module._parameters[leaf] = replacements[parameter]
+            parameters_of(module)[leaf] = replacements[parameter]
         yield
     finally:
         for module, leaf, parameter in slots:
-            module._parameters[leaf] = parameter
+            parameters_of(module)[leaf] = parameter

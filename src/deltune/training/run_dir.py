@@ -32,6 +32,7 @@ from ..filesystem import (
     parse_json,
     read_json_object,
     read_jsonl,
+    replaced_folders,
     user_path,
     write_json,
     write_jsonl,
@@ -503,7 +504,7 @@ class RunDir:
     @writer_only
     def recover_delta(self) -> None:
         """Put back the delta that `filesystem.atomic_folder` had renamed when the process was killed."""
-        for old in self.folder.glob(f".{self.delta.name}-old-*"):
+        for old in replaced_folders(self.delta):
             if not self.delta.exists() and (old / "delta.json").is_file():
                 os.replace(old, self.delta)
                 fsync_directory(self.folder)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
+from ..compat import set_training_device, use_one_gpu
 from ..data.columns import INPUT_TYPES, TASK_COLUMNS
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import explain_write_errors
@@ -249,9 +249,9 @@ def _training_arguments(state: RunState, device: torch.device) -> TrainingArgume
     )
     if device.index is not None:  # the Trainer takes the first one
         torch.accelerator.set_device_index(device.index)
-        arguments.__dict__["_setup_devices"] = PartialState().device = device
+        set_training_device(arguments, device)
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # DataParallel would copy the model, and hooks stay with the first copy
+        use_one_gpu(arguments)  # DataParallel would copy the model, and hooks stay with the first copy
     return arguments
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -56,7 +56,77 @@ class Outcome:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def norm_changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any]]:
+class NormChange(TypedDict):
+    """How far one gain or bias of a norm was moved.
+
+    Attributes:
+        layer: The index of the layer; None for norms outside the layers.
+        module: What the norm belongs to, such as "attention" or "ffn".
+        term: "gain" or "bias".
+        value: The mean absolute change.
+    """
+
+    layer: int | None
+    module: str
+    term: str
+    value: float
+
+
+class RunResult(TypedDict):
+    """The result of a job that trains and scores a run, as JSON values.
+
+    Attributes:
+        split: The split that was scored.
+        scores: Metric -> value on that split.
+        validation: Metric -> value on the validation split.
+        examples: Metric -> a number for each example, for metrics that are the mean of such numbers.
+        count: `Count.as_dict()` of the method.
+        seconds: Duration of the training.
+        best: The validation that the delta is of, with the values that a search chose.
+        curve: Lines of the training log.
+        signatures: Metric -> how it was computed.
+        omitted: Metric -> why it was not computed.
+    """
+
+    split: str
+    scores: Mapping[str, float]
+    validation: Mapping[str, float]
+    examples: Mapping[str, Sequence[float]]
+    count: Mapping[str, Any]
+    seconds: float
+    best: Mapping[str, Any]
+    curve: Sequence[Mapping[str, Any]]
+    signatures: Mapping[str, str]
+    omitted: Mapping[str, str]
+
+
+class TransferResult(TypedDict):
+    """The result of a job that evaluates a run's delta on another task: its scores there, and the method's count."""
+
+    scores: Mapping[str, float]
+    count: Mapping[str, Any]
+    seconds: float
+
+
+class NormChangesResult(TypedDict):
+    """The result of a job that measures how far a run moved the norms."""
+
+    changes: Sequence[NormChange]
+    seconds: float
+
+
+class TimingResult(TypedDict):
+    """The result of a job that times methods: label -> what `time_methods` returns for it."""
+
+    turns: Mapping[str, Any]
+    seconds: float
+
+
+ResultValues = RunResult | TransferResult | NormChangesResult | TimingResult
+"""The result of a job of any kind."""
+
+
+def norm_changes(model: str, kind: str, delta: str | Path) -> list[NormChange]:
     """Measure how far a delta moved each gain and bias of the norms (LN figure 3).
 
     Args:
@@ -65,8 +135,7 @@ def norm_changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any
         delta: The folder of the saved delta.
 
     Returns:
-        A dict for each gain or bias that changed: "layer" (None for norms outside the layers), "module" (what the norm
-        belongs to: attention, ffn), "term" (gain or bias) and "value", the mean absolute change.
+        A `NormChange` for each gain or bias that changed.
 
     Raises:
         DeltuneError: The model or the delta cannot be loaded.
@@ -78,7 +147,7 @@ def norm_changes(model: str, kind: str, delta: str | Path) -> list[dict[str, Any
     terms = {"norm.gain": "gain", "norm.bias": "bias"}
     before = {t.name: base.get_parameter(t.name).detach().clone() for t in anatomy.tensors if t.role in terms}
     tuned = load(base, delta)
-    changes = []
+    changes: list[NormChange] = []
     for tensor in anatomy.tensors:
         if tensor.role not in terms:
             continue
@@ -163,7 +232,7 @@ def run_folder(runs: Path, spec: RunConfig) -> Path:
     return runs / spec.name
 
 
-def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunResult:
     spec = RunConfig.from_flat(**values)
     folder = run_folder(runs, spec)
     metrics = train(spec, folder, progress=False, cache=model_cache, report=False)
@@ -197,14 +266,14 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict
     }
 
 
-def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
     """Evaluate a run's delta on another task without further training."""
     folder = run_folder(runs, RunConfig.from_flat(**values["run"]))
     results = evaluate(folder, splits=("test",), other=values["other"])
     return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
 
 
-def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_flat(**values["run"])
     run = RunDir(run_folder(runs, spec)).best_run
@@ -212,7 +281,7 @@ def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: Mo
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 
 
-def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TimingResult:
     """Time methods side by side."""
     return {"turns": time_methods(**values), "seconds": 0.0}
 
@@ -243,7 +312,7 @@ def timing_job(model: str, methods: Mapping[str, str], **options: Any) -> Job:
     return Job("time", {"model": model, "methods": dict(methods), **options})
 
 
-RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], dict[str, Any]]] = {
+RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]] = {
     "run": _run,
     "transfer": _transfer,
     "terms": _measure_norm_changes,
@@ -252,7 +321,7 @@ RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], dict[str, Any
 """Kind of job -> the function that does it: (spec, folder of runs, the worker's model cache) -> result."""
 
 
-def execute(job: Job, runs: Path, model_cache: ModelCache) -> dict[str, Any]:
+def execute(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Do a job and return its result.
 
     Args:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from ...errors import DiskFullError, error_summary
 from ...training.progress import ProgressDisplay
@@ -173,7 +174,7 @@ def result_text(result: JobResult) -> str:
     """Return what came of a job in a few words: the score that chose its epoch, else its first one, or its error."""
     if result.error is not None:
         return f"failed: {error_summary(result.error)}"
-    value = result.value or {}
+    value = cast(Mapping[str, Any], result.value or {})
     scores, best = value.get("scores", {}), value.get("best", {}).get("metric")
     name = best if best in scores else next((name for name in scores if name != "loss"), None)
     return "" if name is None else f"{value.get('split', '')} {name} {scores[name]:.4f}".strip()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DeltuneError
-from ...filesystem import write_error
+from ...filesystem import parse_json_object, write_error
 
 TABLE_COLUMNS = {
     "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum"),
@@ -49,12 +49,15 @@ COPY_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The row of a finished job: its result, or the error that it ended with."""
+    """The row of a finished job: its result, or the error that it ended with.
+
+    A result that another program wrote may be any JSON object; `study.job_outcomes` checks the fields that it reads.
+    """
 
     name: str
     kind: str
     spec: dict[str, Any]
-    result: dict[str, Any] | None
+    result: Mapping[str, Any] | None
     error: str | None
     seconds: float
 
@@ -307,9 +310,7 @@ def _file_states(path: Path) -> list[tuple[int, int] | None]:
 
 
 def _parse_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
+    value = parse_json_object(text)
     if "\\ud" in text.lower():  # an unpaired surrogate, perhaps, which cannot be written to a file
         _to_json(value).encode()
     return value

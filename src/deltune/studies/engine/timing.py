@@ -202,10 +202,10 @@ def time_methods(
         tokens: Tokens of each example.
         repeats: Timed rounds; one of warm-up comes before them.
         kind: The kind of model.
-        whats: What is timed: names of methods of `TimedModel`.
+        phases: What is timed: names of methods of `TimedModel`.
 
     Returns:
-        Label -> the median of seconds for each of `whats`, with "turns" (all seconds of each), "kept" (bytes that a
+        Label -> the median of seconds for each of `phases`, with "turns" (all seconds of each), "kept" (bytes that a
         forward pass saves) and "percent" (the share of parameters trained).
     """
     models = {label: build_timed_model(model, kind, method, rows, tokens) for label, method in methods.items()}

@@ -23,7 +23,7 @@ import torch
 
 from ...errors import BusyError, DeltuneError, DiskFullError, check_extra, error_summary
 from ...training.task_setup import ModelCache
-from .jobs import Job, execute
+from .jobs import Job, ResultValues, execute
 
 BUSY_RETRIES = 20
 """How often a worker waits half a second for a run directory that another process is writing."""
@@ -44,7 +44,7 @@ class JobResult:
     """
 
     job: Job
-    value: dict[str, Any] | None = None
+    value: ResultValues | None = None
     error: str | None = None
     seconds: float = 0.0
     worker_died: bool = False

@@ -153,8 +153,8 @@ def _short_number(value: float | None) -> str:
 
 def _to_json_values(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON values, whatever a spec was made of."""
-    escape_markdown: dict[str, Any] = json.loads(json.dumps(dict(value), default=str))
-    return escape_markdown
+    json_values: dict[str, Any] = json.loads(json.dumps(dict(value), default=str))
+    return json_values
 
 
 def _relative_paths(value: Any) -> Any:

@@ -225,7 +225,7 @@ def rotate_ticks(figure: Figure) -> None:
 
 
 def place_labels(
-    axes: Axes, points: Sequence[tuple[float, float]], as_tuple: Sequence[str], occupied: Sequence[Artist] = ()
+    axes: Axes, points: Sequence[tuple[float, float]], names: Sequence[str], occupied: Sequence[Artist] = ()
 ) -> bool:
     """Write a name beside each point, inside the axes and over no other name, point or occupied artist.
 
@@ -246,7 +246,7 @@ def place_labels(
     written: list[Artist] = []
     # From the top down, which is good enough for twenty points.
     for i in sorted(range(len(at)), key=lambda i: -at[i][1]):
-        text = _write_nearby(axes, points[i], tuple(at[i]), as_tuple[i], occupied_boxes, frame, renderer)
+        text = _write_nearby(axes, points[i], tuple(at[i]), names[i], occupied_boxes, frame, renderer)
         if text is None:
             for artist in written:
                 artist.remove()

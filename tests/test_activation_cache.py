@@ -1,4 +1,4 @@
-"""Runs whose frozen trunk runs once for each row: the same numbers as without its states, found again by content."""
+"""Runs whose frozen layers run once for each row: the same numbers as without the cache, found again by content."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_run_from_states_is_the_same_run(
         alike(RunDir(one), RunDir(two))
 
 
-def test_dropout_of_the_trunk_is_what_off_takes_away(root: Path, tmp_path: Path) -> None:
+def test_dropout_of_the_frozen_layers_is_what_off_takes_away(root: Path, tmp_path: Path) -> None:
     train(spec(root), tmp_path / "off")
     train(spec(root, trunk_dropout="on"), tmp_path / "on")
     assert tiny.losses(tmp_path / "off") != pytest.approx(tiny.losses(tmp_path / "on"), abs=1e-4)
@@ -132,7 +132,7 @@ def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
 
 
 def test_runs_share_states_by_content(root: Path, place: Path, tmp_path: Path) -> None:
-    """What a trunk gives depends on its tensors, its end and its rows; not on seed, rate or what is above."""
+    """Cached states depend on the layers' tensors, their end and their rows; not on seed, rate or what is above."""
 
     def made(**changes: Any) -> int:
         before = set(files(place))
@@ -180,8 +180,8 @@ def test_as_little_as_is_read_is_kept(
     family: str, method: str, reads: str, states: int, root: Path, place: Path
 ) -> None:
     """Real tokens alone, of one layer boundary; of the one token, where a head reads one; memory-mapped."""
-    trunk, use, encoded = parts(root, family, method)
-    cached = with_cached_activations(trunk, use, {"train": encoded}, 1)["train"]
+    frozen_layers, use, encoded = parts(root, family, method)
+    cached = with_cached_activations(frozen_layers, use, {"train": encoded}, 1)["train"]
     assert isinstance(cached, CachedRows) and cached.states is not None
     (tensor,) = cached.states.values()
     tokens = len(encoded) if reads != "all" else sum(encoded.lengths)
@@ -198,7 +198,7 @@ def test_as_little_as_is_read_is_kept(
         short = use.model(**batch).logits
         whole = use.model(**collate(use.tokenizer, encoded.__getitems__([5, 2]))).logits
     torch.testing.assert_close(short, whole, rtol=1e-4, atol=1e-5)
-    trunk.remove()
+    frozen_layers.remove()
 
 
 def test_more_than_is_allowed_is_an_error_before_anything(root: Path, place: Path, tmp_path: Path) -> None:
@@ -219,32 +219,32 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
-    trunk, use, encoded = parts(root, "bert", "three_vectors")
+    frozen_layers, use, encoded = parts(root, "bert", "three_vectors")
     with caplog.at_level("INFO", logger="deltune"):
-        assert with_cached_activations(trunk, use, {"train": encoded}, 1) == {"train": encoded}
-    trunk.remove()
+        assert with_cached_activations(frozen_layers, use, {"train": encoded}, 1) == {"train": encoded}
+    frozen_layers.remove()
     assert "no activations can be written" in caplog.text
 
 
 def test_what_was_used_longest_ago_goes(root: Path, place: Path) -> None:
     """The newest stay whole, whatever they take."""
-    trunk, use, encoded = parts(root, "bert", "three_vectors")
-    with_cached_activations(trunk, use, {"train": encoded}, 1)
+    frozen_layers, use, encoded = parts(root, "bert", "three_vectors")
+    with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
     (first,) = files(place)
     size = (place / first).stat().st_size
-    trunk.remove()
-    trunk, use, encoded = parts(root, "gpt2", "three_vectors")
-    with_cached_activations(trunk, use, {"train": encoded}, size * 1.5 / 2**30)
+    frozen_layers.remove()
+    frozen_layers, use, encoded = parts(root, "gpt2", "three_vectors")
+    with_cached_activations(frozen_layers, use, {"train": encoded}, size * 1.5 / 2**30)
     assert len(files(place)) == 1 and first not in files(place)
 
 
 def test_a_torn_file_is_made_anew(root: Path, place: Path) -> None:
-    trunk, use, encoded = parts(root, "bert", UPPER)
-    with_cached_activations(trunk, use, {"train": encoded}, 1)
+    frozen_layers, use, encoded = parts(root, "bert", UPPER)
+    with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
     (file,) = place.glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:200])
-    with_cached_activations(trunk, use, {"train": encoded}, 1)
+    with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
     assert file.read_bytes() == whole
 
 
@@ -253,11 +253,11 @@ def test_what_cannot_be_kept_is_told(
 ) -> None:
     """Nothing is kept where nobody wants it, nor where a pass from states would give something else."""
     monkeypatch.setenv(CACHE_VARIABLE, "off")
-    trunk, use, encoded = parts(root, "bert", UPPER)
+    frozen_layers, use, encoded = parts(root, "bert", UPPER)
     with caplog.at_level(logging.INFO, "deltune"):
-        assert with_cached_activations(trunk, use, {"train": encoded}, 1)["train"] is encoded
+        assert with_cached_activations(frozen_layers, use, {"train": encoded}, 1)["train"] is encoded
         monkeypatch.setenv(CACHE_VARIABLE, str(root / "cache"))
-        assert with_cached_activations(trunk, use, {"train": encoded}, 0)["train"] is encoded
+        assert with_cached_activations(frozen_layers, use, {"train": encoded}, 0)["train"] is encoded
         upper = use.model.get_submodule("bert.encoder.layer.1")
         lower = use.model.get_submodule("bert.encoder.layer.0.attention.self.value")
         handles = [  # a layer that minds what another computes, past the graph of layers
@@ -265,15 +265,15 @@ def test_what_cannot_be_kept_is_told(
             lower.register_forward_hook(lambda *_: upper.__dict__.update(seen=2.0)),
             upper.register_forward_hook(lambda m, a, o: o * upper.__dict__.pop("seen", 1.0)),
         ]
-        assert with_cached_activations(trunk, use, {"train": encoded}, 1)["train"] is encoded
+        assert with_cached_activations(frozen_layers, use, {"train": encoded}, 1)["train"] is encoded
     for handle in handles:
         handle.remove()
-    trunk.remove()
+    frozen_layers.remove()
     whys = ("DELTUNE_CACHE=off", "trunk_cache=0", "does not give what a whole pass gives")
     assert [why in text for why, text in zip(whys, caplog.messages, strict=True)] == [True] * 3
 
 
-def test_a_run_without_a_trunk_is_an_error_that_leaves_nothing(root: Path, tmp_path: Path) -> None:
+def test_a_run_without_frozen_layers_is_an_error_that_leaves_nothing(root: Path, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="trunk_dropout=off needs frozen layers"):
         train(spec(root, method="layernorm"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Kinds of work: what each answers, on tiny models."""
+"""The kinds of jobs of a study: what each returns, on tiny models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltune.training.task_setup import ModelCache
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("works")
+    root = tmp_path_factory.mktemp("jobs")
     tiny.model(root / "model")
     tiny.data(root / "data")
     for name, change in (("sst2", 1), ("rotten_tomatoes", 2)):  # two known tasks: fruit is positive, the rest is not

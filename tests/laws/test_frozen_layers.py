@@ -1,4 +1,4 @@
-"""The frozen trunk: where it ends, that it runs without dropout, and that a pass from its states is the whole pass."""
+"""The frozen layers: where they end, that they run without dropout, and that a pass from their states is whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UPPER = (
     "apet(adapter(rank=4, layers='upper half'), parameters=57)",
     "diff_pruning(sparsity=0.02, over='linear')",
 )
-"""Methods on upper layers, in the algebra's different ways; the last is on all layers, and has no trunk."""
+"""Methods on upper layers, in the algebra's different ways; the last is on all layers, and leaves none frozen."""
 ABOVE = ("three_vectors", "head")
 """Methods above all layers."""
 DECODER = ("layernorm(stack='decoder')", "adapter(rank=4, stack='decoder', layers='upper half')")
@@ -73,7 +73,7 @@ def passed(model: PreTrainedModel, inputs: dict[str, Any], real: torch.Tensor) -
 
 @pytest.mark.parametrize(("family", "role", "method"), cases())
 def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method: str) -> None:
-    """Outputs and gradients in training with dropout, and outputs in eval mode; layers of the trunk do not run."""
+    """Outputs and gradients in training with dropout, and outputs in eval mode; frozen layers do not run."""
     model = deep(family, role)
     before = facts(model)
     tuned = stir(deltune.attach(model, method))
@@ -120,7 +120,7 @@ def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bart", "t5"])
-def test_the_trunk_has_no_dropout_and_what_is_above_has(name: str) -> None:
+def test_frozen_layers_have_no_dropout_and_what_is_above_has(name: str) -> None:
     family = FAMILIES[name]
     model = deep(family, "sequence")
     tuned = deltune.attach(model, "layernorm(layers='upper half')")
@@ -175,7 +175,7 @@ def test_without_a_frozen_layer_below_it_is_an_error(method: str, what: str) -> 
         ("bart", "sequence", "head", 8, {"decoder": (4,)}),
     ],
 )
-def test_where_the_trunk_ends(
+def test_where_the_frozen_layers_end(
     name: str, role: str, method: str, layers: int, keeps: dict[str, tuple[int, ...]]
 ) -> None:
     tuned = deltune.attach(deep(FAMILIES[name], role), method)

@@ -1,4 +1,4 @@
-"""What runs of one process share: read once, given out bare, and the same as if each had read its own."""
+"""What the runs of one process share is read once, and each run is the same as if it had read everything itself."""
 
 from __future__ import annotations
 
