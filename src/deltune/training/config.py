@@ -28,6 +28,7 @@ from pydantic import (
 from ..data.columns import TASK_COLUMNS
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
+from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
@@ -646,7 +647,7 @@ def _name_problems(values: Mapping[str, Any]) -> list[str]:
         elif field and section in SECTIONS:
             problems.append(unknown_name("option", field, SECTIONS[section].model_fields, section))
         else:
-            problems.append(unknown_name("option", name, [*PLACES, "output"]))
+            problems.append(unknown_name("option", name, [*PLACES, "output"], hint=hint_for_option(name)))
     return problems
 
 
