@@ -276,6 +276,26 @@ def load_model(
     return model
 
 
+def head_of_class(name: str, model_class: str) -> str:
+    """Return the head with which a model is loaded as a class of transformers.
+
+    Args:
+        name: A hub id, a folder, or `minilm`.
+        model_class: The name of the class.
+
+    Raises:
+        DeltuneError: There is no such model, or its family has no head of this class.
+    """
+    import transformers
+
+    config = load_config(name)
+    for head, auto_class in AUTO_CLASSES.items():
+        classes = getattr(transformers, auto_class)._model_mapping.get(type(config), None)
+        if model_class in [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,)) if kind]:
+            return head
+    raise DeltuneError(f"{name!r} ({config.model_type}) has no class {model_class} among the heads known here.")
+
+
 def align_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make model and tokenizer agree on the padding token, in place.
 

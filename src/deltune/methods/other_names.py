@@ -59,7 +59,7 @@ ARGUMENT_NOTES: Mapping[str, str] = {
     "reduction_factor": "rank is the width of the model divided by it",
     "leave_out": "layers are those that are tuned",
     "prompt_tuning_init_text": "init_from takes token ids: tuple(tokenizer(text)['input_ids'])",
-    "modules_to_save": "Every method trains the task head (unless attach has head='freeze'); add Selection(…) for others",
+    "modules_to_save": "Every method trains the task head (attach has head='freeze'); add Selection(…) for others",
     "bias": "Add a term that trains biases: … + bitfit(which='linear')",
     "use_rslora": "Give scale=alpha / √rank",
     "use_dora": "DoRA has no translation",
