@@ -286,14 +286,25 @@ def head_of_class(name: str, model_class: str) -> str:
     Raises:
         DeltuneError: There is no such model, or its family has no head of this class.
     """
-    import transformers
-
     config = load_config(name)
-    for head, auto_class in AUTO_CLASSES.items():
-        classes = getattr(transformers, auto_class)._model_mapping.get(type(config), None)
-        if model_class in [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,)) if kind]:
+    for head in AUTO_CLASSES:
+        if model_class in _class_names(config, head):
             return head
     raise DeltuneError(f"{name!r} ({config.model_type}) has no class {model_class} among the heads known here.")
+
+
+def has_trained_head(config: PreTrainedConfig, head: str) -> bool:
+    """Return whether a checkpoint was saved with this head, as its configuration says."""
+    return bool(set(_class_names(config, head)) & set(config.architectures or ()))
+
+
+def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
+    """Return the names of the classes of transformers that load a model of this configuration with a head."""
+    import transformers
+
+    mapping = getattr(transformers, AUTO_CLASSES[head])._model_mapping
+    classes = mapping.get(type(config), ())
+    return [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]
 
 
 def align_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

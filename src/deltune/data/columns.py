@@ -65,7 +65,9 @@ TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "generation": (
         Column("source", "text", ("source", "document", "dialogue", "article", "question", "input", "prompt")),
         Column(
-            "targets", "answers", ("targets", "summary", "answers", "references", "highlights", "output", "response")
+            "targets",
+            "answers",
+            ("targets", "target", "summary", "answers", "references", "highlights", "output", "response"),
         ),
     ),
     "language": (Column("text", "text", ("text", "content")),),
@@ -92,19 +94,32 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
         names: The columns that meta.json lists, if it does.
 
     Returns:
-        A key of `TASK_COLUMNS`: the first kind whose columns all have usual names, else classification.
+        A key of `TASK_COLUMNS`: the first kind whose columns all have usual names; running text where there is nothing
+        but a text; else classification.
     """
     available = [c for c in names or first.columns if c in first.columns] or first.columns
+    if {c.lower() for c in available} - {*ID_COLUMN_NAMES} in (
+        {name} for name in TASK_COLUMNS["language"][0].usual_names
+    ):
+        return "language"
     for kind in KINDS_GUESSED_BY_NAME:
         columns = _columns_by_usual_name(kind, available)
         required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
-        if kind == "generation" and any(
-            c.lower() in LABEL_COLUMN_NAMES and c not in columns.values() for c in available
-        ):
-            continue  # two texts and a label are a classification
+        if kind == "generation" and _is_classification(first, columns, available):
+            continue
         if required <= set(columns) and first.rows and not row_problems(first.rows[0][1], columns, kind):
             return kind
     return "classification"
+
+
+def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
+    """Whether columns that could be those of a generation are two texts and a label, or a text and labels."""
+    targets = columns.get("targets", "")
+    if targets.lower() in LABEL_COLUMN_NAMES and not _is_text(first, targets):
+        return True
+    if columns.get("source", "").lower() == "source" and targets.lower() in ("target", "targets"):
+        return False  # they say what they are, whatever stands beside them
+    return any(c.lower() in LABEL_COLUMN_NAMES and c not in columns.values() for c in available)
 
 
 def choose_columns(

@@ -710,4 +710,6 @@ def _describe(error: Any) -> str:
         return f"{place} is missing: {SECTIONS[section].model_fields[field].description}"
     reason = error.get("ctx", {}).get("error")
     message = str(reason) if reason is not None else error["msg"][0].lower() + error["msg"][1:]
+    if place in ("optim.epochs", "optim.steps") and str(error["input"]) == "0":
+        return f"{place}: 0 trains nothing; the scores of the model as it is: deltune evaluate MODEL --data …"
     return f"{place}: {message}" + ("" if reason is not None else f", not {excerpt(error['input'])}")

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..tasks.classification import (
     SEQ2SEQ_CHOICE,
     SEQ2SEQ_CLASSIFICATION,
 )
+from ..tasks.encoding import check_length, longest_length
 from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, language_codes, set_languages
 from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
@@ -33,6 +35,8 @@ from .config import DataSection, EvaluationSection, GenerationSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("deltune")
 
 
 class TaskKinds(NamedTuple):
@@ -232,6 +236,28 @@ def length_limits(
     }
     by_label = {label: words.get(kind.word_key(label), "") for label in labels} if kind.word_key else {}
     return TaskOptions(data.max_length, data.target_length, template, by_label, generate)
+
+
+def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> TaskOptions:
+    """Return limits whose rows fit a model: the default `max_length` becomes shorter, by a half at most.
+
+    Args:
+        model: The model with what is attached to it.
+        kind: The kind of task.
+        limits: The lengths of a run.
+
+    Raises:
+        DeltuneError: A row does not fit, and `max_length` is not the default or would be less than half of it.
+    """
+    default, needed = DataSection.model_fields["max_length"].default, kind.max_positions(limits)
+    shorter = limits.max_length - (needed - longest_length(model, needed))
+    if limits.max_length != default or shorter < default // 2:
+        check_length(model, needed)
+    if shorter < limits.max_length:
+        logger.info(
+            "max_length is %d and not %d, since %s holds no longer rows", shorter, default, type(model).__name__
+        )
+    return replace(limits, max_length=min(shorter, limits.max_length))
 
 
 def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
