@@ -9,6 +9,8 @@ import pytest
 from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 
 import deltune
+from deltune.data.columns import guess_task_kind
+from deltune.data.readers import DataFile
 from deltune.methods import other_names
 from deltune.methods.registry import REGISTRY, VOCABULARY
 from deltune.methods.spec import SITES
@@ -101,6 +103,26 @@ def test_the_tables_name_what_exists_and_hide_nothing() -> None:
     places = {*PLACES, "output", "fresh"}
     assert set(other_names.OPTION_NAMES.values()) <= places
     assert not places & {*other_names.OPTION_NAMES, *other_names.OPTION_NOTES}
+
+
+TEXTS, LABELS = [f"text number {i}" for i in range(60)], ["good", "bad"] * 30
+KINDS: dict[tuple[str, ...], str] = {
+    ("source", "targets", "category"): "generation",
+    ("source", "target"): "generation",
+    ("source", "target: labels"): "classification",
+    ("article", "summary", "category"): "classification",
+    ("article", "summary"): "generation",
+    ("text", "label"): "classification",
+    ("text",): "language",
+    ("id", "content"): "language",
+}
+
+
+@pytest.mark.parametrize("columns", KINDS)
+def test_the_kind_of_task_follows_from_the_columns(columns: tuple[str, ...]) -> None:
+    values = {c.partition(":")[0]: LABELS if c in ("label", "category") or ":" in c else TEXTS for c in columns}
+    rows = [(i, dict(zip(values, row, strict=True))) for i, row in enumerate(zip(*values.values(), strict=True))]
+    assert guess_task_kind(DataFile("train.jsonl", rows), None) == KINDS[columns]
 
 
 PLACES_OF_BIASES = {

@@ -146,7 +146,7 @@ class _TermFailed(Exception):
     """Ends the reading of one term whose problem is recorded, so that the other terms are still read."""
 
 
-def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
+def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
     """Return the value of an expression.
 
     Args:

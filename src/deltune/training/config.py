@@ -429,6 +429,11 @@ class RunConfig(BaseModel):
         values = {n: v for n, v in self.flat().items() if n not in ("seeds", "search", "aggregate", "protocol")}
         return type(self).from_flat(**{**values, **changes})
 
+    def adds_seeds_to(self, other: RunConfig) -> bool:
+        """Whether this is the other config with further seeds behind its seeds, and is the same in all else."""
+        before, now = other.runtime.seeds or (other.runtime.seed,), self.runtime.seeds
+        return len(now) > len(before) and now[: len(before)] == before and other.replace(seeds=now).name == self.name
+
     def canonical(self) -> dict[str, Any]:
         """Return the values that are not at their default and can change the result, by flat name, as JSON values."""
         values = self.flat(mode="json", exclude_defaults=True)

@@ -109,7 +109,7 @@ def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: Model
     """
     if resume or not run.exists:
         run.check_config(config)
-    if not resume or not run.finished:
+    if not resume or not run.finished or run.config.name != config.name:
         return None
     kept = run.best_run
     try:
