@@ -425,6 +425,12 @@ def test_help_loads_no_torch() -> None:
     assert "typer" in loaded and not loaded & {"torch", "transformers", "pydantic"}
 
 
+def test_a_method_is_made_and_explained_without_torch() -> None:
+    code = "import deltune, sys; from deltune.cli import formatting as f; m = deltune.parse('lora + prefix'); "
+    code += "pages = [*map(f.method_page, f.method_facts().values())]; print(m, 'torch' in sys.modules)"
+    assert python("-c", code).stdout == "lora + prefix False\n"
+
+
 def test_importing_loads_no_torch() -> None:
     code = "import deltune, deltune.cli, sys; print(sys.modules.keys() & {'torch', 'transformers', 'pydantic'})"
     assert python("-c", code).stdout == "set()\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,9 +13,10 @@ from rich.table import Table
 from ..methods.parser import signature_text
 from ..methods.registry import REGISTRY, VOCABULARY
 from ..methods.spec import AREAS, ROLES, SITES
-from ..tasks.registry import TASKS
-from ..training.config import RunConfig
-from ..training.run_dir import RunMetrics
+
+if TYPE_CHECKING:
+    from ..training.config import RunConfig
+    from ..training.run_dir import RunMetrics
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
@@ -87,6 +88,8 @@ def method_table(facts: Mapping[str, Mapping[str, Any]], terms: Mapping[str, Any
 
 def task_facts() -> dict[str, dict[str, Any]]:
     """Return every known task: name, kind, folder, hub id, columns by role, metrics and version."""
+    from ..tasks.registry import TASKS
+
     return {
         name: {
             "name": name,

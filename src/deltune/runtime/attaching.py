@@ -314,6 +314,7 @@ def load(
     if folder is None:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
     _check_model(model)
+    assert isinstance(model, PreTrainedModel)
     where = user_path(folder, "folder")
     with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
         if is_foreign(where) and not has_file(where, serialization.FACTS):

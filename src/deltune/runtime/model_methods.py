@@ -132,8 +132,9 @@ class SavePretrained(ModelMethod):
 
     def _save_deltas(self, folder: Path) -> None:
         """Write the delta in use below a folder, and a file of the tensors of all deltas for `load_state_dict`."""
-        self.passes.model._modules[HANDLE_NAME].save(folder / "delta")
-        with self._tensors_placed(None) as handle:
+        handle: Any = self.passes.model._modules[HANDLE_NAME]
+        handle.save(folder / "delta")
+        with self._tensors_placed(None):
             tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
             tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         with explain_write_errors(folder):
