@@ -361,7 +361,7 @@ def evaluate_model(
             "words for a language model, or train the head alone (deltune train --method head)"
         )
     if head in HEADS_WITH_LABELS:
-        labels = tuple(str(label) for _, label in sorted(configuration.id2label.items()))
+        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
         setup = set_up_task(*arguments, labels)
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32")
@@ -442,7 +442,8 @@ def generate(
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     model, tokenizer = _language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
-    is_encoder_decoder, texts = model.config.is_encoder_decoder, []
+    is_encoder_decoder = model.config.is_encoder_decoder
+    texts: list[str] = []
     options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
     options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options |= forced_bos_options(tokenizer, model) if is_encoder_decoder else {}
@@ -457,7 +458,7 @@ def generate(
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
             )[0]
             answer = generated if is_encoder_decoder else generated[len(ids) :]
-            texts.append(tokenizer.decode(answer, skip_special_tokens=True))
+            texts.append(str(tokenizer.decode(answer, skip_special_tokens=True)))
     return texts
 
 
