@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import excerpt, unknown_name
@@ -94,13 +95,11 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
         names: The columns that meta.json lists, if it does.
 
     Returns:
-        A key of `TASK_COLUMNS`: the first kind whose columns all have usual names; running text where there is nothing
-        but a text; else classification.
+        A key of `TASK_COLUMNS`: running text of a .txt file, the first kind whose columns all have usual names, else
+        classification.
     """
     available = [c for c in names or first.columns if c in first.columns] or first.columns
-    if {c.lower() for c in available} - {*ID_COLUMN_NAMES} in (
-        {name} for name in TASK_COLUMNS["language"][0].usual_names
-    ):
+    if ".txt" in Path(first.name).suffixes:
         return "language"
     for kind in KINDS_GUESSED_BY_NAME:
         columns = _columns_by_usual_name(kind, available)

@@ -56,6 +56,9 @@ TASK_KINDS: Mapping[str, TaskKinds] = {
 }
 """Every kind of data -> the task kinds that it is trained as."""
 
+MIN_LENGTH = 32
+"""The least `max_length`, in tokens, that is taken by itself for a model that holds fewer than the default."""
+
 Reader = Callable[..., TaskData]
 """`data.loading.load_data`, or a function of the same arguments that remembers."""
 
@@ -239,7 +242,7 @@ def length_limits(
 
 
 def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> TaskOptions:
-    """Return limits whose rows fit a model: the default `max_length` becomes shorter, by a half at most.
+    """Return limits whose rows fit a model: where they do not, those lengths that are defaults become shorter.
 
     Args:
         model: The model with what is attached to it.
@@ -247,17 +250,27 @@ def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> 
         limits: The lengths of a run.
 
     Raises:
-        DeltuneError: A row does not fit, and `max_length` is not the default or would be less than half of it.
+        DeltuneError: A row does not fit, and `max_length` is not the default or would be less than `MIN_LENGTH`.
     """
-    default, needed = DataSection.model_fields["max_length"].default, kind.max_positions(limits)
-    shorter = limits.max_length - (needed - longest_length(model, needed))
-    if limits.max_length != default or shorter < default // 2:
+    needed = kind.max_positions(limits)
+    available = longest_length(model, needed)
+    if available == needed:
+        return limits
+    fields, target = DataSection.model_fields, limits.max_target_length
+    if kind.target_follows_input and target == fields["target_length"].default:
+        target = available * target // needed
+    length = available - (target if kind.target_follows_input else 0)
+    if limits.max_length != fields["max_length"].default or length < MIN_LENGTH:
         check_length(model, needed)
-    if shorter < limits.max_length:
-        logger.info(
-            "max_length is %d and not %d, since %s holds no longer rows", shorter, default, type(model).__name__
-        )
-    return replace(limits, max_length=min(shorter, limits.max_length))
+    targets = f" and target_length {target}" if target != limits.max_target_length else ""
+    logger.info(
+        "max_length is %d%s and not the default, since %s holds %d tokens", length, targets, type(model).__name__,
+        available,
+    )  # fmt: skip
+    generate = limits.generate_kwargs
+    if targets:
+        generate = {**generate, "max_new_tokens": min(target, generate.get("max_new_tokens", target))}
+    return replace(limits, max_length=length, max_target_length=target, generate_kwargs=generate)
 
 
 def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
