@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from inspect import signature
 from typing import Any
 
@@ -16,6 +17,8 @@ from deltune.methods.registry import REGISTRY, VOCABULARY
 from deltune.methods.spec import SITES
 from deltune.models import load_config
 from deltune.training.config import PLACES, RunConfig
+from tests.laws.families import FAMILIES
+from tests.laws.specimens import build
 
 NAMES = {
     "ln_tuning": "Here it is called layernorm.",
@@ -23,6 +26,7 @@ NAMES = {
     "LoraConfig(r=8)": "Here it is called lora.",
     "prompt_tuning(length=8)": "Here it is called prompt.",
     "PrefixTuning": "Here it is called prefix.",
+    "adapter_tuning": "Here it is called adapter.",
     "seq_bn": "Here it is called adapter(style='pfeiffer').",
     "p_tuning(length=4)": "deltune has no such method.",
     "adalora": "deltune has no such method.",
@@ -125,6 +129,20 @@ def test_the_kind_of_task_follows_from_the_columns(columns: tuple[str, ...]) -> 
     rows = [(i, dict(zip(values, row, strict=True))) for i, row in enumerate(zip(*values.values(), strict=True))]
     name = "train.txt" if columns[0].endswith("running") else "train.jsonl"
     assert guess_task_kind(DataFile(name, rows), None) == KINDS[columns]
+
+
+def test_a_handle_shows_what_a_user_needs_and_warns_of_a_lost_block() -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora")
+    assert {"use", "rows", "save", "count", "trainable_parameters"} <= set(dir(tuned))
+    assert all(hasattr(tuned, name) for name in dir(tuned))
+    assert len(dir(tuned)) < 25 and not any(name.startswith("_") for name in dir(tuned))
+    for call in (lambda: tuned.rows(["default"]), tuned.disable):
+        with pytest.warns(UserWarning, match="inside of a with block alone"):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tuned.rows(["default"]), tuned.disable():
+            pass
 
 
 PLACES_OF_BIASES = {

@@ -24,4 +24,5 @@ def tune(model: PreTrainedModel, folder: Path) -> float:
         model(input_ids=None)
     names: tuple[str, ...] = tuned.names
     saved: Path = tuned.save(folder / names[0])
-    return deltune.load(model, saved, name="again").count().percent
+    base: PreTrainedModel = deltune.load(saved).model
+    return deltune.load(base, saved, name="again", use=False).count().percent

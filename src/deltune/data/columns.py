@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, Literal
 
 from ..errors import excerpt, unknown_name
 from .readers import DataFile, has_lone_surrogate, short_repr
+
+logger = logging.getLogger("deltune")
 
 LABEL_COLUMN_NAMES = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
 ID_COLUMN_NAMES = ("id", "idx", "uid", "guid", "index")
@@ -105,6 +108,11 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
         columns = _columns_by_usual_name(kind, available)
         required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
         if kind == "generation" and _is_classification(first, columns, available):
+            if required <= set(columns):
+                logger.info(
+                    "%s is taken for a classification; with task=generation a model answers %s by %s", first.name,
+                    columns["source"], columns["targets"],
+                )  # fmt: skip
             continue
         if required <= set(columns) and first.rows and not row_problems(first.rows[0][1], columns, kind):
             return kind

@@ -175,9 +175,10 @@ def hint_for_name(name: object, vocabulary: Collection[str] = ()) -> str | None:
     key = simplified(name)
     if key in ABSENT_METHODS:
         return "deltune has no such method."
-    written_otherwise = next((known for known in vocabulary if simplified(known) == key), None)
-    if method := written_otherwise or METHOD_NAMES.get(key):
-        return f"Here it is called {method}."
+    ours = {simplified(known): known for known in reversed(list(vocabulary))}
+    for candidate in (key, key.removesuffix("tuning")):
+        if method := ours.get(candidate) or METHOD_NAMES.get(candidate):
+            return f"Here it is called {method}."
     return hint_for_site(name)
 
 
@@ -260,7 +261,7 @@ def _value(config: Any, *names: str) -> Any:
 
 def _sites(config: Any) -> tuple[str, ...] | None:
     """Return the sites of the modules that a configuration names; None where one of them is not a usual name."""
-    modules = getattr(config, "target_modules", None)
+    modules = _value(config, "target_modules", "attn_matrices")
     names = [modules] if isinstance(modules, str) else sorted(modules or ())
     sites = [SITE_NAMES.get(name.rpartition(".")[2].lower()) for name in names if isinstance(name, str)]
     return tuple(site for site in dict.fromkeys(sites) if site) if sites and all(sites) else None
