@@ -32,6 +32,8 @@ TEMPORARY_PREFIX = ".deltune-"
 """Begins the names of files that are still being written."""
 METADATA_FIELDS = ("truncated", "num_texts", "truncated_targets")
 """Fields of `EncodedRows` that are stored beside the rows."""
+ACTIVATIONS = "trunk"
+"""The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
 ENVIRONMENT_VARIABLE = "DELTUNE_CACHE"
@@ -73,6 +75,20 @@ def cache_folder() -> Path | None:
         return None
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return user_path(folder or f"{user_cache}/deltune/rows", f"${ENVIRONMENT_VARIABLE}")
+
+
+def cached_files(folder: Path) -> dict[str, list[Path]]:
+    """Return what the cache holds: the files of tokenised rows and of activations, and what is left of broken writes.
+
+    Args:
+        folder: The folder of the cache; files of other names in it are nobody's here.
+    """
+    name = "[0-9a-f]" * NAME_LENGTH
+    return {
+        "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
+        "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
+        "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
+    }
 
 
 def encode_cached(

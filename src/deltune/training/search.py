@@ -70,7 +70,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
         DivergedError: Every run that was tried diverged, or a further seed did.
     """
     run.remove_leftovers()
-    run.write_config(config)
+    run.begin_series(config)
     combinations, seeds = len(config.tries()), config.runtime.seeds
     logger.info(
         "%s%d seed%s",
