@@ -3,9 +3,9 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: adapterhub, steps, inference, memory, prefix, life, trunk, mixed, study, whole; by name only: methods, others,
-wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a target is
-missed.
+Parts: adapterhub, steps, products, inference, memory, prefix, life, trunk, mixed, study, whole; by name only: methods,
+others, wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a
+target is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from deltune.training.progress import ProgressBar
 
-from . import adapterhub, inference, life, memory, methods, mixed, prefix, report, steps, study, trunk, whole
+from . import adapterhub, inference, life, memory, methods, mixed, prefix, products, report, steps, study, trunk, whole
 from .allocator import keep_memory
 from .frame import Piece, Report, carry_out, chosen, machine
 
@@ -38,6 +38,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
     return {
         "adapterhub": adapterhub.pieces(environment),  # first: its process is fresh, and so is ours now
         "steps": steps.pieces(),
+        "products": products.pieces(),
         "inference": inference.pieces(),
         "memory": memory.pieces(),
         "prefix": prefix.pieces(),

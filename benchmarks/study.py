@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.filesystem import read_jsonl
+from deltune.filesystem import CACHE_VARIABLE, cache_folder, read_jsonl
 from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ResultStore
 from deltune.studies.engine.workers import JobResult, execute_safely
-from deltune.tasks import token_cache
 from deltune.training.config import RunConfig
 from deltune.training.progress import ProgressBar
 from deltune.training.task_setup import ModelCache
@@ -48,7 +47,7 @@ class Watched:
             if job is not None:
                 self.at[worker] = None
                 finished.append((worker, execute_safely(job, self.runs, self.parts[worker])))
-                cache = token_cache.cache_folder()
+                cache = cache_folder()
                 assert cache is not None
                 self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
         return finished
@@ -60,14 +59,14 @@ class Watched:
 @contextlib.contextmanager
 def cache(folder: Path) -> Iterator[None]:
     """Tokenised rows are kept there."""
-    before = os.environ.get(token_cache.ENVIRONMENT_VARIABLE)
-    os.environ[token_cache.ENVIRONMENT_VARIABLE] = str(folder)
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str(folder)
     try:
         yield
     finally:
-        os.environ.pop(token_cache.ENVIRONMENT_VARIABLE)
+        os.environ.pop(CACHE_VARIABLE)
         if before is not None:
-            os.environ[token_cache.ENVIRONMENT_VARIABLE] = before
+            os.environ[CACHE_VARIABLE] = before
 
 
 def task(folder: Path, label: int) -> Path:

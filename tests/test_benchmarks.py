@@ -26,6 +26,7 @@ from benchmarks import (
     methods,
     mixed,
     prefix,
+    products,
     report,
     steps,
     study,
@@ -215,6 +216,12 @@ def test_steps(shape: steps.Shape) -> None:
 def test_inference(shape: inference.Shape) -> None:
     rows = measured(inference.measure(shape, rounds=1))
     assert len(rows) == 4 and all(row.target is not None for row in rows)
+
+
+@pytest.mark.peers
+def test_products() -> None:
+    rows = measured(products.measure(tiny("encoder"), 1, 0.6))
+    assert len(rows) == 15 and sum(row.target is None for row in rows) == 5
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tiny
+from deltune.filesystem import CACHE_VARIABLE
 from deltune.models import load_model, load_tokenizer
 from deltune.tasks import token_cache
 from deltune.tasks.base import TaskOptions
@@ -32,7 +33,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "rows"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "rows"))
     return tmp_path / "rows"
 
 
@@ -99,10 +100,10 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
     parts: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="cannot be kept"):
         assert len(rows(parts)) == 30
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     assert isinstance(rows(parts).rows, list)
 
 
@@ -125,7 +126,7 @@ def test_what_was_used_longest_ago_goes(parts: tuple[Any, Any], place: Path, mon
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny.spec(tmp_path, epochs=2)
     results = [train(spec, tmp_path / name).test for name in ("first", "again")]
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     assert results == [train(spec, tmp_path / "off").test] * 2
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.errors import DeltuneError
+from deltune.filesystem import CACHE_VARIABLE
 from deltune.models import align_padding_token, load_model, load_tokenizer
 from deltune.runtime.attaching import attach
 from deltune.runtime.frozen_layers import FrozenLayers
-from deltune.tasks import token_cache
 from deltune.tasks.base import InferenceContext, TaskOptions
 from deltune.tasks.classification import CLASSIFICATION
 from deltune.tasks.encoding import collate
@@ -47,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own; where the states go."""
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "trunk"
 
 
@@ -218,7 +218,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     trunk, use, encoded = parts(root, "bert", "three_vectors")
     with caplog.at_level("INFO", logger="deltune"):
         assert with_cached_activations(trunk, use, {"train": encoded}, 1) == {"train": encoded}
@@ -252,11 +252,11 @@ def test_what_cannot_be_kept_is_told(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is kept where nobody wants it, nor where a pass from states would give something else."""
-    monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     trunk, use, encoded = parts(root, "bert", UPPER)
     with caplog.at_level(logging.INFO, "deltune"):
         assert with_cached_activations(trunk, use, {"train": encoded}, 1)["train"] is encoded
-        monkeypatch.setenv(token_cache.ENVIRONMENT_VARIABLE, str(root / "cache"))
+        monkeypatch.setenv(CACHE_VARIABLE, str(root / "cache"))
         assert with_cached_activations(trunk, use, {"train": encoded}, 0)["train"] is encoded
         upper = use.model.get_submodule("bert.encoder.layer.1")
         lower = use.model.get_submodule("bert.encoder.layer.0.attention.self.value")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 _CALL = "_call_impl"
 """What nn.Module.__call__ looks up on the instance: it runs a module's hooks and then its forward. An override there
@@ -97,3 +99,34 @@ def backward_id() -> int | None:
 def transforms_active() -> bool:
     """Whether torch.func maps or differentiates what is computed."""
     return torch._C._are_functorch_transforms_active()
+
+
+@functools.cache
+def onednn_linear() -> Any:
+    """oneDNN's x W^T + b on ordinary tensors, or None in a build of torch without it. It has no derivative."""
+    try:
+        return torch.ops.mkldnn._linear_pointwise.default
+    except AttributeError:
+        return None
+
+
+def runs_plainly() -> bool:
+    """Whether operators are only computed: nothing compiles, traces, transforms, observes or casts them.
+
+    None of these sees what an operator without their support computes.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch.is_autocast_enabled("cpu")
+        or forward_ad._current_level >= 0
+        or not torch._C._get_mkldnn_enabled()
+    )
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a batch of gradients that torch.autograd.grad maps, as is_grads_batched asks for."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)

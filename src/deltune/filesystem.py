@@ -94,6 +94,23 @@ def user_path(path: object, option: str = "path") -> Path:
     return expanded
 
 
+CACHE_VARIABLE = "DELTUNE_CACHE"
+"""The environment variable that holds the folder of all caches, or `off`."""
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of all caches: $DELTUNE_CACHE, else deltune/rows in the user's cache; None if it is `off`.
+
+    Raises:
+        DeltuneError: The variable does not hold a path.
+    """
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder == "off":
+        return None
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return user_path(folder or f"{user_cache}/deltune/rows", f"${CACHE_VARIABLE}")
+
+
 # -- reading
 
 

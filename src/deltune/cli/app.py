@@ -236,9 +236,10 @@ def cache(
 ) -> None:
     """Show what runs keep on the disk for each other, tokenised rows and activations of frozen layers, or remove it."""
     with fast_imports():
+        from ..filesystem import CACHE_VARIABLE, cache_folder
         from ..tasks import token_cache
 
-    folder = token_cache.cache_folder()
+    folder = cache_folder()
     files = {} if folder is None else token_cache.cached_files(folder)
     facts = {
         what: {"files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
@@ -249,9 +250,7 @@ def cache(
     if as_json:
         console.print_json(data={"folder": str(folder) if folder else None, "cleared": clear, "contents": facts})
         return
-    console.print(
-        f"{'removed from ' if clear else ''}{folder or 'the cache is off'} (${token_cache.ENVIRONMENT_VARIABLE})"
-    )
+    console.print(f"{'removed from ' if clear else ''}{folder or 'the cache is off'} (${CACHE_VARIABLE})")
     for what, fact in facts.items():
         console.print(f"{fact['bytes'] / 2**20:10.1f} MiB in {fact['files']:,} files: {what}")
 

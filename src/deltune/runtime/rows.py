@@ -19,6 +19,7 @@ from torch import nn
 from ..compat import remove_hooks
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
+from .linear_backend import LinearForward, linear_forward
 from .modules import Delta, Edit, SparseParameter
 
 TensorGetters = Mapping[str, Callable[[], torch.Tensor]]
@@ -30,10 +31,14 @@ def forward_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: 
 
     The module itself is not changed, so other threads may run it at the same time: a copy of its attributes is run.
     """
-    twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_parameters"] = {**module._parameters, **tensors}
-    return type(module).forward(twin, *args, **kwargs)
+    twin = module
+    if tensors:
+        twin = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__["_parameters"] = {**module._parameters, **tensors}
+    linear = linear_forward(module)
+    forward = type(module).forward if linear is None else linear.run
+    return forward(twin, *args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -212,9 +217,11 @@ class ForwardOverride:
 
     def __init__(self, passes: HasAssignment, path: str, module: nn.Module) -> None:
         self.passes, self.path, self.module = passes, path, module
+        self.linear: LinearForward | None = None
 
     def install(self) -> None:
-        if "forward" in self.module.__dict__:
+        self.linear = linear_forward(self.module)
+        if self.linear is None and "forward" in self.module.__dict__:
             raise DeltuneError(
                 f"the forward of {self.path!r} was replaced by something else (offloading does that), so it cannot run "
                 "with tensors of a delta: attach before it is replaced, or remove the replacement"
@@ -224,9 +231,9 @@ class ForwardOverride:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         override = self.passes.assignment().tensors.get(self.path)
-        if override is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return override.run(self.module, args, kwargs)
+        if override is not None:
+            return override.run(self.module, args, kwargs)
+        return forward_with(self.module, {}, *args, **kwargs)
 
     def check_installed(self, module: nn.Module, args: Any) -> None:
         """Raise an error if the module's forward was replaced later by one that does not call this one."""
@@ -243,12 +250,14 @@ class ForwardOverride:
         remove_hooks(self.module, self)
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
+            if self.linear is not None:
+                self.module.__dict__["forward"] = self.linear
 
 
 def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is that of its class, or a ForwardOverride."""
+    """Whether a module's forward is that of its class, or computes the same."""
     forward = module.__dict__.get("forward")
-    return forward is None or isinstance(forward, ForwardOverride)
+    return forward is None or isinstance(forward, ForwardOverride | LinearForward)
 
 
 class MaskedOverride:
@@ -281,7 +290,7 @@ class ModuleByRow:
         self.has_other_rows = len({row for group in self.groups for row in group.rows or ()}) < groups[0].batch_size
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        output = type(module).forward(module, *args, **kwargs)
+        output = forward_with(module, {}, *args, **kwargs)
         if not isinstance(output, torch.Tensor):
             raise DeltuneError(
                 f"rows() needs modules that return one tensor where deltas have their own, and {type(module).__name__} "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow
 from filelock import FileLock
 
-from ..filesystem import atomic_open, user_path
+from ..filesystem import CACHE_VARIABLE, atomic_open, cache_folder
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import EncodedRows, Row
 
@@ -36,8 +36,6 @@ ACTIVATIONS = "trunk"
 """The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
-ENVIRONMENT_VARIABLE = "DELTUNE_CACHE"
-"""The environment variable that holds the folder of the cache, or `off`."""
 
 
 class ArrowRows(Sequence[Row]):
@@ -64,19 +62,6 @@ class ArrowRows(Sequence[Row]):
         return rows
 
 
-def cache_folder() -> Path | None:
-    """Return the folder of the cache: $DELTUNE_CACHE, else deltune/rows in the user's cache; None if it is `off`.
-
-    Raises:
-        DeltuneError: The variable does not hold a path.
-    """
-    folder = os.environ.get(ENVIRONMENT_VARIABLE)
-    if folder == "off":
-        return None
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return user_path(folder or f"{user_cache}/deltune/rows", f"${ENVIRONMENT_VARIABLE}")
-
-
 def cached_files(folder: Path) -> dict[str, list[Path]]:
     """Return what the cache holds: the files of tokenised rows and of activations, and what is left of broken writes.
 
@@ -87,6 +72,7 @@ def cached_files(folder: Path) -> dict[str, list[Path]]:
     return {
         "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
         "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
+        "times of linear layers": sorted(folder.glob(f"products/{name}.json")),
         "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
     }
 
@@ -128,7 +114,7 @@ def encode_cached(
             _write_rows(path, encoded)
         except (OSError, pyarrow.ArrowException) as error:
             warnings.warn(
-                f"tokenized rows cannot be kept in {folder} ({error}); {ENVIRONMENT_VARIABLE}=off turns the cache off",
+                f"tokenized rows cannot be kept in {folder} ({error}); {CACHE_VARIABLE}=off turns the cache off",
                 stacklevel=2,
             )
             return encoded

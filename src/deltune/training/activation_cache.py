@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import DeltuneError
+from ..filesystem import CACHE_VARIABLE, cache_folder
 from ..runtime.attaching import tuned
 from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.handle import base_value
@@ -102,9 +103,9 @@ def with_cached_activations(
     Raises:
         DeltuneError: The activations of these splits alone take more than `max_gib`.
     """
-    folder = token_cache.cache_folder()
+    folder = cache_folder()
     if folder is None or not max_gib:
-        return _uncached(encoded, f"{token_cache.ENVIRONMENT_VARIABLE}=off" if folder is None else "trunk_cache=0")
+        return _uncached(encoded, f"{CACHE_VARIABLE}=off" if folder is None else "trunk_cache=0")
     folder = folder / token_cache.ACTIVATIONS
     probed = _probe(frozen_layers, context, encoded["train"])
     if isinstance(probed, str):

@@ -32,6 +32,7 @@ from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
+from ..runtime.linear_backend import LinearBackend
 from ..tasks.registry import TASKS
 from .presets import apply_preset, default_rate, merge_values
 
@@ -42,10 +43,11 @@ MAX_DEPTH = 20
 MAX_VALUES = 20_000
 """The most values in all, those behind an alias counted each time that it is used."""
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "linear_backend")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
-states of the frozen trunk are the same wherever they come from. All of this holds up to rounding."""
+states of the frozen trunk are the same wherever they come from; a product is the same whatever computes it. All of this
+holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
@@ -272,6 +274,9 @@ class RuntimeSection(Section):
     )
     precision: Literal["fp32", "bf16", "auto"] = _option(
         "fp32", "bf16 by autocast; auto: bf16 on an accelerator that has it", common=True
+    )
+    linear_backend: LinearBackend = _option(
+        "auto", "of linear layers in fp32 on a CPU: torch, onednn, or auto, the one measured to be faster"
     )
     trunk_cache: float = _option(
         8.0, "with trunk_dropout off, GiB on disk for the states of these layers; 0: run them in every pass",

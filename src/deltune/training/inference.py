@@ -34,6 +34,7 @@ from ..models import (
 from ..runtime import attaching
 from ..runtime.attaching import atomic_new_folder, foreign_model_kind, load, tuned
 from ..runtime.handle import Tuned
+from ..runtime.linear_backend import optimize_linear
 from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
@@ -240,6 +241,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
         load(model, folder.folder, name=delta)
     tuned(model).use(name)
     model.to(task_setup.resolve_device())  # type: ignore[arg-type]
+    optimize_linear(model, config.runtime.linear_backend)
     return LoadedRun(model, tokenizer, kind, runs, labels)
 
 

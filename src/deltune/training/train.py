@@ -18,6 +18,7 @@ from ..filesystem import explain_write_errors
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
+from ..runtime.linear_backend import optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
@@ -128,12 +129,18 @@ def _train(
     state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
     arguments = _training_arguments(state, device)
     checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
-    with ProgressBar(progress and distributed.is_main()) as bar, _frozen_layers_cached(state, arguments.device, bar):
+    backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
+    with (
+        ProgressBar(progress and distributed.is_main()) as bar,
+        optimize_linear(state.model, backend) as products,
+        _frozen_layers_cached(state, arguments.device, bar),
+    ):
         if not resume:  # only now can nothing be refused any more
             run.clear()
         facts = {
             "device": str(arguments.device),
             "precision": state.precision,
+            "linear_backend": products.backend,
             "processes": distributed.world_size(),
             "sharded": sharded,
             "data": state.data.summary,
