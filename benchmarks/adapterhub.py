@@ -77,7 +77,7 @@ def measure(shape: Shape, rounds: int, environment: Path) -> list[Row]:
         answer = worker.ask(shape=asdict(shape))
         like = build(shape)
         cases: dict[tuple[str, str], Callable[[], object]] = {
-            ("ours", FULL): full(shape).step, ("ours", BARE): bare(shape, like).forwards
+            ("ours", FULL): full(shape).step, ("ours", BARE): bare(shape, like).forward_twice
         }  # fmt: skip
         cases |= {("ours", method): ours(method, shape, like).step for method in answer["methods"] if method not in ALL}
         cases |= {("theirs", method): partial(worker.ask, step=method) for method in answer["methods"]}

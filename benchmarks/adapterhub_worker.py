@@ -72,7 +72,7 @@ def main() -> None:
             print(json.dumps({"methods": list(turns), "cannot": cannot}), file=answers, flush=True)
         else:
             turn = turns[request["step"]]
-            turn.forwards() if request["step"] == BARE else turn.step()
+            turn.forward_twice() if request["step"] == BARE else turn.step()
             print("{}", file=answers, flush=True)
 
 

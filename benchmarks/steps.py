@@ -27,7 +27,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
     for method in dict.fromkeys((*(pair.ours for pair in PAIRS), *FORWARDS)):
         sides[method] = ours(method, shape, like)
     peft = {pair.name: theirs(pair, shape, like) for pair in PAIRS}
-    cases: dict[tuple[str, str], Callable[[], object]] = {("bare", "forwards"): plain.forwards}
+    cases: dict[tuple[str, str], Callable[[], object]] = {("bare", "forward_twice"): plain.forward_twice}
     cases |= {("ours", method): turn.step for method, turn in sides.items()}
     cases |= {("peft", name): turn.step for name, turn in peft.items() if turn is not None}
     gc.collect()
@@ -41,7 +41,7 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
             rows.append(compared(name, seconds["ours", pair.ours], seconds["peft", pair.name], NOT_SLOWER))
     for method, limit in FORWARDS.items():
         name = f"step / two forwards: {method}; {shape}"
-        rows.append(compared(name, seconds["ours", method], seconds["bare", "forwards"], Target(limit)))
+        rows.append(compared(name, seconds["ours", method], seconds["bare", "forward_twice"], Target(limit)))
     return rows
 
 

@@ -20,12 +20,12 @@ def call_class(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def get_call_override(module: nn.Module) -> Any:
-    """The override in place, or None."""
+    """The module's own replacement of `_call_impl` (which `nn.Module.__call__` runs), or None."""
     return module.__dict__.get(_CALL)
 
 
 def set_call_override(module: nn.Module, call: Any) -> None:
-    """Run `call` instead whenever the module is called."""
+    """Set `call` in place of the module's `_call_impl`, so that it runs whenever the module is called."""
     module.__dict__[_CALL] = call
 
 

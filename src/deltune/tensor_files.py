@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load all tensors of a safetensors file whose header was checked by `read_header`.
+    """Load all tensors of a safetensors file, by name. Call `read_header` first: this function checks nothing.
 
     Raises:
         DeltuneError: The file cannot be read.

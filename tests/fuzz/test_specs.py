@@ -41,7 +41,7 @@ def used(spec: RunConfig) -> None:
     assert len(spec.name) == 16 and hash(spec) is not None
     again = RunConfig.model_validate(yaml.safe_load(spec.yaml()))
     assert again.name == spec.name and spec.differences(again) == []
-    for single in spec.tries()[:5] if spec.is_series else ():
+    for single in spec.search_configs()[:5] if spec.is_series else ():
         assert not single.is_series
     outcome(lambda: spec.optim.rows_per_device(3))
 

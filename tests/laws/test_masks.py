@@ -1,4 +1,4 @@
-"""APET: exactly N live scalars, drawn the same everywhere, nested in N (METHODS §4)."""
+"""APET: exactly N live scalars, drawn the same everywhere, nested in N."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class Anatomy:
         return next(stack for stack in self.stacks if stack.name == name)
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
-        """Iterate over every norm, first those outside of the layers.
+        """Yield every norm with its layer; first the norms outside of the layers, with None.
 
         Returns:
             Pairs of a layer, or None for norms outside of the layers, and a norm.

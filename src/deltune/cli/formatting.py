@@ -1,4 +1,4 @@
-"""Tables and pages that commands print on a terminal."""
+"""Tables, and the description page of a method, that commands print on a terminal."""
 
 from __future__ import annotations
 

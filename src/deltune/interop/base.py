@@ -266,7 +266,7 @@ class ExportedDelta:
     Attributes:
         anatomy: The model's anatomy.
         edits: Its edits.
-        dense: The tensors of each edit, by the edit's key.
+        full_tensors: The full tensors of each edit, by the edit's key.
         in_place: The parameters that are tuned in place, by name.
         head: The parameters of the head, by name.
         original: Returns the pretrained value of a parameter.
@@ -275,7 +275,7 @@ class ExportedDelta:
 
     anatomy: Anatomy
     edits: tuple[ResolvedEdit, ...]
-    dense: Mapping[str, NamedTensors]
+    full_tensors: Mapping[str, NamedTensors]
     in_place: NamedTensors
     head: NamedTensors
     original: Callable[[str], torch.Tensor]

@@ -128,7 +128,7 @@ def _write_lora(content: ExportedDelta) -> OptionsAndTensors:
     alphas: dict[str, float] = {}
     problems: dict[str, None] = {}
     for path, edits in _edits_by_path(content):
-        parts = [content.dense[edit.key] for edit in edits]
+        parts = [content.full_tensors[edit.key] for edit in edits]
         scales = [edit.modification.compose.factor({}) for edit in edits]
         down, rows = parts[0]["down"], _output_width(content, path)
         columns = [edit.place.target.columns for edit in edits]
@@ -188,7 +188,7 @@ def _write_ia3(content: ExportedDelta) -> OptionsAndTensors:
         sides = {edit.place.target.side for edit in edits}
         if len({edit.place.name for edit in edits}) < len(edits) or len(sides) > 1:
             raise DeltuneError("two terms rescale one projection; PEFT has one vector a module")
-        gains = [content.dense[edit.key]["gain"] for edit in edits]
+        gains = [content.full_tensors[edit.key]["gain"] for edit in edits]
         if sides == {"input"}:
             inputs.append(path)
             tensors[f"{NAME_PREFIX}{path}.ia3_l"] = gains[0][None]
@@ -222,7 +222,7 @@ def _write_norms(content: ExportedDelta) -> OptionsAndTensors:
 
 
 def _write_prompt(content: ExportedDelta) -> OptionsAndTensors:
-    rows = torch.cat([content.dense[edit.key]["rows"] for edit in content.edits])
+    rows = torch.cat([content.full_tensors[edit.key]["rows"] for edit in content.edits])
     stack = content.anatomy.stacks[0]
     heads = next((a.heads for layer in content.anatomy.layers for a in layer.attentions if a.heads), 1)
     options = {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM", "num_layers": stack.depth,
@@ -242,7 +242,7 @@ def _write_prefix(content: ExportedDelta) -> OptionsAndTensors:
     widths = content.edits[0].place.widths
     if widths.head_width != widths.value_width:
         raise DeltuneError("PEFT's prefix has keys and values of one width")
-    pairs = [content.dense[edit.key][leaf] for edit in content.edits for leaf in ("keys", "values")]
+    pairs = [content.full_tensors[edit.key][leaf] for edit in content.edits for leaf in ("keys", "values")]
     rows = torch.stack(pairs, dim=1).flatten(1)
     options = {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "num_layers": len(places),
                "num_attention_heads": widths.kv_heads,

@@ -1,4 +1,4 @@
-"""`deltune.fit`: solves the sizes written as ? in a method for a budget, or for another method's count."""
+"""`deltune.fit`: solves the sizes written as ? in a method for a budget, a number of scalars or a share ("0.5%")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the scalars that a method trains on a model, exactly and from shapes alone (METHODS §3).
+"""Counts the scalars that a method trains on a model, exactly and from shapes alone.
 
 By the same shapes a method whose tensors would not fit in the free memory is refused before any of it is allocated.
 """

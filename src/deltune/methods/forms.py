@@ -574,6 +574,7 @@ class Prompt(Form):
         return {"rows": (self.length, widths.in_width)}
 
     def initialize(self, tensors: Tensors) -> None:
+        """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached."""
         import torch
 
         torch.nn.init.normal_(tensors["rows"], std=0.02)

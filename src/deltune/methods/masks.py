@@ -1,4 +1,4 @@
-"""Chooses which N scalars of a method are trained (APET, AP §5.1; METHODS §4), on the CPU in time and memory O(N).
+"""Draws by seed which N scalars of a method are trained (APET §5.1), on the CPU in time and memory O(N).
 
 N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
 product with the rank that they share: there, ranks are drawn first and then entries of both factors within these ranks,

@@ -206,7 +206,7 @@ def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> Resol
 
 
 def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Callable[[], int]) -> ResolvedMethod:
-    """Return the resolved method with masks on exactly N scalars (METHODS §4), and without edits that get none.
+    """Return the resolved method with masks on exactly N scalars, and without edits that get none.
 
     A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
     scalars, the scale or gate gets none either.

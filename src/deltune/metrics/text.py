@@ -1,4 +1,4 @@
-"""Metrics of generated text: BLEU, TER, chrF and ROUGE by packages; NIST, METEOR and CIDEr as in the E2E challenge.
+"""Metrics of generated text: BLEU, TER, chrF, ROUGE, METEOR and CIDEr by packages or Java; NIST by our own code.
 
 ROUGE is computed by three packages, each under a name of its own. NIST, METEOR, CIDEr and the tokenizer of COCO are
 those of the script e2e-metrics. NIST is our own code, since no maintained package computes the numbers of

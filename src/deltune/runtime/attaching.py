@@ -153,10 +153,10 @@ def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
     with torch.no_grad():
         values = {n: handle._delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
         values |= {n: sparse.final(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
-        dense = {key: {leaf: t.detach() for leaf, t in edit.dense().items()} for key, edit in delta.named_edits()}
+        full = {key: {leaf: t.detach() for leaf, t in edit.full_tensors().items()} for key, edit in delta.named_edits()}
     head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
-        handle.anatomy, delta.planned.edits, dense, values, head, lambda n: handle._base_value(n).detach(),
+        handle.anatomy, delta.planned.edits, full, values, head, lambda n: handle._base_value(n).detach(),
         _has_sliding_window(handle.model),
     )  # fmt: skip
 

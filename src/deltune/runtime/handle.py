@@ -340,7 +340,7 @@ class Tuned(nn.Module):
         return Scope(self._passes, self, lambda: self._assign_each_row(names))
 
     def detach(self, name: str | None = None) -> PreTrainedModel:
-        """Remove a delta, or all of them. Without any left the model has exactly the weights it had before.
+        """Remove one delta, or all, and return the model; with none left it has exactly the weights it had before.
 
         The call waits until no forward pass of this model runs.
 

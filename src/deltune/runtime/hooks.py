@@ -255,7 +255,7 @@ HOOK_CLASSES: dict[str, Any] = {
 def required_hooks(
     passes: PassManager, anatomy: Anatomy, deltas: Iterable[Delta]
 ) -> dict[tuple[str, str], Callable[[], Hook]]:
-    """Return what must be installed for some deltas: a function that makes the hook, by path and kind of the hook."""
+    """Return the hooks that these deltas need: (module path, kind of hook) -> a function that makes the hook."""
     needed: dict[tuple[str, str], Callable[[], Hook]] = {}
     entries = {path: False for layer in anatomy.layers for path in [layer.path]}
     entries |= {stack.container: False for stack in anatomy.stacks}

@@ -68,7 +68,7 @@ def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
 
 def _affine_change(edit: Edit) -> Affine | str:
     """(s A, s b) of an edit, or the reason why it has none."""
-    tensors = edit.dense()
+    tensors = edit.full_tensors()
     change = edit.modification.form.affine(tensors)
     factor = edit.modification.compose.factor(tensors)
     if factor is None:

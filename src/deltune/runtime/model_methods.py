@@ -197,14 +197,14 @@ class StateDict(ModelMethod):
     """`state_dict`: reads the tensors with the delta in use here, while no other thread moves any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.passes.read(lambda: self.original(*args, **kwargs))
+        return self.passes.run_reader(lambda: self.original(*args, **kwargs))
 
 
 class DeepCopy(ModelMethod):
     """`copy.deepcopy`: copies the model while no other thread moves its tensors."""
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        return self.passes.read(lambda: _copied(self.passes.model, memo), to_copy=True)
+        return self.passes.run_reader(lambda: _copied(self.passes.model, memo), to_copy=True)
 
 
 class Reduce(ModelMethod):
@@ -213,7 +213,7 @@ class Reduce(ModelMethod):
     def __call__(self, protocol: Any) -> Any:
         if self.passes.is_pickled:
             return self.original(protocol)
-        copied_module = self.passes.read(self._with_the_same_tensors, to_copy=True)
+        copied_module = self.passes.run_reader(self._with_the_same_tensors, to_copy=True)
         copied_module._modules[HANDLE_NAME]._passes.is_pickled = True
         return _itself, (copied_module,)
 

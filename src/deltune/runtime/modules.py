@@ -207,13 +207,13 @@ class Edit(nn.Module):
         shared: Mapping[str, torch.Tensor] = self.__dict__["shared"]
         return dict(self.modification.form.fold(tensors, shared, self.place.widths))
 
-    def dense(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the form and of the composition, dense."""
+    def full_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the edit's parameters by name, as full tensors: masked entries filled in, shared tensors folded in."""
         return {**self.tensors(), **self._tensors_of(of_form=False)}
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the saved file: dense ones, or the values and positions of masked ones."""
-        return _sparse_to_save(dict(self._sparse_parameters())) if self.is_masked else self.dense()
+        return _sparse_to_save(dict(self._sparse_parameters())) if self.is_masked else self.full_tensors()
 
     def compose(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return compose(h, Δh) in the dtype of h."""

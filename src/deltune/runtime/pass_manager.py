@@ -228,8 +228,8 @@ class PassManager:
         self.assignment_of_new_pass().check_prompts(args, kwargs)
         return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
 
-    def read(self, reader: Callable[[], T], to_copy: bool = False) -> T:
-        """Run a function that reads the whole model, with the tensors of the delta in use here, while no tensor moves.
+    def run_reader(self, reader: Callable[[], T], to_copy: bool = False) -> T:
+        """Call `reader` with the tensors of the delta in use here in the model; no thread can move them meanwhile.
 
         Inside a pass or a change of the model the tensors are read as they are.
 

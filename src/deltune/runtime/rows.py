@@ -317,6 +317,7 @@ class NormByRow:
         self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
         assert isinstance(module, nn.LayerNorm)
         x: torch.Tensor = args[0] if args else kwargs["input"]
         precision = torch.promote_types(x.dtype, torch.float32)  # as in torch's kernel

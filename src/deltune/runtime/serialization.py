@@ -1,4 +1,4 @@
-"""Saves a delta as a folder with delta.json (the method and its base model) and delta.safetensors (the tensors).
+"""Saves a delta as a folder with delta.json (method, base model) and delta.safetensors, and reads it again.
 
 No pickle is used. A folder is written completely or not at all, and everything is checked before the model is changed.
 """

@@ -149,6 +149,6 @@ class TaskKind:
     target_follows_input: bool = False
     word_key: Callable[[str], str] | None = None
 
-    def max_positions(self, options: TaskOptions) -> int:
-        """Return the most positions that a row may take in the sequence of its input."""
+    def max_input_tokens(self, options: TaskOptions) -> int:
+        """Return the most tokens of an example in the model's input, which has the answer too if it is decoder-only."""
         return options.max_length + (options.max_target_length if self.target_follows_input else 0)

@@ -396,7 +396,7 @@ class RunConfig(BaseModel):
         return cls.model_validate(values)
 
     def flat(self, **options: Any) -> dict[str, Any]:
-        """Return the values by flat name. `options` are those of pydantic's `model_dump`."""
+        """Return {flat name: value}; flat names are those of the command line (`lr`). `options`: as in `model_dump`."""
         nested = self.model_dump(**options)
         return {
             DOTTED[f"{section}.{field}"]: value for section, values in nested.items() for field, value in values.items()
@@ -414,8 +414,8 @@ class RunConfig(BaseModel):
         """Whether this describes more than one run: several seeds, or values to try."""
         return bool(self.runtime.seeds or self.runtime.search)
 
-    def tries(self) -> list[RunConfig]:
-        """Return the single runs of the first seed, one for each combination of values, in order of priority."""
+    def search_configs(self) -> list[RunConfig]:
+        """Return one config per combination of the values in `search`, in the order given, all with the first seed."""
         search, seeds = self.runtime.search, self.runtime.seeds
         first = seeds[0] if seeds else self.runtime.seed
         return [

@@ -227,7 +227,7 @@ class CheckpointProgress(Record):
 
 
 class LogLine(Record):
-    """A line of log.jsonl.
+    """One line of log.jsonl: what the Trainer logs (loss, learning rate, eval_*); only `step` is checked.
 
     Attributes:
         step: The number of steps before it.

@@ -1,4 +1,4 @@
-"""Several runs of one config: values tried in order of priority, then further seeds, and the aggregate of all."""
+"""Runs of one config: tries values in order until one is no better, then further seeds, and aggregates them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Trial:
 
     @property
     def quality(self) -> float:
-        """How good the run is on validation, more is better; runs without a validation split are all the same."""
+        """Validation score, negated if lower is better; 0 without a validation split, -inf if the run diverged."""
         if self.metrics is None:
             return -float("inf")
         best = self.metrics.best
@@ -71,7 +71,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     """
     run.remove_leftovers()
     run.begin_series(config)
-    combinations, seeds = len(config.tries()), config.runtime.seeds
+    combinations, seeds = len(config.search_configs()), config.runtime.seeds
     logger.info(
         "%s%d seed%s",
         f"up to {combinations} values tried under the first of " if combinations > 1 else "",
@@ -107,7 +107,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
 
 def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunConfig, list[Trial]]:
     """Return the single run whose values are chosen, and every trial."""
-    configs = config.tries()
+    configs = config.search_configs()
     trials: list[Trial] = []
     chosen = 0
     for i, single in enumerate(configs):

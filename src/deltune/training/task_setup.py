@@ -252,7 +252,7 @@ def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> 
     Raises:
         DeltuneError: A row does not fit, and `max_length` is not the default or would be less than `MIN_LENGTH`.
     """
-    needed = kind.max_positions(limits)
+    needed = kind.max_input_tokens(limits)
     available = longest_length(model, needed)
     if available == needed:
         return limits

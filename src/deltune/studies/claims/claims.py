@@ -234,7 +234,7 @@ class FewerParameters:
             counts = []
             for selector in (self.fewer, self.more):
                 selected, seed = cells.select(selector, members, setting), seeds_of(members)[0]
-                counts.append(sum(cells.read(COUNT, cell, seed).value for cell in selected) / len(selected))
+                counts.append(sum(cells.measure(COUNT, cell, seed).value for cell in selected) / len(selected))
             largest = max(largest, counts[0] / counts[1] if counts[1] else math.inf)
         text = f"trained scalars of {describe_cell(self.fewer)} / {describe_cell(self.more)}, the largest"
         return [Exact(text, largest, self.ratio, "times")]
@@ -501,7 +501,7 @@ def _estimate(check: Comparison) -> Estimate:
 
 def _p_value(check: Check, estimate: Estimate) -> float:
     assert isinstance(check, Comparison)
-    return estimate.p(*(border for border in (check.low, check.high) if math.isfinite(border)))
+    return estimate.p_value(*(border for border in (check.low, check.high) if math.isfinite(border)))
 
 
 def _appears_true(check: Check, estimate: Estimate | None) -> bool:

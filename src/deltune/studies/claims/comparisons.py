@@ -400,8 +400,8 @@ class Cells:
                 return float(size)
         raise MissingCells([f"the size of the model {label!r} is not known"])
 
-    def read(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
-        """Return the measured number of a cell.
+    def measure(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
+        """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed.
 
         Args:
             measurement: What is measured.
@@ -580,7 +580,7 @@ def weighted_sum(cells: Cells, terms: Sequence[Term], measurement: Measurement, 
     reasons: list[str] = []
     for weight, cell in terms:
         try:
-            numbers.append((weight, cells.read(measurement, cell, seed)))
+            numbers.append((weight, cells.measure(measurement, cell, seed)))
         except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:

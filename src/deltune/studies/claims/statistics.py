@@ -38,8 +38,8 @@ class Estimate:
         half = self._half(alpha) + self.slack
         return self.mean - half, self.mean + half
 
-    def p(self, *boundaries: float) -> float:
-        """Return the level at which the interval meets the nearest boundary (one part: 2 · P(T > distance / error))."""
+    def p_value(self, *boundaries: float) -> float:
+        """Return the p-value against the nearest boundary: the level at which the interval just reaches it."""
         distance = min(abs(self.mean - b) for b in boundaries) - self.slack
         if not self.parts or distance <= 0:
             return 1.0

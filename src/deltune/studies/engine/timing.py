@@ -117,8 +117,8 @@ class TimedModel:
         with torch.no_grad():
             self.model(**self.labelled_batch)
 
-    def forwards(self) -> None:
-        """Run forward twice.
+    def forward_twice(self) -> None:
+        """Run forward twice, the least time of a training step whose method trains something in every layer.
 
         A method that trains something in every layer takes no less, because the backward pass through a frozen layer
         costs as much as the forward pass.

@@ -107,8 +107,8 @@ class SizedModel:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Models of one family.
+class ModelFamily:
+    """Models of one family (such as T5), the method expression of each group on them, and how they answer.
 
     Attributes:
         models: The models by size, ascending.
@@ -159,7 +159,7 @@ def _methods(prompt: int, bitfit: str, more: str = "") -> dict[str, str]:
 
 
 PAPER_FAMILIES = {
-    "T5": Family(
+    "T5": ModelFamily(
         {
             "t5-small": SizedModel("google/t5-v1_1-small", (51_200, 101_376, 229_376, 803_584)),
             "t5-base": SizedModel("google/t5-v1_1-base", (76_800, 273_408, 589_824, 1_807_488)),
@@ -168,7 +168,7 @@ PAPER_FAMILIES = {
         _methods(100, "bitfit(add_missing=True)", ", attention='self'"),
         answers_in_words=True,
     ),
-    "BERT": Family(
+    "BERT": ModelFamily(
         {
             "bert-small": SizedModel("prajjwal1/bert-small", (51_200, 23_552, 65_536, 200_896)),
             "bert-base": SizedModel("google-bert/bert-base-uncased", (76_800, 102_912, 294_912, 903_744)),
@@ -178,7 +178,7 @@ PAPER_FAMILIES = {
     ),
 }
 SMALL_FAMILIES = {
-    MINILM: Family(
+    MINILM: ModelFamily(
         {
             "minilm-d128": SizedModel("minilm-d128", (1_280, 3_072, 8_192, 25_184)),
             "minilm-d192": SizedModel("minilm-d192", (1_920, 6_720, 18_432, 56_592)),
@@ -228,7 +228,7 @@ SMALL_NOTE = (
 )
 
 
-def _families(setup: StudySetup) -> Mapping[str, Family]:
+def _families(setup: StudySetup) -> Mapping[str, ModelFamily]:
     return SMALL_FAMILIES if setup.small else PAPER_FAMILIES
 
 
@@ -329,12 +329,12 @@ def structure(setup: StudySetup) -> Study:
     )  # fmt: skip
 
 
-def _compared_models(setup: StudySetup, family: Family) -> tuple[str, str]:
+def _compared_models(setup: StudySetup, family: ModelFamily) -> tuple[str, str]:
     """Return the smallest and the largest model; at small scale a middle one is the largest that is cheap."""
     return ("minilm-d128", "minilm-d256") if setup.small else family.smallest_and_largest
 
 
-def _drawn_variants(family: Family, model: str, group: str = "lora") -> list[Variant]:
+def _drawn_variants(family: ModelFamily, model: str, group: str = "lora") -> list[Variant]:
     return [
         c
         for c in family.variants_of_equal_size(model)

@@ -70,7 +70,7 @@ def draw_scatter(view: Scatter, outcomes: Iterable[Outcome]) -> FigureDraft:
     xs = [x for points in drawn.values() for panel_points in points.values() for x, _ in panel_points]
     log = bool(xs) and min(xs) > 0 and (max(xs) > 100 * min(xs) if view.log is None else view.log)
     for key, spread in aggregates.spreads.items():
-        draft.note(spread, *key[:-1])
+        draft.note_missing_seeds(spread, *key[:-1])
     for panel, axes in zip(draft.labels, draft.axes, strict=True):
         for labels, points in drawn[panel].items():
             draft.series.setdefault(
@@ -140,7 +140,7 @@ def draw_bars(view: Bars, outcomes: Iterable[Outcome]) -> FigureDraft:
             style, hatch, name = series_style(i), HATCHES[i % len(HATCHES)], view.display(bar)
             for at, group in enumerate(groups):
                 spread = aggregates[draft.key(panel, (group, bar))]
-                draft.note(spread, panel, group, bar)
+                draft.note_missing_seeds(spread, panel, group, bar)
                 x = at + (i - (len(bar_labels) - 1) / 2) * width
                 _draw_bar(axes, x, width * 0.92, spread, formats[panel], style.colour, hatch, f"series {name}")
                 draft.text.append(
@@ -222,7 +222,7 @@ def draw_heat_map(view: HeatMap, outcomes: Iterable[Outcome]) -> FigureDraft:
         for i, row in enumerate(down):
             for j, column in enumerate(across):
                 spread = aggregates[draft.key(panel, (*row, *column))]
-                draft.note(spread, panel, *row, *column)
+                draft.note_missing_seeds(spread, panel, *row, *column)
                 if spread.mean is None:
                     _draw_missing_cell(axes, i, j, "failed" if spread.failed else "–", written)
                 else:
@@ -318,7 +318,7 @@ def draw_curves(view: Curves, outcomes: Iterable[Outcome]) -> FigureDraft:
         _format_x_axis(axes, view, all_xs)
     if not stepped:
         for key, spread in aggregates.spreads.items():
-            draft.note(spread, *key)
+            draft.note_missing_seeds(spread, *key)
     draft.draw_reference_lines(formats)
     for panel, axes, strip in zip(draft.labels, draft.axes, draft.strips, strict=False):
         if view.gap:

@@ -374,8 +374,8 @@ class FigureDraft:
         labels = {axis: {str(outcome.cell.get(axis)) for outcome in self.outcomes} for axis in axes}
         return tuple(axis for axis in axes if len(labels[axis]) > 1) or tuple(axes[:1])
 
-    def note(self, spread: Spread, *labels: Label) -> None:
-        """Note what a spread with these labels lacks."""
+    def note_missing_seeds(self, spread: Spread, *labels: Label) -> None:
+        """Add a note to the figure: which seeds of the point or bar with these labels failed or did not run."""
         where = ", ".join(self.view.display(label) for label in labels if label is not None)
         reasons = [*spread.failed, *spread.absent]
         if reasons:
