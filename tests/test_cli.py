@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.main import get_command
 
 import tiny
@@ -73,7 +74,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_inspect(deltune: Command, root: Path) -> None:
-    assert "layer 1" in deltune("inspect", root / "model").out
+    assert "layers 0 to 1, each" in deltune("inspect", root / "model").out
     facts = json.loads(deltune("inspect", root / "model" / "config.json", "--json").out)
     assert facts["family"] == "bert" and len(facts["layers"]) == 2
 
@@ -99,6 +100,30 @@ def test_every_example_can_be_counted(deltune: Command, root: Path) -> None:
     for name, fact in json.loads(deltune("methods", "--json").out).items():
         result = deltune("count", root / "model", fact["example"])
         assert result.code == 0 and name in fact["example"], result.err
+
+
+TERMS = {
+    "Bottleneck": "sigmoid",
+    "LowRank": "Kaiming uniform",
+    "Scale": "one scalar for each place",
+    "Modification": "ffn_inner      the FFN's inner activation",
+    "Selection": "norm.gain",
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_terms_of_the_algebra_have_pages(deltune: Command, term: str) -> None:
+    assert term in deltune("methods").out
+    page = deltune("methods", term)
+    assert page.code == 0 and page.out.startswith(f"{term}(") and TERMS[term] in page.out
+    assert json.loads(deltune("methods", term, "--json").out)["name"] == term
+
+
+def test_words_of_others(deltune: Command) -> None:
+    assert "Here it is called layernorm." in deltune("methods", "ln_tuning").err
+    wrong = deltune("train", "--model", "m", "--per-device-train-batch-size", "8")
+    assert wrong.code == 2 and "Here it is --device-batch-size." in wrong.err
+    assert deltune("--version").out.startswith("deltune 0.")
 
 
 def test_count(deltune: Command, root: Path) -> None:
@@ -137,6 +162,14 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert scores == RunDir(run).metrics.scores
     assert "test" in deltune("evaluate", run, "--split", "test", "--output", tmp_path / "out").out
     assert names(tmp_path / "out") == {"test.jsonl"}
+    more = ("--data", root / "data", "--split", "test", "--json")
+    assert (
+        json.loads(deltune("evaluate", run, *more, "--columns", "text=text,label=label").out)["test"] == scores["test"]
+    )
+    assert "unknown column 'txt'" in deltune("evaluate", run, *more, "--columns", "text=txt,label=label").err
+    untrained = deltune("evaluate", root / "model", *more)
+    assert untrained.code == 2 and "has no trained head for classification" in untrained.err
+    assert "deltune evaluate MODEL" in deltune("train", *options(root, output=tmp_path / "no", epochs=0)).err
 
     predictions = json.loads(deltune("predict", run, "--text", "a plum", "--text", "[b]the[/b] saw", "--json").out)
     assert [row["input"] for row in predictions] == ["a plum", "[b]the[/b] saw"]
@@ -145,6 +178,32 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
 
     result = deltune("merge", run, "--to", tmp_path / "plain")
     assert result.code == 0 and "model.safetensors" in names(tmp_path / "plain")
+
+
+def test_running_text(deltune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text files are tuned on, scored with the model as it is and with the delta, and gone on with; 64 positions do."""
+    monkeypatch.setenv("DELTUNE_CACHE", str(tmp_path / "cache"))
+    model = tiny.model(tmp_path / "model", "gpt2")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    text = "\n\n".join(row["text"] for row in tiny.sentences(30, 0))
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "data" / f"{split}.txt").write_text(text)
+    run, source = tmp_path / "run", ("--model", model, "--data", tmp_path / "data")
+    result = deltune("train", *source, "--method", "lora(rank=2)", "--steps", 1, "--lr", 1e-6, "--output", run)
+    assert result.code == 0 and "max_length is 64 and not the default" in result.err, result.err
+    scores = [json.loads(deltune(*command, "--json").out)["validation"] for command in (
+        ("evaluate", run), ("evaluate", model, *source[2:]))
+    ]  # fmt: skip
+    assert scores[0]["perplexity"] == pytest.approx(scores[1]["perplexity"], rel=1e-3) and scores[0] != scores[1]
+    for folder in (run, model):
+        options = ("--prompt", "the old", "--max-new-tokens", 4)
+        (answer,) = json.loads(deltune("generate", folder, *options, "--json").out)
+        assert answer["prompt"] == "the old" and len(answer["text"].split()) == 4
+        assert deltune("generate", folder, *options).out.strip() == answer["text"]
+    contents = json.loads(deltune("cache", "--json").out)["contents"]
+    assert contents["tokenised rows"]["files"] >= 2
+    assert deltune("cache", "--clear").code == 0 and not list((tmp_path / "cache").rglob("*.*"))
 
 
 def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path: Path) -> None:
@@ -385,6 +444,12 @@ def test_help_loads_no_torch() -> None:
     loaded = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
     assert completed.returncode == 0 and "quickstart" in completed.stdout
     assert "typer" in loaded and not loaded & {"torch", "transformers", "pydantic"}
+
+
+def test_a_method_is_made_and_explained_without_torch() -> None:
+    code = "import deltune, sys; from deltune.cli import formatting as f; m = deltune.parse('lora + prefix'); "
+    code += "pages = [*map(f.method_page, f.method_facts().values())]; print(m, 'torch' in sys.modules)"
+    assert python("-c", code).stdout == "lora + prefix False\n"
 
 
 def test_importing_loads_no_torch() -> None:

@@ -432,7 +432,7 @@ def test_hub_id_that_cannot_be_had() -> None:
 def test_read_one_file(tmp_path: Path) -> None:
     write(tmp_path, more_jsonl=ROWS)
     assert readers.read_rows(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
-    for name, expected in (("more.txt", "unknown file format '.txt'"), ("none.csv", "cannot be read")):
+    for name, expected in (("more.tsv", "unknown file format '.tsv'"), ("none.csv", "cannot be read")):
         with pytest.raises(DeltuneError, match=expected):
             readers.read_rows(tmp_path / name)
 

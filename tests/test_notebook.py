@@ -59,7 +59,11 @@ def test_an_anatomy_shows_its_layers(family: str) -> None:
     anatomy = deltune.inspect(config(FAMILIES[family]))
     caption, (header, *rows) = read_table(anatomy)
     assert caption == str(anatomy).splitlines()[0]
-    assert [row[header.index("path")] for row in rows] == [layer.path for layer in anatomy.layers]
+    paths = [path for row in rows for path in row[header.index("path")].split(" to ")]
+    ends = [anatomy.layers[0].path, anatomy.layers[-1].path]
+    assert [paths[0], paths[-1]] == ends and set(paths) <= {layer.path for layer in anatomy.layers}
+    assert len(rows) == len(anatomy.stacks), "layers that are alike are shown once"
+    assert repr(anatomy) == str(anatomy) and str(anatomy).count("self attention") == len(rows)
 
 
 def test_everything_in_a_table_is_escaped() -> None:

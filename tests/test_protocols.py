@@ -187,8 +187,12 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
 
 
 def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is run twice: neither when a series is stopped, nor when a finished run gets further seeds."""
     several = tiny.spec(root, epochs=1, seeds=(0, 1, 2))
-    whole = train(several, tmp_path / "whole")
+    for grown in (tiny.spec(root, epochs=1), tiny.spec(root, epochs=1, seeds=(0, 1)), several):
+        whole = train(grown, tmp_path / "whole")
+        assert len(tiny.losses(RunDir(tmp_path / "whole").best_run.folder)) and RunDir(tmp_path / "whole").finished
+    assert [line.run for line in whole.runs] == ["seed0", "seed1", "seed2"]
     import deltune.training.train as module
 
     once, done = module._train, []
@@ -205,7 +209,7 @@ def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypa
     assert not RunDir(tmp_path / "run").finished
     monkeypatch.setattr(module, "_train", lambda single, *rest: done.append(single.runtime.seed) or once(single, *rest))
     again = train(several, tmp_path / "run")
-    assert done == [0, 1, 2], "nothing is run twice"
+    assert done == [0, 1, 2]
     assert again.test == whole.test and again.std == whole.std
     with pytest.raises(DeltuneError, match="seeds: "):
         train(tiny.spec(root, epochs=1, seeds=(0, 1)), tmp_path / "run")

@@ -81,7 +81,7 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)), None)
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "") -> str:
+def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "", hint: str | None = None) -> str:
     """Return the message for an unknown name: the name, the closest one that exists, and all that exist.
 
     Args:
@@ -89,15 +89,16 @@ def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "")
         name: The unknown name.
         known: All names that exist.
         where: Where the name was given, such as "train.jsonl line 3". Default: left out.
+        hint: What the name stands for, a sentence in place of the closest name. Default: the closest name.
     """
     names = sorted(str(other) for other in known)
     shown = [other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names[:MAX_LISTED_NAMES]]
     listed = ", ".join(shown) or "nothing"
     more = f", and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
-    guess = closest_match(name, names) if isinstance(name, str) else None
-    hint = f" Did you mean {guess!r}?" if guess else ""
+    guess = closest_match(name, names) if isinstance(name, str) and not hint else None
+    hint = hint or (f"Did you mean {guess!r}?" if guess else "")
     place = f" in {where}" if where else ""
-    return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint} Known: {listed}{more}."
+    return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint and ' '}{hint} Known: {listed}{more}."
 
 
 def error_from_problems(title: str, problems: list[str]) -> DeltuneError:

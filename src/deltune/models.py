@@ -278,6 +278,37 @@ def load_model(
     return model
 
 
+def head_of_class(name: str, model_class: str) -> str:
+    """Return the head with which a model is loaded as a class of transformers.
+
+    Args:
+        name: A hub id, a folder, or `minilm`.
+        model_class: The name of the class.
+
+    Raises:
+        DeltuneError: There is no such model, or its family has no head of this class.
+    """
+    config = load_config(name)
+    for head in AUTO_CLASSES:
+        if model_class in _class_names(config, head):
+            return head
+    raise DeltuneError(f"{name!r} ({config.model_type}) has no class {model_class} among the heads known here.")
+
+
+def has_trained_head(config: PreTrainedConfig, head: str) -> bool:
+    """Return whether a checkpoint was saved with this head, as its configuration says."""
+    return bool(set(_class_names(config, head)) & set(config.architectures or ()))
+
+
+def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
+    """Return the names of the classes of transformers that load a model of this configuration with a head."""
+    import transformers
+
+    mapping = getattr(transformers, AUTO_CLASSES[head])._model_mapping
+    classes = mapping.get(type(config), ())
+    return [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]
+
+
 def align_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make model and tokenizer agree on the padding token, in place.
 

@@ -34,6 +34,9 @@ LINEAR_BIAS = Need("linear bias", lambda f: bool({*f.biases} - {"norm"}), r"no l
 NORM_BIAS = Need("norm bias", lambda f: "norm" in f.biases, "no norm of this model has a bias")
 QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface, "no query of this model has a bias")
 UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up of this model has a bias")
+UP_BIAS_OF_FFN = Need(
+    "bias of the FFN", lambda f: "ffn_up" in f.biases, r"no linear\.bias in layers of the ffn; .*norm\.gain"
+)
 
 
 NUMBERED = Need("numbered", lambda f: f.numbered, "absolute positions, which the .* of this model does not have")
@@ -68,6 +71,7 @@ ROWS = (
     Row("bitfit(which='layers')", merges=True, needs=(LAYER_BIAS,)),
     Row("bitfit(which='linear')", merges=True, needs=(LINEAR_BIAS,)),
     Row("bitfit(which='query+ffn_up')", merges=True, needs=(INTERFACE, QUERY_BIAS, UP_BIAS)),
+    Row("bitfit(which='ffn')", merges=True, needs=(UP_BIAS_OF_FFN,)),
     Row("bitfit(which='norm')", merges=True, needs=(NORM_BIAS,)),
     Row("adapter(rank=4)"),
     Row("adapter(rank=4, bias=True, layer_norm=True, activation='gelu')"),

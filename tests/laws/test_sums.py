@@ -127,7 +127,7 @@ def test_gates_of_two_terms_are_two() -> None:
         lambda: deltune.Vector(where="foo"),
         lambda: deltune.Modification("ffn", 4),
         lambda: deltune.Modification("query", deltune.LowRank(2), x="residual"),
-        lambda: deltune.Selection(("linear.bias",), of="attention"),
+        lambda: deltune.Selection(("linear.bias",), of="embedding"),
         lambda: deltune.Scale(float("nan")),
         lambda: deltune.lora(rank=0, alpha=8),
     ],

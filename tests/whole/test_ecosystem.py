@@ -31,9 +31,15 @@ def tickets() -> loading.TaskData:
     return loading.load_data(str(Path(deltune.__file__).parent / "demo" / "tickets"))
 
 
-@pytest.mark.parametrize("method", ["prefix(length=8) + layernorm", "lora", "prompt(length=5)", "adapter"])
-def test_trainer_and_pipeline(method: str, tickets: loading.TaskData, tmp_path: Path) -> None:
-    """A stock Trainer lowers the loss, its checkpoint resumes, and a pipeline answers with the delta's labels."""
+@pytest.mark.parametrize(
+    ("method", "alone"),
+    [("prefix(length=8) + layernorm", True), ("lora", False), ("prompt(length=5)", True), ("adapter", False)],
+)
+def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskData, tmp_path: Path) -> None:
+    """A stock Trainer lowers the loss, its checkpoint resumes, and a pipeline answers with the delta's labels.
+
+    With the callback a checkpoint holds the delta alone, which is loaded with its base model; a whole one says how.
+    """
     tokenizer = models.load_tokenizer("minilm")
     model = models.load_model("minilm", "classification", labels=tickets.labels)
     tuned = deltune.attach(model, method)
@@ -46,8 +52,9 @@ def test_trainer_and_pipeline(method: str, tickets: loading.TaskData, tmp_path: 
         disable_tqdm=True, seed=0, logging_steps=1,
     )  # fmt: skip
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer)
-    )
+        model=model, args=arguments, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer),
+        callbacks=[deltune.SaveDeltaCallback()] if alone else [],
+    )  # fmt: skip
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]  # every step sees the same 24 rows
@@ -60,7 +67,16 @@ def test_trainer_and_pipeline(method: str, tickets: loading.TaskData, tmp_path: 
     answer = classify(rows["text"][0])[0]
     with torch.no_grad():
         logits = model(**tokenizer(rows["text"][0], return_tensors="pt")).logits
-    assert answer["label"] == tickets.labels[int(logits.argmax())]
+        assert answer["label"] == tickets.labels[int(logits.argmax())]
+        if not alone:
+            with pytest.raises(deltune.DeltuneError, match=r"without what was tuned\. .*SaveDeltaCallback"):
+                deltune.load(model, tmp_path / "checkpoint-8", name="again")
+            return
+        assert (tmp_path / "checkpoint-8" / "model.safetensors").stat().st_size < 500_000
+        again = deltune.load(tmp_path / "checkpoint-8")
+        torch.testing.assert_close(again.model.eval()(**tokenizer(rows["text"][0], return_tensors="pt")).logits, logits)
+    deltune.load(again.model, tmp_path / "checkpoint-4", name="earlier", use=False)
+    assert again.active == "default" and again.names == ("default", "earlier")
 
 
 def test_save_pretrained_holds_base_and_delta(tickets: loading.TaskData, tmp_path: Path) -> None:

@@ -226,9 +226,9 @@ class Tensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Anatomy:
-    """What a transformer is made of. Its `str` is a tree of all parts; a notebook shows a table of its layers.
+    """What a transformer is made of. Printed it is a tree, in which layers that are alike are one; `as_dict` has all.
 
     Attributes:
         family: transformers' name of the architecture, such as "roberta".
@@ -312,21 +312,21 @@ class Anatomy:
         """
         return asdict(self)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Return the anatomy as a tree."""
         return "\n".join(_lines(self))
 
     def _repr_html_(self) -> str:
         rows = [
             (
-                layer.stack,
-                f"{layer.index} × {layer.passes}" if layer.passes > 1 else layer.index,
-                layer.path,
-                ", ".join(f"{a.kind}: {a.heads or 'unknown'} heads" for a in layer.attentions),
-                ", ".join(f"{'gated ' if f.gated else ''}{f.output.in_width}" for f in layer.ffns),
-                ", ".join(norm.place for norm in layer.norms),
+                first.stack,
+                _numbers(first, last) + (f" × {first.passes}" if first.passes > 1 else ""),
+                first.path if first is last else f"{first.path} to {last.path}",
+                ", ".join(f"{a.kind}: {a.heads or 'unknown'} heads" for a in first.attentions),
+                ", ".join(f"{'gated ' if f.gated else ''}{f.output.in_width}" for f in first.ffns),
+                ", ".join(norm.place for norm in first.norms),
             )
-            for layer in self.layers
+            for first, last in _runs_of_equal_layers(self.layers)
         ]
         return html_table(_title(self), ("stack", "layer", "path", "attentions", "FFN width", "norms"), rows)
 
@@ -347,9 +347,9 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         for norm in anatomy.norms:
             if norm.place == "embedding" and norm.path.startswith(stack.entry):
                 yield f"│  ├─ norm {_norm(norm)}"
-        for layer in anatomy.layers:
-            if layer.stack == stack.name:
-                yield from (f"│  {line}" for line in _layer_lines(layer))
+        for first, last in _runs_of_equal_layers(anatomy.layers):
+            if first.stack == stack.name:
+                yield from (f"│  {line}" for line in _layer_lines(first, last))
         for norm in anatomy.norms:
             if norm.place == "final" and norm.path.startswith(stack.entry):
                 yield f"│  └─ norm {_norm(norm)}"
@@ -359,8 +359,35 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         yield f"└─ head [{path}]"
 
 
-def _layer_lines(layer: Layer) -> Iterator[str]:
+def _runs_of_equal_layers(layers: tuple[Layer, ...]) -> list[tuple[Layer, Layer]]:
+    """Return the first and the last of each run of layers that differ in their numbers and paths alone."""
+    runs: list[tuple[Layer, Layer]] = []
+    for layer in layers:
+        previous = runs[-1] if runs else None
+        if previous and previous[0].stack == layer.stack and _parts(previous[0]) == _parts(layer):
+            runs[-1] = (previous[0], layer)
+        else:
+            runs.append((layer, layer))
+    return runs
+
+
+def _parts(layer: Layer) -> list[str]:
+    """Return the lines of a layer's parts, with paths relative to the layer."""
+    _, *lines = _layer_lines(layer)
+    return [line.replace(f"[{layer.path}", "[…") for line in lines]
+
+
+def _numbers(first: Layer, last: Layer) -> str:
+    return str(first.index) if first is last else f"{first.index} to {last.index}"
+
+
+def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
+    """Yield the lines of a layer, or those of a run of equal layers up to the last, with relative paths."""
     times = f" × {layer.passes} passes" if layer.passes > 1 else ""
+    if last is not None and last is not layer:
+        yield f"├─ layers {_numbers(layer, last)}, each{times} [{layer.path} to {last.path}]"
+        yield from _parts(layer)
+        return
     yield f"├─ layer {layer.index}{times} [{layer.path}]"
     for attention in layer.attentions:
         heads = f"{attention.heads} heads × {attention.head_width}" if attention.heads else "heads not visible"

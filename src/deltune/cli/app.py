@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from .._version import __version__
 from ..errors import DeltuneError, unknown_name
+from ..methods.other_names import hint_for_name
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
@@ -21,6 +23,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        console.print(f"deltune {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Tune a pretrained transformer by small deltas."""
 
 
 @app.command()
@@ -38,16 +55,20 @@ def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List every method, or explain one: its formula, arguments, default learning rate, paper and an example."""
-    from . import formatting
+    """List every method, or explain one, or a term of the algebra such as Bottleneck: its formula and its arguments."""
+    with fast_imports():
+        from . import formatting
 
-    facts = formatting.method_facts()
-    if name is not None and name not in facts:
-        raise DeltuneError(unknown_name("method", name, facts))
-    if as_json:
-        console.print_json(data=facts if name is None else facts[name])
+    facts, terms = formatting.method_facts(), formatting.term_facts()
+    if name is None:
+        console.print_json(data=facts) if as_json else console.print(formatting.method_table(facts, terms))
+    elif name in facts:
+        console.print_json(data=facts[name]) if as_json else console.print(formatting.method_page(facts[name]))
+    elif name in terms:
+        console.print_json(data=terms[name]) if as_json else console.print(formatting.term_page(terms[name]))
     else:
-        console.print(formatting.method_table(facts) if name is None else formatting.method_page(facts[name]))
+        known = [*facts, *terms]
+        raise DeltuneError(unknown_name("method", name, known, hint=hint_for_name(name, known)))
 
 
 @app.command()
@@ -111,8 +132,11 @@ app.add_typer(study, name="study")
 
 @app.command()
 def evaluate(
-    run: RunArgument,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; or a model as it is, beside --data.")],
     data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
+    task: Annotated[str | None, typer.Option(help="Of a model: the kind of task [as the columns show].")] = None,
+    answer: Annotated[str, typer.Option(help="Of a model: head or words.")] = "head",
     split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
     rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
@@ -120,11 +144,13 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Score a run's delta again, on its own data or on other data; or its prediction files."""
+    """Score a run's delta again, on its own data or on other data; or its prediction files; or a model untuned."""
     from . import formatting
 
-    if rescore and (data or split or output):
+    if rescore and (data or split or output or columns):
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
+    if columns and not data:
+        raise DeltuneError("--columns are those of other data: give --data")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
     with log_to_stderr(quiet):
@@ -133,8 +159,10 @@ def evaluate(
 
         if rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
+        elif data is None or inference.is_run(run):
+            scores = inference.evaluate(run, data, split, output, not quiet, columns=columns)
         else:
-            scores = inference.evaluate(run, data, split, output, progress=not quiet)
+            scores = inference.evaluate_model(str(run), data, task, columns, answer, split, output, not quiet)
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
 
@@ -176,6 +204,55 @@ def predict(
         console.print_json(data=predictions)
     else:
         console.print(formatting.prediction_table(predictions))
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a language model as it is.")],
+    prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text, at most.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Let a run's model go on with a text, or answer it; the text is printed as it is generated."""
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..training.inference import generate as generate_texts
+
+        texts = generate_texts(str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json)
+    if as_json:
+        console.print_json(data=[{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)])
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; runs make anew what they need.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what runs keep on the disk for each other, tokenised rows and activations of frozen layers, or remove it."""
+    with fast_imports():
+        from ..filesystem import CACHE_VARIABLE, cache_folder
+        from ..tasks import token_cache
+
+    folder = cache_folder()
+    files = {} if folder is None else token_cache.cached_files(folder)
+    facts = {
+        what: {"files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+        for what, paths in files.items()
+    }
+    for path in [path for paths in files.values() for path in paths] if clear else []:
+        path.unlink(missing_ok=True)
+    if as_json:
+        console.print_json(data={"folder": str(folder) if folder else None, "cleared": clear, "contents": facts})
+        return
+    console.print(f"{'removed from ' if clear else ''}{folder or 'the cache is off'} (${CACHE_VARIABLE})")
+    for what, fact in facts.items():
+        console.print(f"{fact['bytes'] / 2**20:10.1f} MiB in {fact['files']:,} files: {what}")
 
 
 @app.command()

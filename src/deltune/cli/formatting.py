@@ -11,10 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..methods.parser import signature_text
-from ..methods.registry import REGISTRY
-from ..tasks.registry import TASKS
-from ..training.config import RunConfig
-from ..training.run_dir import RunMetrics
+from ..methods.registry import REGISTRY, VOCABULARY
+from ..methods.spec import AREAS, ROLES, SITES
+
+if TYPE_CHECKING:
+    from ..training.config import RunConfig
+    from ..training.run_dir import RunMetrics
 
 if TYPE_CHECKING:
     from ..training.report import Comparison
@@ -47,17 +49,50 @@ def method_facts() -> dict[str, dict[str, Any]]:
     }
 
 
-def method_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
-    """Return a table with one line a method."""
+def term_facts() -> dict[str, dict[str, Any]]:
+    """Return what there is to know of every term of the algebra that is no named method, by name.
+
+    Returns:
+        name, formula, text, usage, and choices: the values that some arguments may have, with what they mean.
+    """
+    terms = {name: make for name, make in VOCABULARY.items() if name not in REGISTRY}
+    facts: dict[str, dict[str, Any]] = {}
+    for name, make in terms.items():
+        text = inspect.getdoc(make) or ""
+        facts[name] = {
+            "name": name,
+            "formula": " ".join(text.split("\n\n")[0].split()),
+            "text": text,
+            "usage": f"{name}{signature_text(make)}",
+        }
+    facts["Modification"]["choices"] = {"site": dict(SITES)}
+    facts["Selection"]["choices"] = {"roles": dict.fromkeys(ROLES, ""), "areas": dict.fromkeys(AREAS, "")}
+    return facts
+
+
+def term_page(fact: Mapping[str, Any]) -> str:
+    """Return the page of one term of the algebra."""
+    page = f"{fact['usage']}\n\n{fact['text']}"
+    for argument, values in fact.get("choices", {}).items():
+        listed = "\n".join(f"  {value:<14} {meaning}".rstrip() for value, meaning in values.items())
+        page += f"\n\n{argument}:\n{listed}"
+    return page
+
+
+def method_table(facts: Mapping[str, Mapping[str, Any]], terms: Mapping[str, Any]) -> RenderableType:
+    """Return a table with one line a method, and the names of the terms they are made of."""
     table = _table("method", "formula", "scalars a layer", "paper")
     table.columns[0].min_width = max(map(len, facts))
     for fact in facts.values():
         table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
-    return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME")
+    made_of = f"Methods are sums of these terms, which are explained in the same way: {', '.join(terms)}"
+    return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME\n{made_of}")
 
 
 def task_facts() -> dict[str, dict[str, Any]]:
     """Return every known task: name, kind, folder, hub id, columns by role, metrics and version."""
+    from ..tasks.registry import TASKS
+
     return {
         name: {
             "name": name,

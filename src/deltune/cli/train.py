@@ -25,6 +25,7 @@ import typer
 
 from ..errors import DeltuneError
 from ..filesystem import user_path
+from ..methods.other_names import hint_for_option
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
@@ -165,6 +166,10 @@ PASS_EVERYTHING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 def train(context: typer.Context) -> None:
     """Tune a method on a data set and keep the best delta; run again after a kill, it goes on where it was."""
+    for argument in context.args:
+        name = argument.removeprefix("--").partition("=")[0]
+        if argument.startswith("--") and (hint := hint_for_option(name.replace("-", "_"), "--{}")):
+            raise DeltuneError(f"deltune train has no option --{name}. {hint}")
     # A command of its own, built only now: its options come from pydantic models, and `deltune --help` loads none.
     train_app()(args=context.args, prog_name=context.command_path)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import excerpt, unknown_name
 from .readers import DataFile, has_lone_surrogate, short_repr
+
+logger = logging.getLogger("deltune")
 
 LABEL_COLUMN_NAMES = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
 ID_COLUMN_NAMES = ("id", "idx", "uid", "guid", "index")
@@ -65,7 +69,9 @@ TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "generation": (
         Column("source", "text", ("source", "document", "dialogue", "article", "question", "input", "prompt")),
         Column(
-            "targets", "answers", ("targets", "summary", "answers", "references", "highlights", "output", "response")
+            "targets",
+            "answers",
+            ("targets", "target", "summary", "answers", "references", "highlights", "output", "response"),
         ),
     ),
     "language": (Column("text", "text", ("text", "content")),),
@@ -92,19 +98,35 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
         names: The columns that meta.json lists, if it does.
 
     Returns:
-        A key of `TASK_COLUMNS`: the first kind whose columns all have usual names, else classification.
+        A key of `TASK_COLUMNS`: running text of a .txt file, the first kind whose columns all have usual names, else
+        classification.
     """
     available = [c for c in names or first.columns if c in first.columns] or first.columns
+    if ".txt" in Path(first.name).suffixes:
+        return "language"
     for kind in KINDS_GUESSED_BY_NAME:
         columns = _columns_by_usual_name(kind, available)
         required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
-        if kind == "generation" and any(
-            c.lower() in LABEL_COLUMN_NAMES and c not in columns.values() for c in available
-        ):
-            continue  # two texts and a label are a classification
+        if kind == "generation" and _is_classification(first, columns, available):
+            if required <= set(columns):
+                logger.info(
+                    "%s is taken for a classification; with task=generation a model answers %s by %s", first.name,
+                    columns["source"], columns["targets"],
+                )  # fmt: skip
+            continue
         if required <= set(columns) and first.rows and not row_problems(first.rows[0][1], columns, kind):
             return kind
     return "classification"
+
+
+def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
+    """Whether columns that could be those of a generation are two texts and a label, or a text and labels."""
+    targets = columns.get("targets", "")
+    if targets.lower() in LABEL_COLUMN_NAMES and not _is_text(first, targets):
+        return True
+    if columns.get("source", "").lower() == "source" and targets.lower() in ("target", "targets"):
+        return False  # they say what they are, whatever stands beside them
+    return any(c.lower() in LABEL_COLUMN_NAMES and c not in columns.values() for c in available)
 
 
 def choose_columns(

@@ -233,8 +233,8 @@ def load_data(
     """Load the data of a task and check every row of it.
 
     Args:
-        source: A folder of train, validation and test files (.jsonl, .json, .csv, also with .gz, or .parquet), or a
-            hub id, which may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
+        source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, also with .gz, or .parquet), or
+            a hub id, which may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
         columns: The columns, as {"text": …, "pair": …, "label": …} or in the order of the kind's roles. Default: those
             of meta.json, else those that have usual names.
         labels: Names of the labels in the order of their ids. Default: `label_names` of meta.json, else the labels of
@@ -377,6 +377,9 @@ def encode_labels(
     names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
         problems.append(f"label names must be different strings, not {excerpt(list(names))}")
+        return (), {}
+    if "train" not in values and not known:
+        problems.append("there is no train file, from which the labels are known: name them in the order of their ids")
         return (), {}
     if len(train) == 1:
         problems.append(

@@ -1,4 +1,4 @@
-"""Reading one data file (JSON lines, CSV or Parquet): its rows, each with its line number."""
+"""Reading one data file (JSON lines, CSV, Parquet or text): its rows, each with its line number."""
 
 from __future__ import annotations
 
@@ -245,8 +245,18 @@ def _column_name_problem(names: Collection[str]) -> str:
     return f"the column name {excerpt(broken[0])} holds half a character (a lone surrogate)" if broken else ""
 
 
-READERS = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet}
-READERS |= {f"{suffix}.gz": READERS[suffix] for suffix in (".jsonl", ".json", ".csv")}
+def _read_text(path: Path, problems: list[str]) -> NumberedRows:
+    """Read a file of running text, which is one row."""
+    text = "".join(line for _, line in text_lines(path))
+    if text.strip():
+        yield 1, {"text": text}
+
+
+READERS = {
+    ".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet,
+    ".txt": _read_text,
+}  # fmt: skip
+READERS |= {f"{suffix}.gz": READERS[suffix] for suffix in (".jsonl", ".json", ".csv", ".txt")}
 
 
 def short_repr(value: object) -> str:

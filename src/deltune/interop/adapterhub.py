@@ -204,8 +204,8 @@ def _candidate_bottlenecks(modification: Modification) -> list[Callable[[], Meth
     """Return functions that make the named methods which may consist of such modifications."""
     form = modification.form
     assert isinstance(form, Bottleneck)
-    arguments = {"rank": form.rank, "bias": True, "activation": form.activation, "layer_norm": form.layer_norm,
-           "init": form.init}  # fmt: skip
+    arguments: dict[str, Any] = {"rank": form.rank, "bias": True, "activation": form.activation,
+           "layer_norm": form.layer_norm, "init": form.init}  # fmt: skip
     if modification.insertion == "sequential":
         return [
             lambda: adapter("pfeiffer", **arguments),
@@ -218,10 +218,8 @@ def _candidate_bottlenecks(modification: Modification) -> list[Callable[[], Meth
         else modification.compose.factor({})
     )
     make = scaled_parallel_adapter if form.init == "lora" else parallel_adapter
-    return [
-        lambda: make("ffn", scale=scale, x=modification.x, **arguments),
-        lambda: make("attention", scale=scale, x=modification.x, **arguments),
-    ]
+    arguments |= {"scale": scale, "x": modification.x}
+    return [lambda: make("ffn", **arguments), lambda: make("attention", **arguments)]
 
 
 WEIGHT_FILES = ("adapter.safetensors", "pytorch_adapter.bin")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError
 from .forms import Form, Product, Shapes, Tensors, Widths, check_positive, init_down_up
 from .masks import Factor
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +72,8 @@ class Prefix(Form):
         return {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
 
     def initialize(self, tensors: Tensors) -> None:
+        import torch
+
         if self.reparameterise is None:
             for tensor in tensors.values():
                 torch.nn.init.normal_(tensor, std=0.02)
@@ -85,9 +87,11 @@ class Prefix(Form):
                 torch.nn.init.uniform_(tensors[f"{name}_bias"], -bound, bound)
 
     def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
+        from torch.nn import functional as F
+
         if self.reparameterise is None:
             return trained
-        inner = torch.tanh(F.linear(shared["rows"], shared["down"], shared["down_bias"]))
+        inner = F.linear(shared["rows"], shared["down"], shared["down_bias"]).tanh()
         rows = F.linear(inner, trained["up"], trained["up_bias"])
         keys, values = rows.split([widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1)
         shapes = self.shapes(widths)
@@ -99,6 +103,8 @@ class Prefix(Form):
         return _keys_values_product(self.length, widths)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        from torch.nn import functional as F
+
         keys, values = _expand_to_query_heads(tensors, query)
         return F.scaled_dot_product_attention(query, keys, values, scale=scaling).transpose(1, 2)
 
@@ -144,7 +150,7 @@ class MultiHead(Form):
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
         keys, values = _expand_to_query_heads(tensors, query)
-        return (torch.relu(query @ keys.transpose(-1, -2) * scaling) @ values).transpose(1, 2)
+        return ((query @ keys.transpose(-1, -2) * scaling).relu() @ values).transpose(1, 2)
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,7 +192,10 @@ class OwnMultiHead(Form):
         return heads * length, (down,), (values,)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        inner = torch.relu(F.linear(u, tensors["down"].to(u.dtype))).unflatten(-1, (-1, self.length))
+        import torch
+        from torch.nn import functional as F
+
+        inner = F.linear(u, tensors["down"].to(u.dtype)).relu().unflatten(-1, (-1, self.length))
         return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
 
 

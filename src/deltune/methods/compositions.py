@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import DeltuneError, excerpt
 from .forms import Shapes, Widths
 from .parser import check_fields, to_expression
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,7 +133,7 @@ class Scale(Composition):
     ) -> torch.Tensor:
         if self.learned:
             return h + tensors["scale"].to(h.dtype) * delta
-        return torch.add(h, delta, alpha=self.value)
+        return h.add(delta, alpha=self.value)
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,5 +183,5 @@ class SigmoidGate(Composition):
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
     ) -> torch.Tensor:
         assert x is not None
-        gate = torch.sigmoid(x @ tensors["gate"].to(x.dtype)).to(h.dtype)
+        gate = (x @ tensors["gate"].to(x.dtype)).sigmoid().to(h.dtype)
         return h + gate.reshape(gate.shape + (1,) * (h.dim() - gate.dim())) * delta

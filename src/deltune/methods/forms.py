@@ -7,29 +7,23 @@ u is what a form reads: the input x of a frozen sub-module (parallel insertion) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from ..errors import DeltuneError, unknown_name
 from .masks import Factor
 from .parser import check_fields, to_expression
 
-Tensors = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = dict[str, tuple[int, ...]]
 Init = Literal["lora", "bert"]
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "identity": lambda u: u,
-}
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "identity")
+"""The activations of a bottleneck, as `torch.nn.functional` calls them but for the last one, which does nothing."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +244,7 @@ class Form:
         up, v = tensors["up"], inner.flatten(0, -2)
         up = up if up.dtype == v.dtype else up.to(v.dtype)
         if out is None:
-            return torch.addmm(h.flatten(0, -2), v, up.t(), alpha=scale).view(h.shape)
+            return h.flatten(0, -2).addmm(v, up.t(), alpha=scale).view(h.shape)
         out.view(-1, out.shape[-1]).addmm_(v, up.t(), alpha=scale)  # out= must be contiguous where it is compiled
         return out
 
@@ -268,7 +262,7 @@ class Form:
         raise NotImplementedError
 
 
-Affine = tuple[torch.Tensor | None, torch.Tensor | None]
+Affine: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
 
 Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
 """A shared rank, the factors below it, and the factors above it."""
@@ -282,6 +276,8 @@ def _down_up_product(rank: int, widths: Widths) -> Product:
 
 def _up_projection(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
     """Return v W_up + b_up."""
+    from torch.nn import functional as F
+
     bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
     return F.linear(inner, tensors["up"].to(inner.dtype), bias)
 
@@ -316,6 +312,8 @@ def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool
         init: "lora": down Kaiming uniform with a = sqrt 5 (Hu et al. 2021). "bert": down N(0, 0.02).
         zero_up: Whether the up projection is 0; else it is N(0, 0.02).
     """
+    import torch
+
     if init == "lora":
         torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
     else:
@@ -371,6 +369,8 @@ class Bottleneck(Form):
         return shapes
 
     def initialize(self, tensors: Tensors) -> None:
+        import torch
+
         init_down_up(tensors["down"], tensors["up"], self.init, self.zero_up)
         for name, tensor in tensors.items():
             if name not in ("down", "up"):
@@ -384,10 +384,13 @@ class Bottleneck(Form):
         return rank, (*down, *biases), up
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        from torch.nn import functional as F
+
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items() if not name.startswith("up")}
         if self.layer_norm:
             u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
-        inner = ACTIVATIONS[self.activation](F.linear(u, t["down"], t.get("down_bias")))
+        inner = F.linear(u, t["down"], t.get("down_bias"))
+        inner = inner if self.activation == "identity" else getattr(F, self.activation)(inner)
         return F.dropout(inner, self.dropout) if self.dropout and training else inner
 
 
@@ -428,6 +431,8 @@ class LowRank(Form):
         return tensors["up"] @ tensors["down"], None
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+        from torch.nn import functional as F
+
         u = F.dropout(u, self.dropout) if self.dropout and training else u
         return F.linear(u, tensors["down"].to(u.dtype))
 
@@ -446,6 +451,8 @@ class Vector(Form):
         return {"vector": (widths.out_width,)}
 
     def initialize(self, tensors: Tensors) -> None:
+        import torch
+
         torch.nn.init.zeros_(tensors["vector"])
 
     def affine(self, tensors: Tensors) -> Affine:
@@ -468,6 +475,8 @@ class Rescale(Form):
         return {"gain": (widths.out_width,)}
 
     def initialize(self, tensors: Tensors) -> None:
+        import torch
+
         torch.nn.init.ones_(tensors["gain"])
 
     def incompatibility(self, widths: Widths) -> str | None:
@@ -501,6 +510,8 @@ class Mixture(Form):
         return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
 
     def initialize(self, tensors: Tensors) -> None:
+        import torch
+
         torch.nn.init.zeros_(tensors["layers"])
         tensors["layers"][-1] = 1
         torch.nn.init.ones_(tensors["gain"])
@@ -520,6 +531,8 @@ class Mixture(Form):
         Returns:
             Δh (B, n, d).
         """
+        import torch
+
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
         return t["gain"] * torch.einsum("l,l...->...", t["layers"], u) + t["bias"] - u[-1]
 
@@ -562,4 +575,6 @@ class Prompt(Form):
 
     def initialize(self, tensors: Tensors) -> None:
         """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached."""
+        import torch
+
         torch.nn.init.normal_(tensors["rows"], std=0.02)

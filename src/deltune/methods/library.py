@@ -15,6 +15,7 @@ from . import spec
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
+from .other_names import hint_for_site
 from .parser import NUMERAL
 from .spec import ADD, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
 
@@ -53,7 +54,7 @@ def layernorm(
     Args:
         terms: "both", "gain" or "bias"; "bias" is an error where no norm has one.
         of: Norms of the attentions (query, key and cross-attention norms included), of the FFNs, or "both".
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         embedding: Whether norms after the embeddings are trained; by default where `of` and `layers` restrict nothing.
         final: Whether norms after the last layer are trained; by default as `embedding`.
         stack: "all", "encoder" or "decoder".
@@ -71,7 +72,7 @@ def layernorm(
 
 @named_method
 def bitfit(
-    which: Literal["all", "layers", "linear", "query+ffn_up", "norm"] = "all",
+    which: Literal["all", "layers", "linear", "attention", "ffn", "query+ffn_up", "norm"] = "all",
     add_missing: bool = False,
     layers: LayersArg = "all",
 ) -> tuple[Modification | Selection, ...]:
@@ -81,11 +82,11 @@ def bitfit(
 
     Args:
         which: "all" (every bias of the base model, the pooler's included), "layers" (of linears and norms in the
-            layers), "linear" (of linears in the layers), "query+ffn_up" (two in each layer) or "norm" (of norms in the
-            layers).
+            layers), "linear" (of linears in the layers), "attention" or "ffn" (of the linears of these),
+            "query+ffn_up" (two in each layer) or "norm" (of norms in the layers).
         add_missing: Whether linears and norms in the layers that `which` names and that have no bias get one, 0 at the
             start.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
 
     Returns:
         The method, to attach, count or add to others.
@@ -96,14 +97,15 @@ def bitfit(
     if which == "all" and layers != "all":
         raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
     sites = {"all": (*_LINEARS, "norm"), "layers": (*_LINEARS, "norm"), "norm": ("norm",), "linear": _LINEARS}
-    sites["query+ffn_up"] = ("query", "ffn_up")
+    sites |= {"attention": _LINEARS[:4], "ffn": _LINEARS[4:], "query+ffn_up": ("query", "ffn_up")}
     missing = [_bias_vector(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
     if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
         return (*(_bias_vector(site, "biased", layers, add_missing) for site in sites[which]), *missing)
-    of_layers = {"layers": ("norm.bias", "linear.bias"), "linear": ("linear.bias",), "norm": ("norm.bias",)}
+    of_layers = {"layers": ("norm.bias", "linear.bias"), "norm": ("norm.bias",)}
     of_base = tuple(area for area in spec.AREAS if area != "vocabulary")
-    roles, areas = (("bias",), of_base) if which == "all" else (of_layers[which], ("layers",))
-    return (Selection(roles, areas, layers=layers, optional=add_missing), *missing)
+    roles, areas = (("bias",), of_base) if which == "all" else (of_layers.get(which, ("linear.bias",)), ("layers",))
+    of = which if which in ("attention", "ffn") else "both"
+    return (Selection(roles, areas, of, layers, optional=add_missing), *missing)
 
 
 _LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
@@ -127,7 +129,7 @@ def diff_pruning(
     Args:
         sparsity: The share of scalars that differ from the pretrained ones in the end, between 0 and 1.
         over: "linear" (weights and biases of the linears in the layers) or "all" (every tensor of the model).
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
 
     Returns:
         The method, to attach, count or add to others.
@@ -152,7 +154,7 @@ def _checked_sites(at: Site, allowed: tuple[str, ...]) -> tuple[str, ...]:
     sites = (at,) if isinstance(at, str) else tuple(at)
     for site in sites:
         if site not in allowed:
-            raise DeltuneError(unknown_name("site", site, allowed))
+            raise DeltuneError(unknown_name("site", site, allowed, hint=hint_for_site(site)))
     if not sites:
         raise DeltuneError(f"at is empty; give one or more of {', '.join(allowed)}")
     return sites
@@ -203,7 +205,7 @@ def adapter(
         dropout: The probability of dropping an inner value while training.
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
         zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
 
@@ -246,7 +248,7 @@ def parallel_adapter(
         dropout: The probability of dropping an inner value while training.
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
 
@@ -288,7 +290,7 @@ def scaled_parallel_adapter(
         dropout: The probability of dropping an inner value while training.
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
 
@@ -323,7 +325,7 @@ def prefix(
             (UV §A.3). None: the keys and values are trained themselves.
         gate: False: h + softmax(q P_kᵀ) P_v, without the gate of UV eq. 8 (UV table 4).
         shift_positions: Whether positions start at l in a stack with a prefix in its self-attention, as PEFT has it.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
 
@@ -365,7 +367,7 @@ def p_tuning_v2(
 
     Args:
         length: The number of keys and values before those of every attention, at least 1.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
 
@@ -388,7 +390,7 @@ def multi_head_parallel_adapter(
     Args:
         length: The rows l of P_k and P_v, at least 1.
         own_down: True: h + relu(x W_down) P_v, with a W_down of its own for each head.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
 
@@ -421,7 +423,7 @@ def lora(
         at: One or more of "query", "key", "value", "output", "ffn_up", "ffn_down", and "ffn" for all linears of an FFN.
         alpha: Another way to give s, which is then alpha / rank.
         dropout: The probability of dropping a value of x while training.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
 
@@ -465,7 +467,7 @@ def mam(
         length: The length of the prefix.
         rank: The inner width of the adapter.
         scale: The adapter's scale.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions have a prefix, "all", "self" or "cross".
 
@@ -484,7 +486,7 @@ def prefix_layernorm(
 
     Args:
         length: The length of the prefix.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
 
     Returns:
@@ -509,7 +511,7 @@ def unipelt(
         length: The length of the prefix.
         rank: The rank of LoRA.
         bottleneck: The inner width of the adapter.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
 
     Returns:
@@ -538,7 +540,7 @@ def ia3(
     Every w is 1 at first, so that the model is unchanged.
 
     Args:
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
 

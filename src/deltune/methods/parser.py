@@ -28,6 +28,7 @@ from typing import Any
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from ..errors import DeltuneError, closest_match, error_from_problems, excerpt, unknown_name
+from .other_names import expression_of, hint_for_argument, hint_for_name
 
 MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
@@ -118,15 +119,6 @@ def describe_type(hint: Any) -> str:
 
 Vocabulary = Mapping[str, Callable[..., Any]]
 
-OTHER_LIBRARIES_NAMES = {
-    "r": "rank",
-    "num_virtual_tokens": "length",
-    "target_modules": "at",
-    "layers_to_transform": "layers",
-    "non_linearity": "activation",
-}
-"""For arguments that PEFT and AdapterHub call otherwise, our name by theirs."""
-
 MAX_CHARACTERS = 100_000
 """The most characters of an expression."""
 MAX_DEPTH = 30
@@ -137,10 +129,11 @@ MAX_TERMS = 1_000
 
 def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
     """Return the message for an argument that does not exist: the nearest name, and all that exist."""
-    our_name, parameters = OTHER_LIBRARIES_NAMES.get(key), signature(make).parameters
-    suggestion = our_name if our_name in parameters else closest_match(key, parameters)
-    hint = f" Did you mean {suggestion!r}?" if suggestion else ""
-    return f"{name} has no argument {key!r}.{hint} It takes: {signature_text(make)}"
+    parameters = signature(make).parameters
+    hint = hint_for_argument(key, parameters)
+    if not hint and (guess := closest_match(key, parameters)):
+        hint = f"Did you mean {guess!r}?"
+    return f"{name} has no argument {key!r}.{hint and ' '}{hint} It takes: {signature_text(make)}"
 
 
 @dataclass
@@ -153,7 +146,7 @@ class _TermFailed(Exception):
     """Ends the reading of one term whose problem is recorded, so that the other terms are still read."""
 
 
-def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
+def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
     """Return the value of an expression.
 
     Args:
@@ -165,7 +158,9 @@ def parse_expression(text: str, vocabulary: Vocabulary, words: typing.Collection
         DeltuneError: The expression has mistakes; the message has all of them, each with a caret under its place.
     """
     if not isinstance(text, str):
-        raise DeltuneError(f"a method is an expression (text) or a method object, not {type(text).__name__}")
+        translation = expression_of(text)
+        same = f'; what it configures is written "{translation}"' if translation else ""
+        raise DeltuneError(f"a method is an expression (text) or a method object, not a {type(text).__name__}{same}")
     source = " ".join(text.split())
     if not source:
         raise DeltuneError("the method expression is empty; for example: prefix(length=16) + layernorm")
@@ -245,9 +240,9 @@ class _ExpressionReader:
             if not top and node.id in self.words:
                 return node.id
             quote_hint = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
-            self.fail(
-                node, unknown_name("name", node.id, [*(() if top else self.words), *self.vocabulary]) + quote_hint
-            )
+            known = [*(() if top else self.words), *self.vocabulary]
+            hint = hint_for_name(node.id, self.vocabulary)
+            self.fail(node, unknown_name("name", node.id, known, hint=hint) + quote_hint)
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
             if isinstance(node.value, int | float) and (problem := number_problem(node.value)):
                 self.fail(node, f"{excerpt(node.value)} is too large: {problem}")
@@ -288,7 +283,8 @@ class _ExpressionReader:
         if not isinstance(node.func, ast.Name):
             self.fail(node.func, "only a plain name can be called")
         if node.func.id not in self.vocabulary:
-            self.fail(node.func, unknown_name("name", node.func.id, self.vocabulary))
+            hint = hint_for_name(node.func.id, self.vocabulary)
+            self.fail(node.func, unknown_name("name", node.func.id, self.vocabulary, hint=hint))
         before = len(self.problems)
         positional: list[tuple[ast.AST, Any]] = []
         named: dict[str, tuple[ast.AST, Any]] = {}

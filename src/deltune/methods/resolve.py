@@ -277,11 +277,35 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
         norm: Norm | None = norms.get(tensor.name.rpartition(".")[0])
         if selection.of != "both" and norm is not None and norm.of and selection.of not in norm.of:
             continue
+        in_sublayer = norm is None and tensor.layer is not None
+        if selection.of != "both" and in_sublayer and _sublayer_kind(anatomy, tensor) != selection.of:
+            continue
         tensors.append(tensor)
     missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
     if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing_selected(anatomy, selection))
     return tensors
+
+
+def _sublayer_kind(anatomy: Anatomy, tensor: Tensor) -> str | None:
+    """Return "attention" or "ffn" for a tensor of a layer that belongs to one; None for any other."""
+    assert tensor.layer is not None
+    layer, path = anatomy.layers[tensor.layer], tensor.name.rpartition(".")[0]
+    kinds = {
+        linear.path: "attention"
+        for attention in layer.attentions
+        for linear in (attention.query, attention.key, attention.value, attention.output)
+        if linear is not None
+    }
+    kinds |= {linear.path: "ffn" for ffn in layer.ffns for linear in (*ffn.inputs, ffn.output)}
+    if path in kinds:
+        return kinds[path]
+    containers = [(a.path, "attention") for a in layer.attentions] + [(f.path, "ffn") for f in layer.ffns]
+    for container, kind in sorted(containers, key=lambda pair: -len(pair[0])):
+        inside = {of for linear, of in kinds.items() if linear.startswith(f"{container}.")}
+        if inside <= {kind} and (path == container or path.startswith(f"{container}.")):
+            return kind
+    return None
 
 
 def _stacks_containing(anatomy: Anatomy, tensor: Tensor) -> list[str]:
@@ -299,4 +323,5 @@ def _nothing_selected(anatomy: Anatomy, selection: Selection) -> str:
     requested = " or ".join(selection.roles)
     if selection.roles == ("norm.bias",):
         return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
-    return f"this model has no {requested} in {', '.join(selection.areas)}; tensors there: {', '.join(roles)}"
+    where = ", ".join(selection.areas) + (f" of the {selection.of}" if selection.of != "both" else "")
+    return f"this model has no {requested} in {where}; tensors there: {', '.join(roles)}"

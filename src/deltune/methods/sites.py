@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear
 from ..errors import DeltuneError
 from .forms import Prompt, Vector, Widths
-from .spec import LayersArg, Modification
+from .spec import OUTER_LAYERS, LayersArg, Modification
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,24 @@ def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
             elif layers == "upper half":
                 selected += stack_layers[half:]
             else:
-                out_of_range = [i for i in layers if int(i) >= len(stack_layers)]
-                if out_of_range:
-                    raise DeltuneError(
-                        f"layers={layers!r}: the {candidate.name} has layers 0 to {len(stack_layers) - 1}"
-                    )
-                selected += [layer for layer in stack_layers if layer.index in layers]
+                selected += _listed_layers(stack_layers, layers, candidate.name)
     if not selected:
         raise DeltuneError(f"layers={layers!r} names no layer of this model")
     return selected
+
+
+def _listed_layers(stack_layers: list[Layer], layers: LayersArg, stack: str) -> list[Layer]:
+    """Return the first or last layers of a stack, or those with given indices, of which -1 is the last."""
+    depth = len(stack_layers)
+    if isinstance(layers, str) and (match := OUTER_LAYERS.fullmatch(layers)):
+        size = int(match[2])
+        indices = set(range(size)) if match[1] == "first" else set(range(-size, 0))
+    else:
+        indices = {int(i) for i in layers}
+    if not all(-depth <= i < depth for i in indices):
+        raise DeltuneError(f"layers={layers!r}: the {stack} has {depth} layers, 0 to {depth - 1}")
+    numbers = {i % depth for i in indices}
+    return [layer for number, layer in enumerate(stack_layers) if number in numbers]
 
 
 def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:

@@ -7,17 +7,19 @@ is the expression that makes them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, ParamSpec, cast, get_type_hints
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Form, Vector
+from .other_names import hint_for_site
 from .parser import (
     check_fields,
     fits_type,
@@ -51,11 +53,13 @@ ATTENTION_SITES = ("heads", "attention", "query", "key", "value", "output")
 
 PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 LAYERS = ("all", "lower half", "upper half")
+OUTER_LAYERS = re.compile("(first|last) ([1-9][0-9]{0,5})")
 STACKS = ("all", "encoder", "decoder")
 ATTENTIONS = ("all", "self", "cross")
 X_CHOICES = ("input", "residual", "normed")
 
 LayersArg = str | tuple[int, ...]
+P = ParamSpec("P")
 
 
 class Method:
@@ -101,7 +105,7 @@ class Modification(Method):
         form: What Δh is computed by, such as `LowRank(8)`.
         insertion: "parallel" or "sequential".
         compose: How Δh joins h.
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross", at the sites inside attentions.
         x: "input" (what the frozen sub-module reads), "residual" (the residual stream before its norm) or "normed"
@@ -131,7 +135,8 @@ class Modification(Method):
             ("x", self.x, X_CHOICES),
         ):
             if value not in allowed:
-                raise DeltuneError(unknown_name(name, value, allowed))
+                hint = hint_for_site(value) if name == "site" else None
+                raise DeltuneError(unknown_name(name, value, allowed, hint=hint))
         if self.attention != "all" and self.site not in ATTENTION_SITES:
             raise DeltuneError(f"attention={self.attention!r} chooses attentions; site {self.site!r} is in none")
         needs, form = self.form.needs, type(self.form).__name__
@@ -189,8 +194,8 @@ class Selection(Method):
     Args:
         roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all".
         areas: "layers", "embedding", "final", "pooler", "vocabulary" or "other".
-        of: Norms of the "attention", of the "ffn", or "both".
-        layers: "all", "lower half", "upper half", or 0-based indices within each stack.
+        of: In the layers, what belongs to the "attention" or to the "ffn", their norms included, or "both".
+        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         sparsity: The share of the scalars that differ in the end, which training finds: W + z ⊙ δ with gates z under an
             L0 penalty (Guo et al. 2021). None: all of them are trained.
@@ -218,11 +223,10 @@ class Selection(Method):
                 raise DeltuneError(unknown_name("role", role, ROLES))
         for area in self.areas:
             if area not in AREAS:
-                raise DeltuneError(unknown_name("area", area, AREAS))
+                hint = f"It is a part of the layers: give of={area!r}." if area in ("attention", "ffn") else None
+                raise DeltuneError(unknown_name("area", area, AREAS, hint=hint))
         if self.of not in ("both", "attention", "ffn"):
             raise DeltuneError(unknown_name("of", self.of, ("both", "attention", "ffn")))
-        if self.of != "both" and not all(role.startswith("norm.") for role in self.roles):
-            raise DeltuneError(f"of={self.of!r} chooses norms; the roles here are {', '.join(self.roles)}")
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
@@ -277,7 +281,7 @@ class NamedMethod(Method):
         return _call_text(self.name, self.non_defaults)
 
 
-def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> Callable[..., NamedMethod]:
+def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
     """Turn a function that returns modifications and selections into one that returns a named method.
 
     The new function checks its arguments against the type hints, as expressions are checked.
@@ -286,7 +290,7 @@ def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> C
     hints = cache(lambda: get_type_hints(make))  # resolved at the first call, when all modules are imported
 
     @wraps(make)
-    def method(*args: Any, **kwargs: Any) -> NamedMethod:
+    def method(*args: P.args, **kwargs: P.kwargs) -> NamedMethod:
         if unknown := [key for key in kwargs if key not in accepted.parameters]:
             raise DeltuneError("; ".join(unknown_argument(make.__name__, key, make) for key in unknown))
         try:
@@ -298,9 +302,11 @@ def named_method(make: Callable[..., tuple[Modification | Selection, ...]]) -> C
         problems = [type_mismatch(k, hints()[k], v) for k, v in arguments.items() if not fits_type(hints()[k], v)]
         if problems:
             raise error_from_problems(make.__name__, problems)
+        parts = cast(Callable[..., tuple[Modification | Selection, ...]], make)(**arguments)
         non_defaults = tuple((key, v) for key, v in arguments.items() if v != accepted.parameters[key].default)
-        return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), make(**arguments))
+        return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), parts)
 
+    method.__signature__ = accepted.replace(return_annotation="NamedMethod")  # type: ignore[attr-defined]
     return method
 
 
@@ -400,10 +406,11 @@ def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all") -
         DeltuneError: One of them does not exist.
     """
     if isinstance(layers, str):
-        if layers not in LAYERS:
-            raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "a list of 0-based indices"]))
-    elif not layers or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in layers):
-        raise DeltuneError(f"layers={layers!r}: give 'all', 'lower half', 'upper half' or a list of 0-based indices")
+        if layers not in LAYERS and OUTER_LAYERS.fullmatch(layers) is None:
+            raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "first 2", "last 2", "a list of indices"]))
+    elif not layers or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
+        choices = ", ".join(map(repr, (*LAYERS, "first 2", "last 2")))
+        raise DeltuneError(f"layers={layers!r}: give {choices} or a list of indices, of which -1 is the last")
     if stack not in STACKS:
         raise DeltuneError(unknown_name("stack", stack, STACKS))
     if attention not in ATTENTIONS:

@@ -46,6 +46,7 @@ from ..methods.forms import Prompt
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
+from ..models import HEADS_WITH_LABELS, head_of_class, load_model
 from ..tensor_files import TensorInfo, tensor_infos
 from . import serialization
 from .attention import prefix_implementation
@@ -127,6 +128,16 @@ def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
         "classification",
         "tagging",
     ) and head_weights else None
+
+
+def foreign_base(folder: str | Path) -> tuple[str, str, int | None]:
+    """Return the kind of model that an adapter folder is for, the name of its base model, and how many labels it has.
+
+    The name is empty where the folder has none.
+    """
+    options = read_options(Path(folder))
+    kind, labels = foreign_model_kind(folder)
+    return kind, str(options.get("base_model_name_or_path") or options.get("model_name") or ""), labels
 
 
 def _of_head(name: str) -> bool:
@@ -268,18 +279,28 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
             edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=next(embeddings.parameters()).device)))
 
 
-def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allow_nonfinite: bool = False) -> Tuned:
+def load(
+    model: PreTrainedModel | str | Path,
+    folder: str | Path | None = None,
+    name: str = "default",
+    allow_nonfinite: bool = False,
+    use: bool = True,
+) -> Tuned:
     """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
+
+    `load(folder)` loads the base model too, by the name that the folder has for it, and `tuned.model` is that model.
 
     The folder may come from a stranger: nothing in it is executed, every size in it is compared with the model and with
     the length of its file before anything is allocated, and a symbolic link is only followed inside the folder (and to
     the blobs of a Hugging Face cache).
 
     Args:
-        model: The base model that the delta was trained on.
-        folder: A run, its `delta` folder, any folder that `save` wrote, or an adapter folder of PEFT or AdapterHub.
+        model: The base model that the delta was trained on; or the folder alone, to load that base model as well.
+        folder: A run, its `delta` folder, any folder that `save` wrote, a Trainer's checkpoint that was written with
+            `SaveDeltaCallback`, or an adapter folder of PEFT or AdapterHub.
         name: What the delta is called on this model.
         allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
+        use: Whether the delta is put in use, in place of the one that is in use now. False: that one stays in use.
 
     Returns:
         The handle of the model.
@@ -289,18 +310,44 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
             of another base model, of other tensors, or of a head that this model class does not have; another
             library's options have no translation here. The model stays as it was.
     """
+    if folder is None and isinstance(model, str | Path):
+        folder, model = model, _load_base_of(user_path(model, "folder"))
+    if folder is None:
+        raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
     _check_model(model)
+    assert isinstance(model, PreTrainedModel)
     where = user_path(folder, "folder")
     with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
         if is_foreign(where) and not has_file(where, serialization.FACTS):
-            return _load_foreign(model, where, name, allow_nonfinite)
+            return _load_foreign(model, where, name, allow_nonfinite, use)
         saved = serialization.open_delta(where)
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         handle = handle or Tuned(model)
         delta, labels = _read_delta(handle, saved, allow_nonfinite)
-        handle._add_delta(name, delta, labels or handle._base_labels)
+        handle._add_delta(name, delta, labels or handle._base_labels, use)
     return handle
+
+
+def _load_base_of(where: Path) -> PreTrainedModel:
+    """Load the base model that a folder names, with the head that its delta was tuned with."""
+    labels: list[str] | None
+    if is_foreign(where) and not has_file(where, serialization.FACTS):
+        head, base, count = foreign_base(where)
+        labels = None if count is None else [f"LABEL_{i}" for i in range(count)]
+    else:
+        facts = serialization.read_metadata(where)
+        head, base = "", facts.base.name
+        labels = [label for _, label in facts.labels.pairs] if facts.labels else None
+    if not base:
+        raise DeltuneError(f"{where} does not name its base model: load that model, and give it as load(model, folder)")
+    try:
+        head = head or head_of_class(base, facts.base.model)
+        return load_model(base, head, labels if head in HEADS_WITH_LABELS else None)
+    except DeltuneError as error:
+        raise DeltuneError(
+            f"the base model of {where}, {base!r}, cannot be loaded: {error} Or load it yourself: load(model, folder)"
+        ) from error
 
 
 def _read_delta(
@@ -371,7 +418,7 @@ def _fill(
             check_finite(filled, where)
 
 
-def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool) -> Tuned:
+def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool, use: bool) -> Tuned:
     """Attach the adapter of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
     handle = find_tuned(model)
     check_name(name, handle.names if handle else ())
@@ -398,7 +445,7 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
         Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
     )
     _fill(handle, delta, numbers, where, allow_nonfinite)
-    handle._add_delta(name, delta, labels)
+    handle._add_delta(name, delta, labels, use)
     return handle
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -131,8 +132,18 @@ class Scope:
         self.assignment: RowAssignment | None = None
         self.carried: CarriedScope | None = None
         self.in_event_loop = False
+        self.entered = False
+
+    def __del__(self) -> None:
+        if not self.entered:
+            warnings.warn(
+                "rows() and disable() hold inside of a with block alone (with tuned.rows([…]): …); this call changed "
+                "nothing",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Any:
+        self.entered = True
         if self.assignment is not None:
             raise DeltuneError("this rows() or disable() block is already entered; call it again to get another block")
         with suppress(RuntimeError):

@@ -89,6 +89,10 @@ class Tuned(nn.Module):
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
         self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
+    def __dir__(self) -> list[str]:
+        """The names that a user needs; torch's own for modules exist too."""
+        return sorted({"anatomy", "deltas", "base", *(name for name in vars(Tuned) if not name.startswith("_"))})
+
     def _add_to_model(self) -> None:
         self.model.requires_grad_(False)
         self.model.add_module(HANDLE_NAME, self)
@@ -477,8 +481,10 @@ class Tuned(nn.Module):
         with torch.inference_mode(False), self._passes.exclusive(operation):  # new parameters must be trainable later
             yield
 
-    def _add_delta(self, name: str, delta: Delta, labels: HeadLabels) -> None:
+    def _add_delta(self, name: str, delta: Delta, labels: HeadLabels, use: bool = True) -> None:
         """Register a delta under a name and put it in use; if anything fails, the model is as it was.
+
+        With `use=False` what was in use before is put in use again.
 
         Whether a forward pass reaches all of its edits is checked first, on a copy of the model's structure.
         """
@@ -502,6 +508,8 @@ class Tuned(nn.Module):
                 self.deltas[name] = delta
                 self._update_hooks(name)
                 self._use(name)
+                if not use:
+                    self._use(previous.placed_delta)
             except BaseException:
                 self._passes.default_assignment = previous
                 if not has_other_handle:

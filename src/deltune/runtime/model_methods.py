@@ -10,13 +10,17 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import nn
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..anatomy.skeleton import HANDLE_NAME
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
+from ..filesystem import explain_write_errors
 from .pass_manager import PassManager
 
 
@@ -106,6 +110,10 @@ class SavePretrained(ModelMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
+        if self.passes.saves_deltas_alone and not self.path:
+            if bound.arguments.get("is_main_process", True):
+                self._save_deltas(Path(bound.arguments["save_directory"]))
+            return None
         with self._tensors_placed(None) as handle:
             self.passes.state.set_labels(handle._base_labels)
             if bound.arguments.get("state_dict") is not None:
@@ -122,6 +130,16 @@ class SavePretrained(ModelMethod):
             stacklevel=2,
         )
         return result
+
+    def _save_deltas(self, folder: Path) -> None:
+        """Write the delta in use below a folder, and a file of the tensors of all deltas for `load_state_dict`."""
+        handle: Any = self.passes.model._modules[HANDLE_NAME]
+        handle.save(folder / "delta")
+        with self._tensors_placed(None):
+            tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
+            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        with explain_write_errors(folder):
+            save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 class LoadStateDict(ModelMethod):

@@ -133,6 +133,7 @@ class PassManager:
         default_assignment: What passes outside `rows()` and `disable()` use.
         is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
         report: How each attention computed its prefix in the last pass, by path.
+        saves_deltas_alone: Whether `save_pretrained` writes the deltas without the model, as checkpoints of a Trainer.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class PassManager:
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.scopes_in_event_loops = 0
+        self.saves_deltas_alone = False
         self.modules = AttachedModules(model)
         self.report: dict[str, str] = {}
         self._reset(lock)

@@ -167,7 +167,14 @@ def delta_folder(folder: str | Path) -> Path:
         names = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{str(folder)!r} cannot be read: {error}") from error
-    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names})")
+    advice = ""
+    if (root / "trainer_state.json").is_file():
+        advice = (
+            ". It is a whole checkpoint of transformers' Trainer: from_pretrained of it gives the base model without "
+            "what was tuned. Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
+            "callbacks=[deltune.SaveDeltaCallback()] every checkpoint holds its delta"
+        )
+    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){advice}")
 
 
 def _no_folder(path: Path) -> str:

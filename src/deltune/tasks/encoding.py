@@ -298,18 +298,31 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
     Raises:
         DeltuneError: It has fewer positions; the message gives the largest length that fits.
     """
-    if _fits(model, max_length):
+    low = longest_length(model, max_length)
+    if low == max_length:
         return
-    low, high = 0, max_length
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(model, middle) else (low, middle)
     handle = find_tuned(model)
     method = "" if handle is None else f" with {handle.method!r}"
     raise DeltuneError(
         f"max_length={max_length} is more than {type(model).__name__} holds{method}: {low} tokens. "
         f"Give max_length={low} or less; longer texts are cut to it"
     )
+
+
+def longest_length(model: PreTrainedModel, max_length: int) -> int:
+    """Return how many tokens, up to `max_length`, a model has positions for beside what is attached to it.
+
+    Args:
+        model: The model, tuned or not.
+        max_length: The most that is needed.
+    """
+    if _fits(model, max_length):
+        return max_length
+    low, high = 0, max_length
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(model, middle) else (low, middle)
+    return low
 
 
 def _fits(model: PreTrainedModel, length: int) -> bool:

@@ -32,6 +32,8 @@ TEMPORARY_PREFIX = ".deltune-"
 """Begins the names of files that are still being written."""
 METADATA_FIELDS = ("truncated", "num_texts", "truncated_targets")
 """Fields of `EncodedRows` that are stored beside the rows."""
+ACTIVATIONS = "trunk"
+"""The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
 
@@ -86,6 +88,21 @@ def encode_splits(
             kind, tokenizer, model, columns, options, split in training, f"{content} {split}", tokenizer_hash
         )
         for split, columns in splits.items()
+    }
+
+
+def cached_files(folder: Path) -> dict[str, list[Path]]:
+    """Return what the cache holds: the files of tokenised rows and of activations, and what is left of broken writes.
+
+    Args:
+        folder: The folder of the cache; files of other names in it are nobody's here.
+    """
+    name = "[0-9a-f]" * NAME_LENGTH
+    return {
+        "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
+        "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
+        "times of linear layers": sorted(folder.glob(f"products/{name}.json")),
+        "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
     }
 
 

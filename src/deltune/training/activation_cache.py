@@ -39,9 +39,6 @@ from . import distributed
 VERSION = 1
 """Part of the name of a file; raised when the same content gives other activations."""
 
-FOLDER = "trunk"
-"""The folder below that of the token cache."""
-
 PROBE_ROWS = 4
 """The number of rows that are tried."""
 
@@ -110,7 +107,7 @@ def with_cached_activations(
     folder = cache_folder()
     if folder is None or not max_gib:
         return _uncached(encoded, f"{CACHE_VARIABLE}=off" if folder is None else "trunk_cache=0")
-    folder = folder / FOLDER
+    folder = folder / token_cache.ACTIVATIONS
     probed = _probe(frozen_layers, context, encoded["train"])
     if isinstance(probed, str):
         return _uncached(encoded, probed)

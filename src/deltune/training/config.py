@@ -28,6 +28,7 @@ from pydantic import (
 from ..data.columns import TASK_COLUMNS
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
+from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
@@ -441,6 +442,11 @@ class RunConfig(BaseModel):
         values = {n: v for n, v in self.flat().items() if n not in ("seeds", "search", "aggregate", "protocol")}
         return type(self).from_flat(**{**values, **changes})
 
+    def adds_seeds_to(self, other: RunConfig) -> bool:
+        """Whether this is the other config with further seeds behind its seeds, and is the same in all else."""
+        before, now = other.runtime.seeds or (other.runtime.seed,), self.runtime.seeds
+        return len(now) > len(before) and now[: len(before)] == before and other.replace(seeds=now).name == self.name
+
     def canonical(self) -> dict[str, Any]:
         """Return the values that are not at their default and can change the result, by flat name, as JSON values."""
         values = self.flat(mode="json", exclude_defaults=True)
@@ -708,7 +714,7 @@ def _name_problems(values: Mapping[Any, Any]) -> list[str]:
         elif field and section in SECTIONS:
             problems.append(unknown_name("option", field, SECTIONS[section].model_fields, section))
         else:
-            problems.append(unknown_name("option", name, [*PLACES, "output"]))
+            problems.append(unknown_name("option", name, [*PLACES, "output"], hint=hint_for_option(name)))
     return problems
 
 
@@ -771,4 +777,6 @@ def _describe(error: Any) -> str:
         return f"{place} is missing: {SECTIONS[section].model_fields[field].description}"
     reason = error.get("ctx", {}).get("error")
     message = str(reason) if reason is not None else error["msg"][0].lower() + error["msg"][1:]
+    if place in ("optim.epochs", "optim.steps") and str(error["input"]) == "0":
+        return f"{place}: 0 trains nothing; the scores of the model as it is: deltune evaluate MODEL --data …"
     return f"{place}: {message}" + ("" if reason is not None else f", not {excerpt(error['input'])}")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TextStreamer
 
 from ..data import loading
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
@@ -18,7 +21,17 @@ from ..interop.base import is_foreign
 from ..metrics.base import Score, Scores
 from ..metrics.intervals import score_intervals
 from ..metrics.registry import METRICS, compute_scores
-from ..models import AUTO_CLASSES, HEADS_WITH_LABELS, align_padding_token, load_config, load_model, silent_loading
+from ..models import (
+    AUTO_CLASSES,
+    HEADS_WITH_LABELS,
+    LANGUAGE_MODEL_HEADS,
+    align_padding_token,
+    has_trained_head,
+    load_config,
+    load_model,
+    load_tokenizer,
+    silent_loading,
+)
 from ..runtime import attaching
 from ..runtime.attaching import atomic_new_folder, foreign_model_kind, load, tuned
 from ..runtime.handle import Tuned
@@ -27,14 +40,23 @@ from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
-from ..tasks.encoding import EncodedRows, check_length
-from ..tasks.generation import language_codes, tokenizer_languages
+from ..tasks.encoding import EncodedRows, check_causal
+from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages
 from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
 from .progress import ProgressDisplay
 from .run_dir import RunDir
-from .task_setup import check_fits, length_limits, load_task_tokenizer, set_up_task, task_kind_by_name, task_kind_for
+from .task_setup import (
+    TaskSetup,
+    check_fits,
+    fit_lengths,
+    length_limits,
+    load_task_tokenizer,
+    set_up_task,
+    task_kind_by_name,
+    task_kind_for,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -250,6 +272,11 @@ def _labels(run: RunDir) -> tuple[str, ...]:
     return tuple(name for _, name in labels.pairs) if labels else ()
 
 
+def is_run(folder: str | Path) -> bool:
+    """Return whether a folder holds a run, and not a model or nothing."""
+    return RunDir(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
+
+
 def evaluate(
     run: str | Path,
     data: str | None = None,
@@ -257,6 +284,7 @@ def evaluate(
     output: str | Path | None = None,
     progress: bool = False,
     other: Mapping[str, Any] | None = None,
+    columns: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score the delta of a run on its own data, or on other data with the same labels.
 
@@ -268,6 +296,7 @@ def evaluate(
         progress: Show a progress bar on a terminal.
         other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
             "relabel": …}; as many of its rows are scored as of the run's own.
+        columns: The columns of the other data, such as "text=a,label=b"; by default those of the run.
 
     Returns:
         The metrics of every split.
@@ -277,11 +306,10 @@ def evaluate(
     """
     folder = RunDir(run).best_run
     config = folder.config
-    target = None if output is None else user_path(output, "output")
     loaded = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
-        columns = config.data.columns or folder.data.columns or None
-        config = config.replace(data=data, task=loaded.kind.name, columns=columns, validation_rows=None, test_rows=None)
+        chosen = columns or config.data.columns or folder.data.columns or None
+        config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)
     if other is not None:
         values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
         config = RunConfig.from_flat(**{**values, **other})
@@ -290,33 +318,179 @@ def evaluate(
         training=False, labels=loaded.labels if loaded.kind.name in HEADS_WITH_LABELS else None,
     )  # fmt: skip
     rows = setup.data
-    requested = _requested_splits(rows, splits)
     if rows.labels != loaded.labels and loaded.kind.name in HEADS_WITH_LABELS:
         raise DeltuneError(f"the run's labels are {', '.join(loaded.labels)}, here are {', '.join(rows.labels)}")
     lengths_of = folder.config if other is None else config
     limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)
-    results = {}
+    context = InferenceContext(
+        loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
+        config.optim.rows_per_device(), loaded.precision,
+    )  # fmt: skip
+    setup = replace(setup, kind=loaded.kind)
+    return _score_splits(context, setup, config.evaluation.metric_options, splits, output, progress)
+
+
+def evaluate_model(
+    model: str,
+    data: str,
+    task: str | None = None,
+    columns: str | None = None,
+    answer: str = "head",
+    splits: Sequence[str] | None = None,
+    output: str | Path | None = None,
+    progress: bool = False,
+) -> dict[str, dict[str, float]]:
+    """Score a model as it is, before any tuning.
+
+    Args:
+        model: A hub id, a folder, or `minilm`.
+        data: A folder or hub id.
+        task: The kind of task; by default what the columns show.
+        columns: The columns, such as "text=a,label=b"; by default those with usual names.
+        answer: "head" or "words".
+        splits: The splits to score; by default validation and test, as far as they exist.
+        output: A folder for the predictions, SPLIT.jsonl each.
+        progress: Show a progress bar on a terminal.
+
+    Returns:
+        The metrics of every split.
+
+    Raises:
+        DeltuneError: There is no such model, its checkpoint has no trained head for the task, or the data is wrong.
+    """
+    config = RunConfig.from_flat(model=model, data=data, task=task, columns=columns, answer=answer, method="head")
+    name, configuration = config.model.name, load_config(config.model.name)
+    arguments = (name, config.data, answer, config.evaluation, 0, False)
+    setup = set_up_task(*arguments)
+    labels: tuple[str, ...] | None = None
+    head = setup.kind.head
+    if head not in LANGUAGE_MODEL_HEADS and not has_trained_head(configuration, head):
+        raise DeltuneError(
+            f"{model} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
+            "words for a language model, or train the head alone (deltune train --method head)"
+        )
+    if head in HEADS_WITH_LABELS:
+        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
+        setup = set_up_task(*arguments, labels)
+    tokenizer = load_task_tokenizer(name, config.data)
+    backbone = load_model(name, head, labels, "float32")
+    align_padding_token(backbone, tokenizer)
+    if head == "causal-lm":
+        check_causal(backbone)
+    backbone.to(task_setup.resolve_device())  # type: ignore[arg-type]
+    optimize_linear(backbone, config.runtime.linear_backend)
+    limits = length_limits(config.data, config.generation, setup.kind, setup.data.labels)
+    context = InferenceContext(
+        backbone, tokenizer, setup.data.labels, fit_lengths(backbone, setup.kind, limits),
+        config.optim.rows_per_device(),
+    )  # fmt: skip
+    return _score_splits(context, setup, {}, splits, output, progress)
+
+
+def _score_splits(
+    context: InferenceContext,
+    setup: TaskSetup,
+    options: MetricOptions,
+    splits: Sequence[str] | None,
+    output: str | Path | None,
+    progress: bool,
+) -> dict[str, dict[str, float]]:
+    """Score splits of a task, and write the predictions where a folder is given."""
+    rows, kind, results = setup.data, setup.kind, {}
+    requested = _requested_splits(rows, splits)
+    target = None if output is None else user_path(output, "output")
     columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
     encoded_splits = token_cache.encode_splits(
-        loaded.kind, loaded.tokenizer, loaded.model, columns_of, limits, (), rows.fingerprint
+        kind, context.tokenizer, context.model, columns_of, context.options, (), rows.fingerprint
     )
-    with ProgressDisplay(progress) as bar, explain_write_errors(target or folder.folder):
+    with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
         for split, encoded in encoded_splits.items():
-            columns_of_split = columns_of[split]
+            columns = columns_of[split]
             bar.start(split, len(encoded))
-            context = InferenceContext(
-                loaded.model, loaded.tokenizer, rows.labels, limits, config.optim.rows_per_device(),
-                loaded.precision, bar.advance,
-            )  # fmt: skip
             result = score_split(
-                loaded.kind, context, encoded, columns_of_split, setup.metrics, config.evaluation.metric_options
+                kind, replace(context, on_progress=bar.advance), encoded, columns, setup.metrics, options
             )
             results[split] = result.metrics
             if target is not None:
                 target.mkdir(parents=True, exist_ok=True)
-                lines = prediction_lines(loaded.kind, columns_of_split, result, rows.labels)
-                write_jsonl(target / f"{split}.jsonl", lines)
+                write_jsonl(target / f"{split}.jsonl", prediction_lines(kind, columns, result, rows.labels))
     return results
+
+
+def generate(
+    source: str | Path,
+    prompts: Sequence[str],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stream: bool = False,
+) -> list[str]:
+    """Generate a text for each prompt.
+
+    A run that was trained to answer answers the prompt, which its template surrounds; any other language model goes on
+    with it.
+
+    Args:
+        source: The folder of a run, or a language model: a hub id or a folder.
+        prompts: The prompts.
+        max_new_tokens: Tokens of a text, at most.
+        temperature: 0 takes the likeliest token each time; above, tokens are drawn.
+        top_p: Tokens are drawn from the likeliest ones of this share.
+        seed: The seed of the draws.
+        stream: Print each text while it is generated.
+
+    Returns:
+        The texts, without their prompts.
+
+    Raises:
+        DeltuneError: The source is no language model, or a prompt is empty.
+    """
+    if not all(prompt.strip() for prompt in prompts):
+        raise DeltuneError("a prompt is empty")
+    loaded = load_run(source) if is_run(source) else None
+    if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
+        raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
+    model, tokenizer = _language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
+    is_encoder_decoder = model.config.is_encoder_decoder
+    texts: list[str] = []
+    options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
+    options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    options |= forced_bos_options(tokenizer, model) if is_encoder_decoder else {}
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for prompt in prompts:
+            ids = _prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder)
+            inputs = torch.tensor([ids], device=model.device)
+            streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
+            generated = model.generate(  # type: ignore[operator]
+                input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
+            )[0]
+            answer = generated if is_encoder_decoder else generated[len(ids) :]
+            texts.append(str(tokenizer.decode(answer, skip_special_tokens=True)))
+    return texts
+
+
+def _language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a language model as it is, with its tokenizer."""
+    head = "seq2seq-lm" if load_config(name).is_encoder_decoder else "causal-lm"
+    tokenizer = load_tokenizer(name)
+    model = load_model(name, head, dtype="float32")
+    align_padding_token(model, tokenizer)
+    if head == "causal-lm":
+        check_causal(model)
+    return model.to(task_setup.resolve_device()), tokenizer  # type: ignore[arg-type]
+
+
+def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encoder_decoder: bool) -> list[int]:
+    """Return the token ids of a prompt, as the run was trained to read it."""
+    if loaded is not None and loaded.kind.name == "generation":
+        row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
+        return list(row["input_ids"])
+    ids = list(tokenizer(prompt)["input_ids"])
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+    return ids[:-1] if not is_encoder_decoder and len(ids) > 1 and ids[-1] in ends else ids
 
 
 def _requested_splits(data: loading.TaskData, splits: Sequence[str] | None) -> list[str]:
@@ -485,7 +659,7 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
     handle = tuned(loaded.model)
     before = handle.active
     try:
-        check_length(handle.use(name).model, loaded.kind.max_input_tokens(limits))
+        limits = fit_lengths(handle.use(name).model, loaded.kind, limits)
     finally:
         handle.use(before)
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits

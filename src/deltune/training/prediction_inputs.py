@@ -120,7 +120,7 @@ def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
             message names the line.
     """
     path = path if path == STDIN else user_path(path, "file")
-    if not data_suffix(path):
+    if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
     table, run_dir = read_rows(path), RunDir(run)
     columns = input_columns(run_dir.data.kind, run_dir)

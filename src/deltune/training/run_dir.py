@@ -26,6 +26,7 @@ from .._version import __version__
 from ..data.columns import TASK_COLUMNS
 from ..errors import BusyError, DeltuneError, error_from_problems, excerpt
 from ..filesystem import (
+    atomic_folder,
     explain_write_errors,
     fsync_directory,
     fsync_file,
@@ -445,7 +446,7 @@ class RunDir:
                     f"{self.folder} is not as a run leaves it; repair it, or start afresh (--fresh)", problems
                 )
             differences = self.config.differences(config)
-            if differences:
+            if differences and not self._takes_seeds_of(config):
                 listed = "".join(f"\n  - {line}" for line in differences)
                 raise DeltuneError(
                     f"{self.folder} holds a run of another spec:{listed}\n"
@@ -460,6 +461,41 @@ class RunDir:
                 )
         elif self.folder.exists():
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
+
+    def _takes_seeds_of(self, config: RunConfig) -> bool:
+        """Whether the seeds of a config can be added to this run: it is one of several seeds, or finished."""
+        before = self.config
+        if not config.adds_seeds_to(before):
+            return False
+        return before.is_series or self.finished or self._run_of_seed(before).finished
+
+    def _run_of_seed(self, config: RunConfig) -> RunDir:
+        return RunDir(self.runs / f"seed{config.runtime.seed}")
+
+    @writer_only
+    def begin_series(self, config: RunConfig) -> None:
+        """Write the config of several runs; a run whose seeds are its first is taken over with what it has.
+
+        A single run becomes the first of `runs`. Every step may be repeated after an interruption.
+        """
+        before = self.config if self.exists else config
+        if before.name == config.name:
+            self.write_config(config)
+            return
+        if not before.is_series:
+            first = self._run_of_seed(before)
+            if not first.finished:
+                self.runs.mkdir(exist_ok=True)
+                with atomic_folder(first.folder) as fresh:
+                    for path in [self.folder / name for name in CONTENTS]:
+                        if path.is_dir() and path not in (self.runs, self.checkpoint):
+                            shutil.copytree(path, fresh / path.name)
+                        elif path.is_file():
+                            shutil.copy2(path, fresh / path.name)
+            for path in (self.metrics_file, self.delta, self.log_file, self.environment_file, self.predictions):
+                _remove(path)
+        _remove(self.metrics_file)
+        write_text(self.spec_file, config.yaml())
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Check that the data of the run is still what it was when the run was started.

@@ -78,7 +78,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
         DivergedError: Every run that was tried diverged, or a further seed did.
     """
     run.remove_leftovers()
-    run.write_config(config)
+    run.begin_series(config)
     combinations, seeds = len(config.search_configs()), config.runtime.seeds
     logger.info(
         "%s%d seed%s",

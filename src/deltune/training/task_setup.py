@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..tasks.classification import (
     SEQ2SEQ_CHOICE,
     SEQ2SEQ_CLASSIFICATION,
 )
+from ..tasks.encoding import check_length, longest_length
 from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, language_codes, set_languages
 from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
@@ -33,6 +35,8 @@ from .config import DataSection, EvaluationSection, GenerationSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger("deltune")
 
 
 class TaskKinds(NamedTuple):
@@ -51,6 +55,9 @@ TASK_KINDS: Mapping[str, TaskKinds] = {
     "language": TaskKinds(None, LANGUAGE_MODELING, LANGUAGE_MODELING),
 }
 """Every kind of data -> the task kinds that it is trained as."""
+
+MIN_LENGTH = 32
+"""The least `max_length`, in tokens, that is taken by itself for a model that holds fewer than the default."""
 
 Reader = Callable[..., TaskData]
 """`data.loading.load_data`, or a function of the same arguments that remembers."""
@@ -232,6 +239,38 @@ def length_limits(
     }
     by_label = {label: words.get(kind.word_key(label), "") for label in labels} if kind.word_key else {}
     return TaskOptions(data.max_length, data.target_length, template, by_label, generate)
+
+
+def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> TaskOptions:
+    """Return limits whose rows fit a model: where they do not, those lengths that are defaults become shorter.
+
+    Args:
+        model: The model with what is attached to it.
+        kind: The kind of task.
+        limits: The lengths of a run.
+
+    Raises:
+        DeltuneError: A row does not fit, and `max_length` is not the default or would be less than `MIN_LENGTH`.
+    """
+    needed = kind.max_input_tokens(limits)
+    available = longest_length(model, needed)
+    if available == needed:
+        return limits
+    fields, target = DataSection.model_fields, limits.max_target_length
+    if kind.target_follows_input and target == fields["target_length"].default:
+        target = available * target // needed
+    length = available - (target if kind.target_follows_input else 0)
+    if limits.max_length != fields["max_length"].default or length < MIN_LENGTH:
+        check_length(model, needed)
+    targets = f" and target_length {target}" if target != limits.max_target_length else ""
+    logger.info(
+        "max_length is %d%s and not the default, since %s holds %d tokens", length, targets, type(model).__name__,
+        available,
+    )  # fmt: skip
+    generate = limits.generate_kwargs
+    if targets:
+        generate = {**generate, "max_new_tokens": min(target, generate.get("max_new_tokens", target))}
+    return replace(limits, max_length=length, max_target_length=target, generate_kwargs=generate)
 
 
 def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.linear_backend import optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
-from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, check_length
+from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import OptimSection, RunConfig
 from .inference import SPLITS
@@ -31,7 +31,7 @@ from .progress import ProgressDisplay
 from .report import write_report
 from .run_dir import Best, RunDir, RunMetrics, collect_environment
 from .search import run_series
-from .task_setup import ModelCache, TaskSetup, length_limits, load_task_data, set_up_task
+from .task_setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .trainer import DeltaTrainer, ReportCallback, RunState
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: Model
     """
     if resume or not run.exists:
         run.check_config(config)
-    if not resume or not run.finished:
+    if not resume or not run.finished or run.config.name != config.name:
         return None
     kept = run.best_run
     try:
@@ -184,7 +184,7 @@ def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str,
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
-    check_length(model, kind.max_input_tokens(limits))
+    limits = fit_lengths(model, kind, limits)
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
     if sharded == "fsdp":

@@ -1,0 +1,70 @@
+"""A callback for transformers' Trainer, whose checkpoints then hold the deltas alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .attaching import tuned
+
+
+class SaveDeltaCallback(TrainerCallback):
+    """Make the checkpoints of a Trainer hold the deltas alone, without the frozen model.
+
+    `deltune.load(model, "checkpoint-18")` loads the delta that was in use. `model.safetensors` beside it has the
+    tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint; `from_pretrained`
+    refuses the folder. After training `save_pretrained` writes what it always writes.
+
+        Trainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Let `save_pretrained` of the model write its deltas alone until training ends.
+
+        Args:
+            args: Those of the Trainer.
+            state: That of the Trainer.
+            control: That of the Trainer.
+            model: The model of the Trainer.
+            **kwargs: Ignored.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            DeltuneError: Nothing is attached to the model.
+        """
+        assert model is not None
+        tuned(model)._passes.saves_deltas_alone = True
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Let `save_pretrained` write the base model again.
+
+        Args:
+            args: Those of the Trainer.
+            state: That of the Trainer.
+            control: That of the Trainer.
+            model: The model of the Trainer.
+            **kwargs: Ignored.
+
+        Returns:
+            Nothing.
+        """
+        assert model is not None
+        tuned(model)._passes.saves_deltas_alone = False

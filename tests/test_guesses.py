@@ -1,0 +1,169 @@
+"""Guesses of a newcomer: other libraries' words are answered with ours, and never run as something else."""
+
+from __future__ import annotations
+
+import warnings
+from inspect import signature
+from typing import Any
+
+import pytest
+from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig
+
+import deltune
+from deltune.data.columns import guess_task_kind
+from deltune.data.readers import DataFile
+from deltune.methods import other_names
+from deltune.methods.registry import REGISTRY, VOCABULARY
+from deltune.methods.spec import SITES
+from deltune.models import load_config
+from deltune.training.config import PLACES, RunConfig
+from tests.laws.families import FAMILIES
+from tests.laws.specimens import build
+
+NAMES = {
+    "ln_tuning": "Here it is called layernorm.",
+    "LoRA(rank=8)": "Here it is called lora.",
+    "LoraConfig(r=8)": "Here it is called lora.",
+    "prompt_tuning(length=8)": "Here it is called prompt.",
+    "PrefixTuning": "Here it is called prefix.",
+    "adapter_tuning": "Here it is called adapter.",
+    "seq_bn": "Here it is called adapter(style='pfeiffer').",
+    "p_tuning(length=4)": "deltune has no such method.",
+    "adalora": "deltune has no such method.",
+    "lora(r=8)": "Here it is called 'rank'.",
+    "lora(lora_alpha=16)": "Here it is called 'alpha'.",
+    "mam(lora_alpha=16)": "Here it is called 'scale'.",
+    "lora(target_modules=['q_proj'])": "Here it is called 'at'.",
+    "lora(bias='all')": "Add a term that trains biases: … + bitfit(which='linear').",
+    "adapter(reduction_factor=16)": "Here it is called 'rank'. rank is the width of the model divided by it.",
+    "prefix(num_virtual_tokens=8)": "Here it is called 'length'.",
+    "lora(at=('q_proj', 'v_proj'))": "unknown site 'q_proj'. Here it is called 'query'.",
+    "lora(at=q_proj)": "Here it is called 'query'.",
+    "lora(at='model.layers.0.mlp.down_proj')": "Here it is called 'ffn_down'.",
+    "lora(at='all-linear')": "Here it is ('query', 'key', 'value', 'output', 'ffn_up', 'ffn_down').",
+    "Modification('mlp', Bottleneck(4))": "unknown site 'mlp'. Here it is called 'ffn'.",
+    "Selection(('bias',), areas=('ffn',))": "It is a part of the layers: give of='ffn'.",
+}
+
+
+@pytest.mark.parametrize("expression", NAMES)
+def test_an_expression_of_others_is_answered_with_our_word(expression: str) -> None:
+    with pytest.raises(deltune.DeltuneError) as caught:
+        deltune.parse(expression)
+    assert NAMES[expression] in str(caught.value) and "Did you mean" not in str(caught.value).splitlines()[0]
+
+
+CONFIGS: dict[str, Any] = {
+    "lora(rank=4, alpha=16, dropout=0.1, at=('query', 'value'))": LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.1
+    ),
+    "prompt(length=8)": PromptTuningConfig(num_virtual_tokens=8),
+    "prefix(length=8)": PrefixTuningConfig(num_virtual_tokens=8),
+    "layernorm": LNTuningConfig(),
+    "ia3": IA3Config(),
+}
+
+
+@pytest.mark.parametrize("expression", CONFIGS)
+def test_a_configuration_of_peft_is_answered_with_its_expression(expression: str) -> None:
+    deltune.parse(expression)
+    with pytest.raises(deltune.DeltuneError) as caught:
+        deltune.parse(CONFIGS[expression])
+    assert f'what it configures is written "{expression}"' in str(caught.value)
+
+
+def test_an_attribute_of_others_is_answered_with_our_word() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'ln_tuning'\. Here it is called layernorm"):
+        getattr(deltune, "ln_" + "tuning")
+    assert not hasattr(deltune, "foo")
+
+
+OPTIONS = {
+    "learning_rate": "Here it is lr.",
+    "per_device_train_batch_size": "Here it is device_batch_size. batch_size is the rows of a step",
+    "gradient_accumulation_steps": "Give batch_size",
+    "num_train_epochs": "Here it is epochs.",
+    "lora_r": 'Here it is method. An expression has it: method "lora(rank=8)".',
+    "load_best_model_at_end": "Leave it out",
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_others_is_answered_with_ours(option: str) -> None:
+    with pytest.raises(deltune.DeltuneError) as caught:
+        RunConfig.from_flat(model="minilm", data="tickets", method="lora", **{option: 1})
+    assert f"unknown option '{option}'. {OPTIONS[option]}" in str(caught.value)
+
+
+def test_the_tables_name_what_exists_and_hide_nothing() -> None:
+    """Every translation can be written, and no word of others is one of ours."""
+    for name, expression in other_names.METHOD_NAMES.items():
+        assert expression.partition("(")[0] in REGISTRY, expression
+        assert name not in REGISTRY or expression == name
+    assert not {other_names.simplified(name) for name in REGISTRY} & other_names.ABSENT_METHODS
+    assert set(other_names.SITE_NAMES.values()) <= set(SITES)
+    parameters = {key for make in VOCABULARY.values() for key in signature(make).parameters}
+    assert {key for keys in other_names.ARGUMENT_NAMES.values() for key in keys} <= parameters
+    places = {*PLACES, "output", "fresh"}
+    assert set(other_names.OPTION_NAMES.values()) <= places
+    assert not places & {*other_names.OPTION_NAMES, *other_names.OPTION_NOTES}
+
+
+TEXTS, LABELS = [f"text number {i}" for i in range(60)], ["good", "bad"] * 30
+KINDS: dict[tuple[str, ...], str] = {
+    ("source", "targets", "category"): "generation",
+    ("source", "target"): "generation",
+    ("source", "target: labels"): "classification",
+    ("article", "summary", "category"): "classification",
+    ("article", "summary"): "generation",
+    ("text", "label"): "classification",
+    ("text",): "classification",  # which is refused without a label: whether it is running text is asked for
+    ("text: running",): "language",
+}
+
+
+@pytest.mark.parametrize("columns", KINDS)
+def test_the_kind_of_task_follows_from_the_columns(columns: tuple[str, ...]) -> None:
+    labels = ("label", "category", "target: labels")
+    values = {c.partition(":")[0]: LABELS if c in labels else TEXTS for c in columns}
+    rows = [(i, dict(zip(values, row, strict=True))) for i, row in enumerate(zip(*values.values(), strict=True))]
+    name = "train.txt" if columns[0].endswith("running") else "train.jsonl"
+    assert guess_task_kind(DataFile(name, rows), None) == KINDS[columns]
+
+
+def test_a_handle_shows_what_a_user_needs_and_warns_of_a_lost_block() -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora")
+    assert {"use", "rows", "save", "count", "trainable_parameters"} <= set(dir(tuned))
+    assert all(hasattr(tuned, name) for name in dir(tuned))
+    assert len(dir(tuned)) < 25 and not any(name.startswith("_") for name in dir(tuned))
+    for call in (lambda: tuned.rows(["default"]), tuned.disable):
+        with pytest.warns(UserWarning, match="inside of a with block alone"):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tuned.rows(["default"]), tuned.disable():
+            pass
+
+
+PLACES_OF_BIASES = {
+    "bitfit(which='ffn')": 6 * (1536 + 384),
+    "bitfit(which='attention')": 6 * 4 * 384,
+    "Selection(('bias',), of='ffn')": 6 * (1536 + 384 + 384),
+    "Selection(('linear.weight',), of='attention')": 6 * 4 * 384 * 384,
+    "Selection(('all',), of='ffn', layers='last 2')": 2 * (2 * 384 * 1536 + 1536 + 384 + 2 * 384),
+    "lora(rank=1, at='query', layers='last 2')": 2 * 2 * 384,
+    "lora(rank=1, at='query', layers='first 5')": 5 * 2 * 384,
+    "lora(rank=1, at='query', layers=(-1, 5, 0))": 2 * 2 * 384,
+}
+
+
+@pytest.mark.parametrize("expression", PLACES_OF_BIASES)
+def test_sublayers_and_layers_can_be_named(expression: str) -> None:
+    """MiniLM: 6 layers, width 384, FFN width 1,536."""
+    assert deltune.count(load_config("minilm"), expression).method == PLACES_OF_BIASES[expression]
+
+
+@pytest.mark.parametrize("layers", ["'last 7'", "(-7,)", "(6,)"])
+def test_layers_that_are_not_there_are_refused(layers: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match="the encoder has 6 layers, 0 to 5"):
+        deltune.count(load_config("minilm"), f"lora(layers={layers})")
