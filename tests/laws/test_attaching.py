@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -220,3 +221,45 @@ def test_a_name_in_use_and_a_name_unknown() -> None:
     with pytest.raises(deltune.DeltuneError, match=r"unknown head.*freeze, train"):
         deltune.attach(model, "lora", name="two", head="frozen")  # type: ignore[arg-type]
     assert tuned.detach() is model
+
+
+def inner(model: PreTrainedModel) -> PreTrainedModel:
+    return model.base_model
+
+
+def sibling(model: PreTrainedModel) -> PreTrainedModel:
+    other = build(FAMILIES["bert"], "tokens")
+    other.bert.encoder = model.bert.encoder
+    return other
+
+
+def with_the_same_embedding(model: PreTrainedModel) -> PreTrainedModel:
+    other = build(FAMILIES["roberta"], "sequence")
+    other.roberta.embeddings.LayerNorm = model.bert.embeddings.LayerNorm
+    return other
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the other first", "the other second"])
+@pytest.mark.parametrize(
+    ("relative", "path"),
+    [(inner, "bert"), (sibling, "bert.encoder"), (with_the_same_embedding, "embeddings.LayerNorm")],
+)
+def test_models_that_share_modules(
+    relative: Callable[[PreTrainedModel], PreTrainedModel], path: str, first: bool, tmp_path: Path
+) -> None:
+    """Only one of them has deltas at a time: each would take the other's tensors for the base's own."""
+    model = build(FAMILIES["bert"], "sequence")
+    other = relative(model)
+    one, two = (other, model) if first else (model, other)
+    known = facts(model), facts(other)
+    tuned = stir(deltune.attach(one, "prefix(length=2) + layernorm"))
+    tuned.save(tmp_path / "delta")
+    inputs = batch(model)
+    before = facts(two), run(one, inputs)
+    for change in (deltune.attach, deltune.load):
+        with pytest.raises(deltune.DeltuneError, match=f"(?s)({path}|this ).* also belongs to .*: attach to .* detach"):
+            change(two, "layernorm" if change is deltune.attach else tmp_path / "delta")  # type: ignore[operator]
+    assert differences(before[0], facts(two)) == [] and equal(run(one, inputs), before[1])
+    stir(deltune.attach(one, "lora(rank=2)", name="beside")).detach()
+    deltune.attach(two, "layernorm").detach()
+    assert differences(known[0], facts(model)) == [] and differences(known[1], facts(other)) == []

@@ -58,7 +58,7 @@ from .delta_schema import (
 )
 from .handle import Tuned
 from .modules import Delta, HeadLabels, parameter_key
-from .pass_manager import check_not_offloaded, refuse_inference_tensors
+from .pass_manager import check_not_offloaded, refuse_inference_tensors, refuse_shared_modules
 
 FORMATS = ("peft",)
 """The formats that `export` writes."""
@@ -218,7 +218,8 @@ def attach(
 
     Raises:
         DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
-            is quantised or offloaded, or there is too little memory. The model stays as it was.
+            is quantised or offloaded, a part of it belongs to another model with deltas, or there is too little memory.
+            The model stays as it was.
     """
     _check_model(model)
     parsed = parse(method)
@@ -449,6 +450,7 @@ def _check_model(model: object) -> None:
     if isinstance(model, PreTrainedModel):
         check_not_quantized(model)
         check_not_offloaded(model)
+        refuse_shared_modules(model)
         refuse_inference_tensors(model)
         return
     wrapped = (

@@ -33,7 +33,7 @@ from .hooks import Hook, required_hooks, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
-from .pass_manager import AttachedModules, PassManager, check_not_offloaded, reset_after_fork
+from .pass_manager import AttachedModules, PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
 
@@ -484,6 +484,7 @@ class Tuned(nn.Module):
                 with _INSTALL_LOCK:
                     has_other_handle = self.model._modules.get(HANDLE_NAME) not in (None, self)
                     if HANDLE_NAME not in self.model._modules:
+                        refuse_shared_modules(self.model)  # again, as another thread may have attached to one of them
                         self._add_to_model()
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")

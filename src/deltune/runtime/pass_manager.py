@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import is_unquantized
+from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import backward_id
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
@@ -77,6 +78,27 @@ def check_not_offloaded(model: nn.Module) -> None:
             )
 
 
+def refuse_shared_modules(model: nn.Module) -> None:
+    """Check that no module of the model belongs to another model that has deltas.
+
+    Raises:
+        DeltuneError: One does. Each model would take the other's tensors for the base's, and keep them.
+    """
+    paths = {module: path for path, module in base_modules(model)}
+    for reference in _PASS_MANAGERS.valuerefs():
+        passes = reference()
+        other = None if passes is None else passes.model
+        if other is None or other is model or HANDLE_NAME not in other._modules:
+            continue
+        shared = next((paths[module] for _, module in base_modules(other) if module in paths), None)
+        if shared is not None:
+            where = f"{shared!r} of this {type(model).__name__}" if shared else f"this {type(model).__name__}"
+            raise DeltuneError(
+                f"{where} also belongs to a {type(other).__name__} that has deltas, and the two would overwrite each "
+                f"other's tensors: attach to that {type(other).__name__} instead, or detach() its deltas first"
+            )
+
+
 def refuse_inference_tensors(model: nn.Module) -> None:
     """Check that the model was not made inside torch.inference_mode().
 
@@ -133,7 +155,7 @@ class PassManager:
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.is_pickled = False
-        _PASS_MANAGERS.add(self)
+        _PASS_MANAGERS[id(self)] = self
 
     def reset_after_fork(self) -> None:
         """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
@@ -473,10 +495,13 @@ class PassManager:
             )
 
 
-_PASS_MANAGERS: weakref.WeakSet[PassManager] = weakref.WeakSet()
+_PASS_MANAGERS: weakref.WeakValueDictionary[int, PassManager] = weakref.WeakValueDictionary()
+"""By id, since the list of the values' references is made in one step, beside threads that attach."""
 
 
 def reset_after_fork() -> None:
     """Reset every pass manager in a forked process."""
-    for passes in list(_PASS_MANAGERS):
-        passes.reset_after_fork()
+    for reference in _PASS_MANAGERS.valuerefs():
+        passes = reference()
+        if passes is not None:
+            passes.reset_after_fork()
