@@ -29,7 +29,7 @@ from ..methods.spec import Method
 from ..notebook import html_table
 from . import merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
-from .hooks import Hook, required_hooks, unreached_edits
+from .hooks import Hook, install_rank, required_hooks, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
@@ -501,7 +501,9 @@ class Tuned(nn.Module):
         """Install the hooks that the attached deltas need, and remove the others."""
         needed = required_hooks(self._passes, self.anatomy, [self.delta(name) for name in self.names])
         remaining = needed.keys() | {(path, "tensors") for path in self._passes.overridden_modules()}
-        for key in [key for key in self._installed_hooks if key not in remaining]:
+        new_ranks = {install_rank(key) for key in needed if key not in self._installed_hooks} - {0}
+        outdated = {key for key in self._installed_hooks if install_rank(key) > min(new_ranks, default=len(needed))}
+        for key in [key for key in self._installed_hooks if key not in remaining or key in outdated]:
             self._installed_hooks[key].remove()
             del self._installed_hooks[key]
         for key, make_hook in needed.items():

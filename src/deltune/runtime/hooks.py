@@ -212,7 +212,7 @@ class HiddenStatesHook:
         if not states:
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
-        states = [*(h[:, -last.shape[1] :] for h in states), last]
+        states = [*states, last]
         for edit, group in self.passes.assignment().states[self.path]:
             whole = torch.stack([group.select(h) for h in states])
             last = group.replace(
@@ -251,6 +251,10 @@ HOOK_CLASSES: dict[str, Any] = {
 }  # fmt: skip
 """The hook for each side of a module that a place may be at."""
 
+INSTALL_ORDER = ("states", "tokens", "positions")
+"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are read
+before a prompt's rows are removed from them, and positions are shifted where the prompt has put them."""
+
 
 def required_hooks(
     passes: PassManager, anatomy: Anatomy, deltas: Iterable[Delta]
@@ -282,7 +286,12 @@ def required_hooks(
             kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
             needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
     needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
-    return needed
+    return dict(sorted(needed.items(), key=lambda item: install_rank(item[0])))
+
+
+def install_rank(key: tuple[str, str]) -> int:
+    """The place of a kind of hook in INSTALL_ORDER, counted from 1; 0 where the order does not matter."""
+    return INSTALL_ORDER.index(key[1]) + 1 if key[1] in INSTALL_ORDER else 0
 
 
 def _common_parent(first: str, second: str) -> str:
