@@ -252,8 +252,8 @@ HOOK_CLASSES: dict[str, Any] = {
 """The hook for each side of a module that a place may be at."""
 
 INSTALL_ORDER = ("states", "tokens", "positions")
-"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are read
-before a prompt's rows are removed from them, and positions are shifted where the prompt has put them."""
+"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are
+read before a prompt's rows are removed from them, and positions are shifted where the prompt has put them."""
 
 
 def required_hooks(

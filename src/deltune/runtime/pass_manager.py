@@ -25,7 +25,7 @@ from .forward_pass import (
     current_scope,
     innermost_pass,
     open_scopes_here,
-    recomputed_assignment,
+    recomputation,
     refuse_closed,
     remember_for_backward,
     run_in_pass,
@@ -177,12 +177,28 @@ class PassManager:
     # -- what hooks look up
 
     def assignment(self) -> RowAssignment:
-        """Return the assignment of the running pass, or outside of one that of a pass which would begin here."""
-        if not torch.compiler.is_dynamo_compiling():
-            running = current_pass(self)
-            if running is not None:
-                return running.assignment
-        return self.assignment_of_new_pass()
+        """Return the assignment of the running pass, or outside of one that of a pass which would begin here.
+
+        In a backward pass that computes a part of the model again, it is the assignment of the forward pass.
+
+        Raises:
+            DeltuneError: The model no longer holds the tensors of that forward pass.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.assignment_of_new_pass()
+        running = current_pass(self)
+        if running is not None:
+            return running.assignment
+        recomputed = recomputation(self)
+        if recomputed is None:
+            return self.assignment_of_new_pass()
+        refuse_frozen(recomputed.assignment.groups)
+        if self.state.placed_delta != recomputed.assignment.placed_delta:
+            raise DeltuneError(
+                "a backward pass computes a part of a layer again, but the model no longer holds the tensors that the "
+                "forward pass used: run the backward pass before use() or disable(), and inside the same rows()"
+            )
+        return recomputed.assignment
 
     def assignment_of_new_pass(self) -> RowAssignment:
         """Return the assignment that a pass uses which begins in this thread or task now."""
@@ -194,7 +210,7 @@ class PassManager:
         """Return the running pass, where hooks keep data for each other; outside of one, an object that is dropped."""
         if torch.compiler.is_dynamo_compiling():
             return self.compiled_pass
-        return current_pass(self) or ForwardPass(self, self.default_assignment)
+        return current_pass(self) or recomputation(self) or ForwardPass(self, self.default_assignment)
 
     # -- passes
 
@@ -291,7 +307,8 @@ class PassManager:
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
             return ForwardPass(self, outer.assignment, carried, enclosing, outer)
-        fixed = assignment or recomputed_assignment(self)
+        recomputed = recomputation(self)
+        fixed = assignment or (recomputed and recomputed.assignment)
         if fixed is not None:
             refuse_frozen(fixed.groups)
         elif outer is None and carried is None and backward_id() is not None and self.scopes:
