@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..errors import DeltuneError, error_summary
-from .skeleton import structural_copy
+from .skeleton import base_modules, structural_copy
 
 
 @dataclass(eq=False)
@@ -277,7 +277,7 @@ AttentionMaskInterface.register(OBSERVING_ATTENTION, _no_mask)
 def all_configs(model: torch.nn.Module) -> list[Any]:
     """Return every configuration that a module of the model reads; encoders and decoders have copies of their own."""
     configs: dict[int, Any] = {}
-    for module in model.modules():
+    for _, module in base_modules(model):
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             configs[id(config)] = config

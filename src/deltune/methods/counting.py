@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
+from ..anatomy.skeleton import base_parameters
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, excerpt, unknown_name
@@ -287,7 +288,7 @@ def check_memory(model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMet
     Raises:
         DeltuneError: The method does not fit; the message has its exact count.
     """
-    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    wide = any(p.dtype == torch.float64 for _, p in base_parameters(model))
     needed = needed_bytes(anatomy, resolved, 8 if wide else 4)
     limit, source = _limit(model)
     if limit is None or needed <= limit:
@@ -304,7 +305,7 @@ def _limit(model: PreTrainedModel) -> tuple[int | None, str]:
     """Return the bytes that may be used, None where they are not known, and where the number comes from."""
     if stated := os.environ.get(LIMIT_VARIABLE, "").strip():
         return _parse_limit(stated), f"is the limit of {LIMIT_VARIABLE}"
-    devices = {p.device for p in model.parameters()} - {torch.device("meta")} or {torch.device("cpu")}
+    devices = {p.device for _, p in base_parameters(model)} - {torch.device("meta")} or {torch.device("cpu")}
     free = [_free_on_device(device) for device in devices]
     names = ", ".join(sorted(map(str, devices)))
     return (None if None in free else sum(f for f in free if f is not None)), f"is free ({names})"

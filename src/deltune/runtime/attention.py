@@ -32,6 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..anatomy.skeleton import base_modules
 from ..errors import DeltuneError, excerpt, unknown_name
 from .rows import DeltaRows, stack_by_row
 
@@ -328,7 +329,7 @@ def prefix_report(model: torch.nn.Module) -> dict[str, str]:
     """
     if not isinstance(model, torch.nn.Module):
         raise DeltuneError(f"prefix_report takes a model, not {excerpt(model)}")
-    hooks = (module.__dict__.get(HOOK_ATTRIBUTE) for module in model.modules())
+    hooks = (module.__dict__.get(HOOK_ATTRIBUTE) for _, module in base_modules(model))
     passes = next((hook.passes for hook in hooks if hook is not None), None)
     return {} if passes is None else dict(passes.report)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy, Layer, Tensor
 from ..compat import call_class, get_call_override, remove_call_override, set_call_override
 from ..errors import DeltuneError
@@ -213,7 +213,7 @@ class FrozenLayers:
         self.cached: dict[tuple[str, int], torch.Tensor] = {}
         self.recorded: dict[tuple[str, int], torch.Tensor] = {}
         self.in_eval_mode: list[nn.Module] = []
-        self.modules = [m for name, m in model.named_modules() if name.split(".")[0] != HANDLE_NAME]
+        self.modules = [module for _, module in base_modules(model)]
         numbers = {stack.name: 0 for stack in anatomy.stacks}
         self.layer_hooks: list[FrozenLayerHook] = []
         for layer in self.boundary.layers:

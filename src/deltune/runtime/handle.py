@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import check_not_quantized, inspect
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import HANDLE_NAME, base_parameters
 from ..anatomy.tracing import all_configs, trace_forward
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -74,7 +74,7 @@ class Tuned(nn.Module):
         self.base = nn.ParameterDict()
         self._base_labels = HeadLabels.from_config(model.config)
         self._base_metadata: dict[str, Any] | None = None
-        self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
@@ -376,7 +376,7 @@ class Tuned(nn.Module):
         self._installed_hooks.clear()
         self._passes.set_prefix_attention(False)
         model._modules.pop(HANDLE_NAME, None)
-        for parameter_name, parameter in model.named_parameters():
+        for parameter_name, parameter in base_parameters(model):
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
         self.__dict__["_model"] = None
         return model
@@ -447,8 +447,8 @@ class Tuned(nn.Module):
 
     def _move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        default = next(self.model.parameters()).device
-        is_double = any(p.dtype == torch.float64 for p in self.model.parameters())
+        default = next(p for _, p in base_parameters(self.model)).device
+        is_double = any(p.dtype == torch.float64 for _, p in base_parameters(self.model))
         dtype = torch.float64 if is_double else torch.float32
         for edit in delta.all_edits():
             edit.to(self._device_of(edit, default), dtype)
@@ -459,7 +459,7 @@ class Tuned(nn.Module):
     def _device_of(self, edit: Edit, default: torch.device) -> torch.device:
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
-        return next((p.device for p in module.parameters()), default)
+        return next((p.device for _, p in base_parameters(module)), default)
 
     @contextlib.contextmanager
     def _exclusive(self, operation: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..errors import DeltuneError, error_from_problems
 from .pass_manager import PassManager
 
@@ -135,7 +135,7 @@ class LoadStateDict(ModelMethod):
 
     def _refuse_ambiguous(self) -> None:
         """Raise an error if deltas have their own values for tensors of this part of the model."""
-        state, inside = self.passes.state, set(self.model.modules())
+        state, inside = self.passes.state, {module for _, module in base_modules(self.model)}
         owned = {owned: name for name in state.deltas for owned in state.delta(name).owned_tensors}
         if tensors := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
             raise DeltuneError(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import delete_from_parameter_dict, parameters_of_dict, set_in_parameter_dict
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key
@@ -198,8 +198,8 @@ def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return all modules, with the parameter's name in them, that hold each parameter; a tied tensor has several."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
-    for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
+    for path, module in base_modules(model):
+        for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
                 slots.setdefault(id(parameter), []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = id(parameter)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import is_unquantized
-from ..anatomy.skeleton import HANDLE_NAME, base_modules
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters
 from ..compat import backward_id
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
@@ -69,7 +69,7 @@ def check_not_offloaded(model: nn.Module) -> None:
     Raises:
         DeltuneError: Some are: accelerate loads them only for their module's own call.
     """
-    for path, module in model.named_modules():
+    for path, module in base_modules(model):
         if _offloads(module.__dict__.get("_hf_hook")):
             raise DeltuneError(
                 f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
@@ -105,7 +105,7 @@ def refuse_inference_tensors(model: nn.Module) -> None:
     Raises:
         DeltuneError: It was, so torch cannot compute gradients through its weights.
     """
-    if any(parameter.is_inference() for parameter in model.parameters()):
+    if any(parameter.is_inference() for _, parameter in base_parameters(model)):
         raise DeltuneError(
             f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
             "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
