@@ -173,7 +173,7 @@ def test_a_prompt_starts_from_given_tokens(family: Family) -> None:
     assert differences(known, facts(model)) == []
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a b", "keys", "../x", "a/b", None, 3])
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "keys", "../x", "a/b", None, 3, "training", "_modules"])
 def test_names_that_cannot_be(name: object) -> None:
     model = specimen("bert")
     known = facts(model)
