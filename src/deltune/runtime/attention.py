@@ -281,17 +281,19 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 How = Literal["auto", "joined", "merged"]
 
 
-class _ThreadChoice(threading.local):  # a context variable would be lost on torch.compile
+class _Thread(threading.local):  # a context variable would be lost on torch.compile
     how: How = "auto"
+    entered: tuple[tuple[object, How], ...] = ()
+    """What the blocks choose that were entered in this thread and not left, each with its token, the innermost last."""
 
 
-_thread = _ThreadChoice()
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
     """Choose how attention to prefixes is computed inside a `with` block, in this thread. Results differ by rounding
-    only.
+    only. Where blocks of several asyncio tasks overlap, that which was entered last holds for all of them.
 
     `prefix_report` says how it was computed.
 
@@ -308,11 +310,13 @@ def prefix_attention(how: How) -> Iterator[None]:
     """
     if how not in ("auto", "joined", "merged"):
         raise DeltuneError(unknown_name("prefix attention", how, ("auto", "joined", "merged")))
-    before, _thread.how = _thread.how, how
+    token = object()
+    _thread.entered, _thread.how = (*_thread.entered, (token, how)), how
     try:
         yield
-    finally:
-        _thread.how = before
+    finally:  # asyncio tasks of one thread may leave their blocks in any order
+        _thread.entered = tuple(block for block in _thread.entered if block[0] is not token)
+        _thread.how = _thread.entered[-1][1] if _thread.entered else "auto"
 
 
 def prefix_report(model: torch.nn.Module) -> dict[str, str]:
