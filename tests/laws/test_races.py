@@ -247,6 +247,13 @@ def test_copied_together_with_the_handle() -> None:
     assert all(equal(*pair) for pair in zip(answers(again, batch(again)), answers(model, batch(again)), strict=True))
 
 
+def test_what_a_compiled_pass_left_is_not_copied() -> None:
+    tuned = tuned_model()
+    tuned._passes.compiled_pass.prompt = threading.Lock()  # anything that no copy or pickle may hold
+    for model in (copy.deepcopy(tuned.model), pickle.loads(pickle.dumps(tuned.model))):
+        assert deltune.tuned(model)._passes.compiled_pass.prompt is None
+
+
 def test_copied_inside_of_a_pass_and_of_a_change() -> None:
     """Where waiting for passes would be waiting for oneself."""
     tuned = tuned_model()

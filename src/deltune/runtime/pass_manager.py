@@ -165,7 +165,7 @@ class PassManager:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
-        excluded = ("lock", "traced", "scopes", "is_pickled")
+        excluded = ("lock", "compiled_pass", "scopes", "is_pickled")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
