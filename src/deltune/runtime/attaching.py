@@ -465,7 +465,8 @@ def check_name(name: str, taken: Iterable[str]) -> None:
     """Raise an error for a name that a delta cannot have, or that is taken."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
         raise DeltuneError(
-            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no attribute of torch's ModuleDict"
+            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
+            "ModuleDict uses itself"
         )
     if name in taken:
         raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
