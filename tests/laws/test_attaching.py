@@ -263,3 +263,26 @@ def test_models_that_share_modules(
     stir(deltune.attach(one, "lora(rank=2)", name="beside")).detach()
     deltune.attach(two, "layernorm").detach()
     assert differences(known[0], facts(model)) == [] and differences(known[1], facts(other)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["lora(rank=2)", "prompt(length=2, init_from=(3,)) + layernorm", "diff_pruning(sparsity=0.01)", "unipelt"]
+)
+def test_inside_of_another_default_device(text: str, tmp_path: Path) -> None:
+    """Deltas are made as outside of it, since a tensor on the meta device has no values to move."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model)
+    torch.manual_seed(0)
+    expected = [p.detach().clone() for p in deltune.attach(model, text).trainable_parameters()]
+    deltune.tuned(model).detach()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        tuned = deltune.attach(model, text)
+    assert all(torch.equal(a, b) for a, b in zip(tuned.trainable_parameters(), expected, strict=True))
+    tuned.advance(0.0)
+    outputs = run(stir(tuned).model, inputs)
+    with torch.device("meta"):
+        tuned.save(tmp_path / "delta")
+        tuned.detach()
+        deltune.load(model, tmp_path / "delta")
+    assert equal(run(model, inputs), outputs)

@@ -225,7 +225,7 @@ def attach(
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
+    with _default_modes():
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
@@ -235,6 +235,15 @@ def attach(
         handle = handle or Tuned(model)
         _attach(handle, parsed, planned, name, head)
     return handle
+
+
+@contextlib.contextmanager
+def _default_modes() -> Iterator[None]:
+    """Make tensors as outside of torch.inference_mode(), in which they could not be trained later, and of a default
+    device like `torch.device("meta")`. A delta is made on the CPU and moved to the model's devices."""
+    on_cpu = torch.get_default_device() == torch.device("cpu")
+    with torch.inference_mode(False), contextlib.nullcontext() if on_cpu else torch.device("cpu"):
+        yield
 
 
 def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
@@ -291,7 +300,7 @@ def load(model: PreTrainedModel, folder: str | Path, name: str = "default", allo
     """
     _check_model(model)
     where = user_path(folder, "folder")
-    with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
+    with _default_modes():
         if is_foreign(where) and not has_file(where, serialization.FACTS):
             return _load_foreign(model, where, name, allow_nonfinite)
         saved = serialization.open_delta(where)

@@ -107,7 +107,7 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
         values = original(tensor.name).detach().reshape(-1)
         if values.device.type == "meta":
             return {}
-        step = torch.linspace(0, values.numel() - 1, min(64, values.numel())).long()
+        step = torch.linspace(0, values.numel() - 1, min(64, values.numel()), device="cpu").long()
         sample = values[step.to(values.device)].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
         digest = areas.setdefault(tensor.area, hashlib.sha256())
         digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + sample)
