@@ -147,7 +147,9 @@ class OutputHook:
         """Whether the output may be overwritten: no other hook or wrapper has it, and autograd does not need it."""
         if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
             return False
-        if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
+        # torch.export refuses to change a part of a fused projection in place, and torch.jit.trace compares the graphs
+        # of a pass with gradients and one without
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return False
         return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
 
