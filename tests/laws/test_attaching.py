@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from torch.nn.utils import parametrize, prune
 from transformers import PreTrainedModel
 
 import deltune
@@ -286,3 +287,55 @@ def test_inside_of_another_default_device(text: str, tmp_path: Path) -> None:
         tuned.detach()
         deltune.load(model, tmp_path / "delta")
     assert equal(run(model, inputs), outputs)
+
+
+class Halved(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+def halve(module: torch.nn.Module) -> Callable[[], object]:
+    parametrize.register_parametrization(module, "weight", Halved())
+    return lambda: parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+def prune_half(module: torch.nn.Module) -> Callable[[], object]:
+    prune.random_unstructured(module, "weight", 0.5)
+    return lambda: prune.remove(module, "weight")
+
+
+REPLACED = "was replaced or quantised after deltas were attached"
+
+
+@pytest.mark.parametrize("replace", [halve, prune_half])
+@pytest.mark.parametrize("text", ["lora(rank=2)", "layernorm", "full", "apet(full, parameters=50)"])
+def test_a_parameter_that_is_none_any_more(
+    text: str, replace: Callable[[torch.nn.Module], Callable[[], object]], tmp_path: Path
+) -> None:
+    """What needs it is refused and changes nothing, and goes on once the parameter is back."""
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = stir(deltune.attach(model, text, name="one"))
+    stir(deltune.attach(model, "layernorm", name="two"), seed=2)
+    tuned.use("one")
+    inputs, layer = batch(model), model.bert.encoder.layer[0]
+    expected = run(model, inputs)
+    undo = replace(layer.output.LayerNorm if text == "layernorm" else layer.attention.self.query)
+    known = facts(model)
+    changes: dict[str, Callable[[], object]] = {"merge": tuned.merge}
+    if text != "lora(rank=2)":
+        changes["pass"] = lambda: run(model, inputs)
+    if text in ("layernorm", "full"):
+        changes |= {"use": lambda: tuned.use("two"), "detach": tuned.detach, "no use": lambda: tuned.use(None)}
+        changes |= {"save": lambda: tuned.save(tmp_path / "delta"), "disable": tuned.disable().__enter__}
+        changes["attach"] = lambda: deltune.attach(model, "layernorm", name="three")
+    for name, change in changes.items():
+        with pytest.raises(deltune.DeltuneError, match=REPLACED):
+            change()
+        assert (tuned.active, tuned.names, tuned._state.placed_delta) == ("one", ("one", "two"), "one"), name
+        assert differences(known, facts(model)) == [], name
+    undo()
+    outputs = run(model, inputs)
+    assert replace is prune_half or equal(outputs, expected)
+    tuned.use("two").use("one")
+    assert equal(run(model, inputs), outputs)
+    tuned.detach()

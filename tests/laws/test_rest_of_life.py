@@ -846,6 +846,7 @@ def test_the_table_of_a_notebook() -> None:
     assert f"<td>two</td><td>layernorm</td><td>{rows[1]}</td><td>yes</td>" in table
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("text", ["lora(rank=2)", "adapter(rank=2) + layernorm", "prefix(length=2)"])
 def test_traced_by_jit(text: str) -> None:
     """torch.jit.trace compares the graphs of a pass with gradients and of one without."""

@@ -258,6 +258,7 @@ class Tuned(nn.Module):
         with self._exclusive("use"):
             if name is not None:
                 self.delta(name)
+            self._state.check_slots(name)
             _run_to_completion(lambda: self._use(name))
         return self
 
@@ -355,6 +356,8 @@ class Tuned(nn.Module):
             for delta_name in removed:
                 self.delta(delta_name)
             self._passes.refuse_in_scopes("detach", removed)
+            if self._passes.default_assignment.placed_delta in removed:
+                self._state.check_slots(None)
             model: PreTrainedModel = _run_to_completion(lambda: self._detach(removed))
             return model
 
@@ -479,6 +482,7 @@ class Tuned(nn.Module):
             delta.train(self.model.training)
             if name in self.deltas:
                 raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
+            self._state.check_slots(None)
             has_other_handle = False
             try:
                 with _INSTALL_LOCK:
@@ -509,9 +513,10 @@ class Tuned(nn.Module):
         for key, make_hook in needed.items():
             self._install_hook(key, make_hook)
         tensors = {tensor for name in self.names for tensor in self.delta(name).owned_tensors}
-        with_tensors = {path for tensor in tensors for path, _ in owning_modules(self.anatomy, tensor)}
+        tensors |= {tensor for name in self.names for tensor, _ in self.delta(name).masked_tensors()}
+        parameters = {place for tensor in tensors for place in owning_modules(self.anatomy, tensor)}
         hooked = {path for path, side in self._installed_hooks if side not in {*METHODS, *WHOLE_MODEL_METHODS}}
-        self._passes.modules = AttachedModules(self.model, hooked | with_tensors)
+        self._passes.modules = AttachedModules(self.model, hooked | {path for path, _ in parameters}, parameters)
         self._passes.set_prefix_attention(any(side == "attention" for _, side in self._installed_hooks))
 
     def _install_hook(self, key: tuple[str, str], make_hook: Callable[[], Hook]) -> None:

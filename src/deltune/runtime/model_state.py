@@ -110,10 +110,22 @@ class ModelState:
         return result
 
     def _parameter_in_slot(self, name: str) -> nn.Parameter:
-        module, leaf = self.slots[name][0]
-        parameter = module._parameters[leaf]
-        assert parameter is not None
-        return parameter
+        parameters = [module._parameters.get(leaf) for module, leaf in self.slots[name]]
+        first = parameters[0]
+        if first is None or any(parameter is None for parameter in parameters):
+            raise DeltuneError(missing_parameter(name))
+        return first
+
+    def check_slots(self, name: str | None) -> None:
+        """Check that the tensors of a delta, or of none, can be put into the model's slots.
+
+        Raises:
+            DeltuneError: A slot is no parameter any more.
+        """
+        if self.placed_delta != name:
+            incoming = self.delta(name).owned_tensors if name is not None else ()
+            for tensor in (*incoming, *(key.replace("/", ".") for key in parameters_of_dict(self.base))):
+                self._parameter_in_slot(tensor)
 
     # -- changing
 
@@ -133,7 +145,7 @@ class ModelState:
             name: The delta's name, or None for the base's own tensors.
 
         Raises:
-            DeltuneError: The delta was detached.
+            DeltuneError: The delta was detached, or a slot is no parameter any more.
         """
         if self.placed_delta == name:
             return
@@ -142,6 +154,7 @@ class ModelState:
                 f"delta {name!r} was detached between a forward pass and its backward pass, which computes layers "
                 "again: run the backward pass before detach()"
             )
+        self.check_slots(name)
         others = [self.delta(other) for other in self.deltas if other != name]
         self.placed_delta = _MOVING
         for delta in others:
@@ -187,6 +200,15 @@ class ModelState:
         return registered | {
             f"held.{parameter_key(owned)}": self.delta_value(delta, owned) for owned in delta.owned_tensors
         }
+
+
+def missing_parameter(name: str) -> str:
+    """The message of an error about a parameter that is not in its module any more."""
+    return (
+        f"{name} was replaced or quantised after deltas were attached to it (torch.nn.utils.prune, parametrizations "
+        "and quantising do that), so that a delta's own values have no place: undo that, as by prune.remove or "
+        "remove_parametrizations, and attach after it"
+    )
 
 
 def _held_keys(name: str, keys: Iterable[str]) -> set[str]:

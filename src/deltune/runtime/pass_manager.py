@@ -30,15 +30,22 @@ from .forward_pass import (
     remember_for_backward,
     run_in_pass,
 )
-from .model_state import ModelState
+from .model_state import ModelState, missing_parameter
 from .row_assignment import RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
 
 
 class AttachedModules:
-    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
+    """The modules that deltas act at and all modules around them, each with its parent and its name in it.
 
-    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
+    Args:
+        model: The model.
+        paths: The paths of the modules.
+        parameters: The parameters for which deltas have their own values, as (path of the module, name in it).
+    """
+
+    def __init__(self, model: nn.Module, paths: Iterable[str], parameters: Iterable[tuple[str, str]] = ()) -> None:
+        self.parameters = [(path, leaf, model.get_submodule(path)) for path, leaf in parameters]
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
         self.entries: list[tuple[str, nn.Module, str, nn.Module]] = []
         for path in inside:
@@ -49,9 +56,12 @@ class AttachedModules:
         """Check that all of them are still in the model, with plain weights.
 
         Raises:
-            DeltuneError: A module was replaced, or its weight was quantised.
+            DeltuneError: A module was replaced, its weight was quantised, or a parameter is no parameter any more.
         """
         exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
+        for path, leaf, module in self.parameters:
+            if module._parameters.get(leaf) is None:
+                raise DeltuneError(missing_parameter(f"{path}.{leaf}"))
         for path, parent, leaf, module in self.entries:
             weight = module._parameters.get("weight")
             is_plain = weight is None or exporting or is_unquantized(weight)
