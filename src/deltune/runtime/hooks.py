@@ -149,7 +149,7 @@ class OutputHook:
             return False
         # torch.export refuses to change a part of a fused projection in place, and torch.jit.trace compares the graphs
         # of a pass with gradients and one without
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return False
         return len(module._forward_hooks) == 1 and not _global_forward_hooks and not transforms_active()
 

@@ -318,7 +318,7 @@ class PassManager:
         if assignment is None and outer is not None and outer.scope is carried:
             return ForwardPass(self, outer.assignment, carried, enclosing, outer)
         recomputed = recomputation(self)
-        fixed = assignment or (recomputed and recomputed.assignment)
+        fixed = assignment if assignment is not None or recomputed is None else recomputed.assignment
         if fixed is not None:
             refuse_frozen(fixed.groups)
         elif outer is None and carried is None and backward_id() is not None and self.scopes:
