@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from torch.nn.utils import parametrize, prune
 from transformers import PreTrainedModel
 
 import deltune
@@ -172,7 +174,7 @@ def test_a_prompt_starts_from_given_tokens(family: Family) -> None:
     assert differences(known, facts(model)) == []
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a b", "keys", "../x", "a/b", None, 3])
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "keys", "../x", "a/b", None, 3, "training", "_modules"])
 def test_names_that_cannot_be(name: object) -> None:
     model = specimen("bert")
     known = facts(model)
@@ -220,3 +222,120 @@ def test_a_name_in_use_and_a_name_unknown() -> None:
     with pytest.raises(deltune.DeltuneError, match=r"unknown head.*freeze, train"):
         deltune.attach(model, "lora", name="two", head="frozen")  # type: ignore[arg-type]
     assert tuned.detach() is model
+
+
+def inner(model: PreTrainedModel) -> PreTrainedModel:
+    return model.base_model
+
+
+def sibling(model: PreTrainedModel) -> PreTrainedModel:
+    other = build(FAMILIES["bert"], "tokens")
+    other.bert.encoder = model.bert.encoder
+    return other
+
+
+def with_the_same_embedding(model: PreTrainedModel) -> PreTrainedModel:
+    other = build(FAMILIES["roberta"], "sequence")
+    other.roberta.embeddings.LayerNorm = model.bert.embeddings.LayerNorm
+    return other
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the other first", "the other second"])
+@pytest.mark.parametrize(
+    ("relative", "path"),
+    [(inner, "bert"), (sibling, "bert.encoder"), (with_the_same_embedding, "embeddings.LayerNorm")],
+)
+def test_models_that_share_modules(
+    relative: Callable[[PreTrainedModel], PreTrainedModel], path: str, first: bool, tmp_path: Path
+) -> None:
+    """Only one of them has deltas at a time: each would take the other's tensors for the base's own."""
+    model = build(FAMILIES["bert"], "sequence")
+    other = relative(model)
+    one, two = (other, model) if first else (model, other)
+    known = facts(model), facts(other)
+    tuned = stir(deltune.attach(one, "prefix(length=2) + layernorm"))
+    tuned.save(tmp_path / "delta")
+    inputs = batch(model)
+    before = facts(two), run(one, inputs)
+    for change in (deltune.attach, deltune.load):
+        with pytest.raises(deltune.DeltuneError, match=f"(?s)({path}|this ).* also belongs to .*: attach to .* detach"):
+            change(two, "layernorm" if change is deltune.attach else tmp_path / "delta")  # type: ignore[operator]
+    assert differences(before[0], facts(two)) == [] and equal(run(one, inputs), before[1])
+    stir(deltune.attach(one, "lora(rank=2)", name="beside")).detach()
+    deltune.attach(two, "layernorm").detach()
+    assert differences(known[0], facts(model)) == [] and differences(known[1], facts(other)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["lora(rank=2)", "prompt(length=2, init_from=(3,)) + layernorm", "diff_pruning(sparsity=0.01)", "unipelt"]
+)
+def test_inside_of_another_default_device(text: str, tmp_path: Path) -> None:
+    """Deltas are made as outside of it, since a tensor on the meta device has no values to move."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model)
+    torch.manual_seed(0)
+    expected = [p.detach().clone() for p in deltune.attach(model, text).trainable_parameters()]
+    deltune.tuned(model).detach()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        tuned = deltune.attach(model, text)
+    assert all(torch.equal(a, b) for a, b in zip(tuned.trainable_parameters(), expected, strict=True))
+    tuned.advance(0.0)
+    outputs = run(stir(tuned).model, inputs)
+    with torch.device("meta"):
+        tuned.save(tmp_path / "delta")
+        tuned.detach()
+        deltune.load(model, tmp_path / "delta")
+    assert equal(run(model, inputs), outputs)
+
+
+class Halved(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+def halve(module: torch.nn.Module) -> Callable[[], object]:
+    parametrize.register_parametrization(module, "weight", Halved())
+    return lambda: parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+def prune_half(module: torch.nn.Module) -> Callable[[], object]:
+    prune.random_unstructured(module, "weight", 0.5)
+    return lambda: prune.remove(module, "weight")
+
+
+REPLACED = "was replaced or quantised after deltas were attached"
+
+
+@pytest.mark.parametrize("replace", [halve, prune_half])
+@pytest.mark.parametrize("text", ["lora(rank=2)", "layernorm", "full", "apet(full, parameters=50)"])
+def test_a_parameter_that_is_none_any_more(
+    text: str, replace: Callable[[torch.nn.Module], Callable[[], object]], tmp_path: Path
+) -> None:
+    """What needs it is refused and changes nothing, and goes on once the parameter is back."""
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = stir(deltune.attach(model, text, name="one"))
+    stir(deltune.attach(model, "layernorm", name="two"), seed=2)
+    tuned.use("one")
+    inputs, layer = batch(model), model.bert.encoder.layer[0]
+    expected = run(model, inputs)
+    undo = replace(layer.output.LayerNorm if text == "layernorm" else layer.attention.self.query)
+    known = facts(model)
+    changes: dict[str, Callable[[], object]] = {"merge": tuned.merge}
+    if text != "lora(rank=2)":
+        changes["pass"] = lambda: run(model, inputs)
+    if text in ("layernorm", "full"):
+        changes |= {"use": lambda: tuned.use("two"), "detach": tuned.detach, "no use": lambda: tuned.use(None)}
+        changes |= {"save": lambda: tuned.save(tmp_path / "delta"), "disable": tuned.disable().__enter__}
+        changes["attach"] = lambda: deltune.attach(model, "layernorm", name="three")
+    for name, change in changes.items():
+        with pytest.raises(deltune.DeltuneError, match=REPLACED):
+            change()
+        assert (tuned.active, tuned.names, tuned._state.placed_delta) == ("one", ("one", "two"), "one"), name
+        assert differences(known, facts(model)) == [], name
+    undo()
+    outputs = run(model, inputs)
+    assert replace is prune_half or equal(outputs, expected)
+    tuned.use("two").use("one")
+    assert equal(run(model, inputs), outputs)
+    tuned.detach()

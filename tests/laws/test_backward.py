@@ -129,6 +129,49 @@ def test_a_checkpoint_of_the_users_around_the_model(texts: str, scope: str, way:
     assert len(gradients) == 3
 
 
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "a layer": lambda layer: layer,
+    "an attention": lambda layer: layer.attention,
+}
+
+
+def checkpoint_forward(module: torch.nn.Module) -> None:
+    """Compute a module's forward again in the backward pass, as a user may, in whose recomputation no pass begins."""
+    forward = module.forward
+    module.forward = lambda h, *args, **kwargs: checkpoint(  # type: ignore[method-assign]
+        lambda again: forward(again, *args, **kwargs), h, use_reentrant=False
+    )
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("texts", TEXTS)
+def test_parts_of_two_passes_that_are_computed_again_in_one_backward_pass(texts: str, part: str) -> None:
+    """Each as its own forward pass computed it, whatever is in use when the backward pass runs."""
+    case, gradients = Case(texts), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            for layer in case.model.bert.encoder.layer:
+                checkpoint_forward(PARTS[part](layer))
+        with case.tuned.rows(["a", "b"]):
+            one = case.output(case.model(**case.inputs))
+        with case.tuned.rows(["b", None]):
+            two = case.output(case.model(**case.inputs))
+            with case.tuned.rows(["a", "b"]):
+                (one * two).sum().backward()
+        gradients.append(case.gradients())
+    assert gradients[0] and close(gradients[1], gradients[0])
+
+
+def test_a_part_that_is_computed_again_without_its_tensors() -> None:
+    """The weights that a delta trains in place are back in the model by then."""
+    case = Case("in their places")
+    for layer in case.model.bert.encoder.layer:
+        checkpoint_forward(layer.attention)
+    total = case.loss()
+    with case.tuned.disable(), pytest.raises(deltune.DeltuneError, match="no longer holds the tensors"):
+        total.backward()
+
+
 def passing(scope: AbstractContextManager[Any]) -> None:
     with scope:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -165,3 +166,10 @@ def test_what_cannot_be(text: str, message: str) -> None:
     model = build(FAMILIES["bert"], "base")
     with pytest.raises(deltune.DeltuneError, match=message):
         deltune.attach(model, text)
+
+
+def test_copies_do_not_have_the_positions_that_are_cached() -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "diff_pruning(sparsity=0.01)")
+    run(tuned.model, batch(tuned.model))
+    learned, copied = gates(tuned), gates(deltune.tuned(copy.deepcopy(tuned.model)))
+    assert learned.largest is not None and copied.largest is None and vars(copied).keys() == vars(learned).keys()

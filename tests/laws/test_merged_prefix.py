@@ -3,6 +3,7 @@ outputs, the same gradients, the same texts, in mixed batches too."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -207,3 +208,33 @@ def test_by_default_what_is_faster() -> None:
         assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(deltune.DeltuneError, match="unknown prefix attention"), deltune.prefix_attention("both"):  # type: ignore[arg-type]
         pass
+
+
+def test_tasks_that_overlap_leave_the_default() -> None:
+    """Two asyncio tasks in one thread, of which the first to enter is the first to leave."""
+    model = tuned_model(FAMILIES["bert"])
+    inputs = batch(model)
+
+    def served() -> set[str]:
+        forward(model, inputs)
+        return set(deltune.prefix_report(model).values())
+
+    async def task(how: How, entered: asyncio.Event, leave: asyncio.Event) -> None:
+        with deltune.prefix_attention(how):
+            entered.set()
+            await leave.wait()
+
+    async def overlapping() -> list[set[str]]:
+        events = [asyncio.Event() for _ in range(4)]
+        first = asyncio.create_task(task("merged", *events[:2]))
+        await events[0].wait()
+        second = asyncio.create_task(task("joined", *events[2:]))
+        await events[2].wait()
+        events[1].set()
+        await first
+        reports = [served()]
+        events[3].set()
+        await second
+        return [*reports, served()]
+
+    assert asyncio.run(overlapping()) == [{"joined: requested"}, {"joined: as fast"}]

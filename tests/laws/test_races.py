@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import deltune
+from deltune.anatomy import inspection
 
 from .families import FAMILIES
 from .specimens import Outputs, batch, build, equal, forward, loss, run, stir
@@ -68,6 +70,41 @@ def beside(job: Callable[[], Any]) -> Iterator[threading.Thread]:
     assert not thread.is_alive(), "the thread is stuck"
     for error in errors:
         raise error
+
+
+# -- reading the model's structure
+
+
+def test_nothing_walks_through_a_model_to_which_others_may_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk of torch's own ends in an error when another thread adds or removes a module meanwhile. Only what no other
+    thread can change the model beside of may take one."""
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = deltune.attach(model, "layernorm", name="kept")
+    tuned.save(tmp_path / "saved")
+    walk = torch.nn.Module.named_modules
+
+    def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert module not in (model, tuned, tuned.deltas) or tuned._passes.lock.held_by_change
+        return walk(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", checked)
+    with pytest.raises(AssertionError):
+        list(model.parameters())
+    deltune.attach(model, "prefix(length=2) + three_vectors", name="other")
+    run(model, batch(model))
+    assert deltune.prefix_report(model)
+    deltune.load(model, tmp_path / "saved", name="loaded")
+    tuned.save(tmp_path / "again")
+    monkeypatch.setattr(inspection, "_CACHE", {})
+    deltune.inspect(model)
+    deltune.count(model, "lora(rank=2)")
+    tuned.count(name="kept")
+    with tuned.rows(["kept", "other"]):
+        run(model, batch(model))
+    tuned.use("kept").detach("loaded")
+    tuned.merge()
 
 
 # -- copies, pickles and state dicts
@@ -208,6 +245,13 @@ def test_copied_together_with_the_handle() -> None:
     assert mine == {id(parameter) for parameter in parameters}
     again = pickle.loads(pickle.dumps(model))  # one that was pickled before is as good as the first
     assert all(equal(*pair) for pair in zip(answers(again, batch(again)), answers(model, batch(again)), strict=True))
+
+
+def test_what_a_compiled_pass_left_is_not_copied() -> None:
+    tuned = tuned_model()
+    tuned._passes.compiled_pass.prompt = threading.Lock()  # anything that no copy or pickle may hold
+    for model in (copy.deepcopy(tuned.model), pickle.loads(pickle.dumps(tuned.model))):
+        assert deltune.tuned(model)._passes.compiled_pass.prompt is None
 
 
 def test_copied_inside_of_a_pass_and_of_a_change() -> None:

@@ -298,9 +298,8 @@ def on_weights_that_were_replaced(folder: Path, model: PreTrainedModel) -> str:
 
 
 def on_a_replaced_module(folder: Path, model: PreTrainedModel) -> str:
-    outer, _, leaf = deltune.inspect(model).layers[0].attentions[0].path.rpartition(".")
-    parent = model.get_submodule(outer)
-    parent._modules[leaf] = copy.deepcopy(parent._modules[leaf])
+    path = deltune.inspect(model).layers[0].attentions[0].path
+    model.set_submodule(path, type(model)(model.config).to(model.dtype).eval().get_submodule(path))
     return "was replaced"
 
 

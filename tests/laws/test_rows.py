@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -456,5 +457,55 @@ def test_gains_of_one_delta_and_biases_of_another(name: str) -> None:
     stir(deltune.attach(tuned.model, other, name="other"), seed=2)
     try:
         check(family, tuned, ["gains", "other", None, "gains"], batch(tuned.model, rows=4))
+    finally:
+        tuned.detach()
+
+
+PAIRED = {
+    "bert": (
+        "three_vectors", "prompt(length=3)", "prompt(length=1, positions='none')",
+        "prefix(length=2, shift_positions=True)", "layernorm", "lora(rank=2)", "unipelt", "adapter(rank=2)", "bitfit",
+        "apet(layernorm, parameters=20)", "multi_head_parallel_adapter(length=2)",
+    ),
+    "llama": (
+        "prompt(length=3)", "prefix(length=2, shift_positions=True)", "layernorm", "ia3", "mam(length=2, rank=2)",
+    ),
+    "bart": (
+        "prompt(length=3)", "prompt(length=1, positions='none')", "prefix(length=2, shift_positions=True)", "layernorm",
+    ),
+    "t5": ("prompt(length=3)", "prefix(length=2)", "ia3", "parallel_adapter(rank=2)"),
+}  # fmt: skip
+"""By family, methods of which each kind acts at other places of a pass; the first ones share modules with others."""
+
+QUICK_PAIRS = {
+    ("three_vectors", "prompt(length=3)"),
+    ("prefix(length=2, shift_positions=True)", "prompt(length=3)"),
+} | {("prefix(length=2, shift_positions=True)", "prompt(length=1, positions='none')")}
+
+
+def pairs() -> list[Any]:
+    """Every ordered pair of methods: the first one is attached first."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, pair, marks=() if pair in QUICK_PAIRS or pair[::-1] in QUICK_PAIRS else slow)
+        for name, texts in PAIRED.items()
+        for pair in permutations(texts, 2)
+        if not all(text.startswith("prompt") for text in pair)  # which rows() refuses
+    ]
+
+
+@pytest.mark.parametrize(("name", "pair"), pairs())
+@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
+def test_every_pair_whatever_was_attached_first(name: str, pair: tuple[str, str], left: bool) -> None:
+    family = FAMILIES[name]
+    model = model_of(family)
+    for text, delta in zip(pair, ("one", "two"), strict=True):
+        tuned = stir(deltune.attach(model, text, name=delta), seed=len(text))
+    inputs = batch(model, rows=3, pad=0)
+    inputs["input_ids"][:2, slice(2) if left else slice(-2, None)] = model.config.pad_token_id
+    inputs["attention_mask"][:2, slice(2) if left else slice(-2, None)] = 0
+    try:
+        for names in (["one", "two", None], ["two", None, "one"]):
+            (check_text if family.kind == "decoder" else check)(family, tuned, names, inputs)
     finally:
         tuned.detach()

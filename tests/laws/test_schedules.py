@@ -350,6 +350,40 @@ def test_frozen_layers_are_one_threads_at_a_time() -> None:
     tuned.detach()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_was_forked_while_frozen_layers_run() -> None:
+    """The thread that runs them does not exist in the child, where every module is back in training mode."""
+    tuned, frozen = frozen_model()
+    model, inputs = tuned.model, batch(tuned.model)
+    model.train()
+    expected = run(model, inputs)
+    inside, leave = threading.Event(), threading.Event()
+
+    def step() -> None:
+        if not inside.is_set():
+            inside.set()
+            come(leave)
+
+    with another_thread() as start, called(model.bert.encoder.layer[0], step):
+        other = start(lambda: run(model, inputs))
+        come(inside)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(PATIENCE)
+            try:
+                torch.set_num_threads(1)
+                assert equal(run(model, inputs), expected) and all(module.training for module in frozen.modules)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        leave.set()
+        assert equal(other.result(PATIENCE), expected)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    frozen.remove()
+    tuned.detach()
+
+
 def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes between the first one's look at who is inside and its own entry."""
     tuned, frozen = frozen_model()

@@ -54,12 +54,12 @@ def computed_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     The flags of `model` itself cannot be used: loading a checkpoint does not set them, and a user may have frozen it.
     """
     fresh = model
-    if not all(p.is_meta for p in model.parameters()):
+    if not all(p.is_meta for _, p in base_parameters(model)):
         try:
             fresh = meta_model(model.config)
         except DeltuneError:
             return ()  # AutoModel has no class for this configuration
-    return tuple(name for name, p in fresh.named_parameters() if not p.requires_grad)
+    return tuple(name for name, p in base_parameters(fresh) if not p.requires_grad)
 
 
 _CACHE: weakref.WeakKeyDictionary[Any, tuple[Any, Anatomy]] = weakref.WeakKeyDictionary()
@@ -111,11 +111,11 @@ class _Inspector:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.base = base_model(model)
-        self.base_path = next((name for name, m in model.named_modules() if m is self.base), "")
+        self.base_path = next((name for name, m in base_modules(model) if m is self.base), "")
         self.trace: Trace = trace_forward(model)
         self.direct = parameters_read_directly(model, self.trace)
         self.computed: tuple[str, ...] = ()
-        self.paths = {module: name for name, module in model.named_modules(remove_duplicate=False)}
+        self.paths = {module: name for name, module in base_modules(model, remove_duplicate=False)}
         self.hidden: list[str] = []
 
     # -- sub-layers
@@ -358,14 +358,15 @@ class _Inspector:
         """Return the modules outside the base model that map to labels; a vocabulary projection is no head."""
         if self.model.get_output_embeddings() is not None:
             return ()
-        base_children = {self.base_path.split(".")[0], "deltune"}
+        base_children = {self.base_path.split(".")[0], ""}
         base_class: Any = auto_class_mapping(AutoModel)[type(self.model.config)]
         if self.base is self.model and type(self.model) is not base_class:
             # T5ForQuestionAnswering has no base model inside: what AutoModel's class has too belongs to the base
             base_children |= {name for name, _ in meta_model(self.model.config).named_children()}
         elif self.base is self.model:
             return ()
-        return tuple(n for n, m in self.model.named_children() if n not in base_children and list(m.parameters()))
+        children = ((n, m) for n, m in base_modules(self.model) if "." not in n)
+        return tuple(n for n, m in children if n not in base_children and list(m.parameters()))
 
     def _tensors(
         self, layers: list[Layer], embedding_paths: set[str], pooler: str | None, head: tuple[str, ...]

@@ -300,7 +300,7 @@ AttentionMaskInterface.register(OBSERVING_ATTENTION, _no_mask)
 def all_configs(model: torch.nn.Module) -> list[Any]:
     """Return every configuration that a module of the model reads; encoders and decoders have copies of their own."""
     configs: dict[int, Any] = {}
-    for module in model.modules():
+    for _, module in base_modules(model):
         config = getattr(module, "config", None)
         if config is not None and has_attention_implementation(config):
             configs[id(config)] = config

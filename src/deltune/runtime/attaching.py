@@ -60,7 +60,7 @@ from .delta_schema import (
 )
 from .handle import Tuned
 from .modules import Delta, HeadLabels, parameter_key
-from .pass_manager import check_not_offloaded, refuse_inference_tensors
+from .pass_manager import check_not_offloaded, refuse_inference_tensors, refuse_shared_modules
 
 FORMATS = ("peft",)
 """The formats that `export` writes."""
@@ -230,13 +230,14 @@ def attach(
 
     Raises:
         DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
-            is quantised or offloaded, or there is too little memory. The model stays as it was.
+            is quantised or offloaded, a part of it belongs to another model with deltas, or there is too little memory.
+            The model stays as it was.
     """
     _check_model(model)
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
+    with _default_modes():
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
@@ -246,6 +247,17 @@ def attach(
         handle = handle or Tuned(model)
         _attach(handle, parsed, planned, name, head)
     return handle
+
+
+@contextlib.contextmanager
+def _default_modes() -> Iterator[None]:
+    """Make tensors on the CPU and with gradients, also inside `torch.device("meta")` and torch.inference_mode().
+
+    Tensors that are made in inference mode cannot be trained later, and a delta is moved to the model's devices.
+    """
+    on_cpu = torch.get_default_device() == torch.device("cpu")
+    with torch.inference_mode(False), contextlib.nullcontext() if on_cpu else torch.device("cpu"):
+        yield
 
 
 def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
@@ -317,7 +329,7 @@ def load(
     _check_model(model)
     assert isinstance(model, PreTrainedModel)
     where = user_path(folder, "folder")
-    with torch.inference_mode(False):  # parameters made in inference mode could not be trained later
+    with _default_modes():
         if is_foreign(where) and not has_file(where, serialization.FACTS):
             return _load_foreign(model, where, name, allow_nonfinite, use)
         saved = serialization.open_delta(where)
@@ -497,6 +509,7 @@ def _check_model(model: object) -> None:
     if isinstance(model, PreTrainedModel):
         check_not_quantized(model)
         check_not_offloaded(model)
+        refuse_shared_modules(model)
         refuse_inference_tensors(model)
         return
     wrapped = (
@@ -509,9 +522,10 @@ def _check_model(model: object) -> None:
 
 def check_name(name: str, taken: Iterable[str]) -> None:
     """Raise an error for a name that a delta cannot have, or that is taken."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
         raise DeltuneError(
-            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no method name of dict"
+            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
+            "ModuleDict uses itself"
         )
     if name in taken:
         raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")

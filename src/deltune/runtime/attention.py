@@ -32,6 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ..anatomy.skeleton import base_modules
 from ..compat import (
     cpu_attention,
     cpu_attention_backward,
@@ -291,18 +292,21 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 How = Literal["auto", "joined", "merged"]
 
 
-class _ThreadChoice(threading.local):  # a context variable would be lost on torch.compile
+class _Thread(threading.local):  # a context variable would be lost on torch.compile
     how: How = "auto"
+    entered: tuple[tuple[object, How], ...] = ()
+    """What the blocks choose that were entered in this thread and not left, each with its token, the innermost last."""
 
 
-_thread = _ThreadChoice()
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def prefix_attention(how: How) -> Iterator[None]:
     """Choose how attention to prefixes is computed inside a `with` block, in this thread.
 
-    The results of the choices differ by rounding only. `prefix_report` says how it was computed.
+    The results of the choices differ by rounding only. `prefix_report` says how it was computed. Where blocks of
+    several asyncio tasks overlap, the one that was entered last holds for all of them.
 
     Args:
         how: "joined" concatenates prefixes with the model's keys. "merged" attends to them separately and merges the
@@ -317,11 +321,13 @@ def prefix_attention(how: How) -> Iterator[None]:
     """
     if how not in ("auto", "joined", "merged"):
         raise DeltuneError(unknown_name("prefix attention", how, ("auto", "joined", "merged")))
-    before, _thread.how = _thread.how, how
+    token = object()
+    _thread.entered, _thread.how = (*_thread.entered, (token, how)), how
     try:
         yield
-    finally:
-        _thread.how = before
+    finally:  # asyncio tasks of one thread may leave their blocks in any order
+        _thread.entered = tuple(block for block in _thread.entered if block[0] is not token)
+        _thread.how = _thread.entered[-1][1] if _thread.entered else "auto"
 
 
 def prefix_report(model: torch.nn.Module) -> dict[str, str]:
@@ -338,7 +344,7 @@ def prefix_report(model: torch.nn.Module) -> dict[str, str]:
     """
     if not isinstance(model, torch.nn.Module):
         raise DeltuneError(f"prefix_report takes a model, not {excerpt(model)}")
-    hooks = (module.__dict__.get(HOOK_ATTRIBUTE) for module in model.modules())
+    hooks = (module.__dict__.get(HOOK_ATTRIBUTE) for _, module in base_modules(model))
     passes = next((hook.passes for hook in hooks if hook is not None), None)
     return {} if passes is None else dict(passes.report)
 

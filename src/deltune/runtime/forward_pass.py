@@ -271,10 +271,12 @@ class _BackwardBegins:
 
     def __init__(self, owner: object, assignment: RowAssignment) -> None:
         self.owner, self.assignment = weakref.ref(owner), assignment
+        self.recomputation = ForwardPass(None, assignment)
 
     def __call__(self, gradients: Any) -> None:
         number = backward_id()
         if number is not None:
+            self.recomputation = ForwardPass(None, self.assignment)  # with nothing from an earlier backward pass
             _BACKWARD[number, id(self.owner())] = self
 
 
@@ -293,11 +295,14 @@ def remember_for_backward(owner: object, assignment: RowAssignment, output: Any)
             tensor.grad_fn.register_prehook(hook)
 
 
-def recomputed_assignment(owner: object) -> RowAssignment | None:
-    """Return the assignment of the forward pass whose backward pass this thread runs, or None."""
+def recomputation(owner: object) -> ForwardPass | None:
+    """Return a pass with the assignment of the forward pass whose backward pass this thread runs, or None.
+
+    It is the same object while that lasts, so that hooks may keep data for each other where no other pass begins.
+    """
     number = backward_id()
     hook = None if number is None else _BACKWARD.get((number, id(owner)))
-    return None if hook is None or hook.owner() is not owner else hook.assignment
+    return None if hook is None or hook.owner() is not owner else hook.recomputation
 
 
 # -- which passes may run at the same time

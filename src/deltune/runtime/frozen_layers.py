@@ -7,15 +7,17 @@ model. Which layers are frozen follows from the resolved method and the anatomy,
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy, Layer, Tensor
 from ..compat import call_class, get_call_override, remove_call_override, set_call_override
 from ..errors import DeltuneError
@@ -23,7 +25,8 @@ from .handle import Tuned
 from .modules import Delta
 
 PREFIX = "trunk_"
-"""The prefix of model arguments that hold cached states: trunk_STACK, (rows, tokens, states, width)."""
+"""The prefix of model arguments that hold cached states: trunk_STACK, (rows, tokens, states, width). The argument with
+this name alone is the dictionary in which a pass records them."""
 
 Argument = int | str
 """The position or the name of one of a layer's arguments."""
@@ -108,6 +111,27 @@ def _layers_before_stack(anatomy: Anatomy, stack: str) -> int:
     return next(i for i, layer in enumerate(anatomy.layers) if layer.stack == stack)
 
 
+@dataclass(eq=False)
+class FrozenPass:
+    """One pass of a model with frozen layers.
+
+    Attributes:
+        thread: The thread that runs it.
+        recorded: Where the states that are kept are recorded, by stack and number; None if they are not.
+        cached: The states that are given, in the same way.
+        calls: How often each frozen layer has run.
+        in_eval_mode: The modules to put back into training mode.
+        depth: How many calls of the model, or of one of its stacks, it is inside of.
+    """
+
+    thread: int
+    recorded: dict[tuple[str, int], torch.Tensor] | None = None
+    cached: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    calls: dict[FrozenLayerHook, int] = field(default_factory=dict)
+    in_eval_mode: list[nn.Module] = field(default_factory=list)
+    depth: int = 1
+
+
 class FrozenLayerHook:
     """The hooks of one frozen layer.
 
@@ -120,7 +144,6 @@ class FrozenLayerHook:
 
     def __init__(self, frozen: FrozenLayers, module: nn.Module, stack: str, calls: tuple[int, ...]) -> None:
         self.frozen, self.module, self.stack, self.calls = frozen, module, stack, calls
-        self.at = 0  # calls so far in this pass
         self.skipped = True
         self.single = True  # whether its output is one tensor
         # otherwise the outputs after the first: arguments that are passed on, or None
@@ -132,19 +155,21 @@ class FrozenLayerHook:
 
     def before_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the input of a stack's first layer by the cached state, if there is one."""
-        if not self.frozen.inside or self.calls[self.at]:
+        current = self.frozen.current
+        if current is None or self.calls[current.calls.get(self, 0)]:
             return None
-        state = self.frozen.cached.get((self.stack, 0))
-        if self.frozen.recording and 0 in self.frozen.kept_states.get(self.stack, ()):
-            self.frozen.recorded[self.stack, 0] = _hidden(args, kwargs)
+        state = current.cached.get((self.stack, 0))
+        if current.recorded is not None and 0 in self.frozen.kept_states.get(self.stack, ()):
+            current.recorded[self.stack, 0] = _hidden(args, kwargs)
         if state is None:
             return None
         return ((state, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): state})
 
     def skip(self, *args: Any, **kwargs: Any) -> Any:
         """Return the cached state, or the input, in place of the layer's forward."""
-        number = self.calls[self.at] + 1
-        state = self.frozen.cached.get((self.stack, number), _hidden(args, kwargs))
+        current, state = self.frozen.current, _hidden(args, kwargs)
+        if current is not None:
+            state = current.cached.get((self.stack, self.calls[current.calls.get(self, 0)] + 1), state)
         if self.single:
             return state
         return (
@@ -153,14 +178,16 @@ class FrozenLayerHook:
         )
 
     def after_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self.frozen.inside:
+        current = self.frozen.current
+        if current is None:
             return
-        number = self.calls[self.at] + 1
-        self.at += 1
-        if self.frozen.recording and number in self.frozen.kept_states.get(self.stack, ()):
-            self.frozen.recorded[self.stack, number] = output if isinstance(output, torch.Tensor) else output[0]
-        if self is self.frozen.layer_hooks[-1] and self.at == len(self.calls):
-            self.frozen.end_reached()
+        before = current.calls.get(self, 0)
+        number = self.calls[before] + 1
+        current.calls[self] = before + 1
+        if current.recorded is not None and number in self.frozen.kept_states.get(self.stack, ()):
+            current.recorded[self.stack, number] = output if isinstance(output, torch.Tensor) else output[0]
+        if self is self.frozen.layer_hooks[-1] and before + 1 == len(self.calls):
+            self.frozen.end_reached(current)
 
 
 class _EndReached(Exception):
@@ -209,11 +236,9 @@ class FrozenLayers:
         self.anatomy = anatomy = tuned.anatomy
         self.boundary = find_boundary(anatomy, tuned.delta())
         self.kept_states = dict(self.boundary.kept_states)
-        self.inside, self.recording = 0, False
-        self.cached: dict[tuple[str, int], torch.Tensor] = {}
-        self.recorded: dict[tuple[str, int], torch.Tensor] = {}
-        self.in_eval_mode: list[nn.Module] = []
-        self.modules = [m for name, m in model.named_modules() if name.split(".")[0] != HANDLE_NAME]
+        self.current: FrozenPass | None = None
+        self.process = os.getpid()
+        self.modules = [module for _, module in base_modules(model)]
         numbers = {stack.name: 0 for stack in anatomy.stacks}
         self.layer_hooks: list[FrozenLayerHook] = []
         for layer in self.boundary.layers:
@@ -224,7 +249,6 @@ class FrozenLayers:
         entries: dict[str, nn.Module] = {"": model}
         if len(anatomy.stacks) > 1:
             entries[anatomy.stacks[0].name] = model.get_submodule(anatomy.stacks[0].entry)
-        self.thread = 0  # the thread that runs a pass
         self.mutex = threading.Lock()
         self.entries = [FrozenLayersEntry(self, stack, module) for stack, module in entries.items()]
 
@@ -243,37 +267,47 @@ class FrozenLayers:
         Raises:
             DeltuneError: Another thread runs the model; training modes and cached states belong to one pass at a time.
         """
+        if self.process != os.getpid():
+            self._forget_other_threads()
         with self.mutex:
-            busy = self.inside and self.thread != threading.get_ident()
-            if not busy:
-                self.thread = threading.get_ident()
-                self.inside += 1
-        if busy:
+            thread = threading.get_ident()
+            outer = self.current
+            if outer is None:
+                current = self.current = FrozenPass(thread, kwargs.get(PREFIX))
+            elif outer.thread == thread:
+                current = outer
+                current.depth += 1
+        if outer is not None and outer.thread != thread:
             raise DeltuneError(
                 "a model whose frozen layers run without dropout or from a cache (trunk_dropout=off) runs "
                 "in one thread at a time"
             )
         try:
-            if self.inside == 1:
-                self.begin_pass(entry.stack, kwargs)
+            if outer is None:
+                self.begin_pass(current, entry.stack, kwargs)
             model_kwargs = {name: value for name, value in kwargs.items() if not name.startswith(PREFIX)}
             return entry.call_original(*args, **model_kwargs)
         finally:
-            self.inside -= 1
-            if not self.inside:
-                self.end_pass()
+            current.depth -= 1
+            if not current.depth:
+                self.end_pass(current)
 
-    def begin_pass(self, stack: str, kwargs: dict[str, Any]) -> None:
+    def _forget_other_threads(self) -> None:
+        """End the pass of a thread that does not exist in this process, which was forked meanwhile."""
+        self.process, self.mutex = os.getpid(), threading.Lock()
+        if self.current is not None and self.current.thread != threading.get_ident():
+            self.end_pass(self.current)
+
+    def begin_pass(self, current: FrozenPass, stack: str, kwargs: dict[str, Any]) -> None:
         """Prepare a pass of the model, or of one stack."""
-        for layer_hook in self.layer_hooks:
-            layer_hook.at = 0
         if self.model.training:
-            self.in_eval_mode = [module for module in self.modules if module.training]
-            for module in self.in_eval_mode:
+            current.in_eval_mode = [module for module in self.modules if module.training]
+            for module in current.in_eval_mode:
                 module.training = False
         states = {name.removeprefix(PREFIX): t for name, t in kwargs.items() if name.startswith(PREFIX)}
+        states.pop("", None)
         if states and (not stack or stack in states):
-            self.cached = {
+            current.cached = {
                 (name, number): states[name][:, :, i]
                 for name, numbers in self.kept_states.items()
                 for i, number in enumerate(numbers)
@@ -283,22 +317,22 @@ class FrozenLayers:
                 if layer_hook.skipped:
                     layer_hook.module.__dict__["forward"] = layer_hook.skip
 
-    def end_reached(self) -> None:
+    def end_reached(self, current: FrozenPass) -> None:
         """Handle the end of the last frozen layer: stop the pass, or go on in training mode."""
-        if self.recording:
+        if current.recorded is not None:
             raise _EndReached
-        self._restore_training_mode()
+        self._restore_training_mode(current)
 
-    def end_pass(self) -> None:
-        self._restore_training_mode()
-        self.cached = {}
+    def end_pass(self, current: FrozenPass) -> None:
+        self._restore_training_mode(current)
         for layer_hook in self.layer_hooks:
             layer_hook.module.__dict__.pop("forward", None)
+        self.current = None
 
-    def _restore_training_mode(self) -> None:
-        for module in self.in_eval_mode:
+    def _restore_training_mode(self, current: FrozenPass) -> None:
+        for module in current.in_eval_mode:
             module.training = True
-        self.in_eval_mode = []
+        current.in_eval_mode = []
 
     # -- hidden states
 
@@ -315,14 +349,9 @@ class FrozenLayers:
         Returns:
             The arguments to call the model with instead: PREFIX + stack -> (rows, tokens, states, width).
         """
-        self.recording, self.recorded = True, {}
-        try:
-            self.model(**batch)
-        except _EndReached:
-            pass
-        finally:
-            self.recording = False
-        recorded, self.recorded = self.recorded, {}
+        recorded: dict[tuple[str, int], torch.Tensor] = {}
+        with contextlib.suppress(_EndReached):
+            self.model(**batch, **{PREFIX: recorded})
         return {
             f"{PREFIX}{stack}": torch.stack([recorded[stack, number] for number in numbers], dim=2)
             for stack, numbers in self.kept_states.items()

@@ -20,21 +20,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import check_not_quantized, inspect
-from ..anatomy.skeleton import HANDLE_NAME, base_tensors
+from ..anatomy.skeleton import HANDLE_NAME, base_parameters, base_tensors
 from ..anatomy.tracing import all_configs, call_order
 from ..anatomy.types import Anatomy
-from ..compat import attention_implementation, submodules_of
+from ..compat import attention_implementation, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
 from ..methods.spec import Method
 from ..notebook import html_table
 from . import merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
-from .hooks import Hook, hooks_of_delta, hooks_of_model, unreached_edits
+from .hooks import Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels
-from .pass_manager import PassManager, check_not_offloaded, reset_after_fork
+from .pass_manager import PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
 
@@ -81,9 +81,11 @@ class Tuned(nn.Module):
         self._base_labels = HeadLabels.from_config(model.config)
         self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
-        self._initial_requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
+        self._hook_makers: Hooks = {}
         self._users_of_hooks: dict[tuple[str, str], set[str]] = {}
+        self._users_of_parameters: dict[tuple[str, str], set[str]] = {}  # by (path of the module, name in it)
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
@@ -270,6 +272,7 @@ class Tuned(nn.Module):
         with self._exclusive("use"):
             if name is not None:
                 self.delta(name)
+            self._state.check_slots(name)
             _run_to_completion(lambda: self._use(name))
         return self
 
@@ -367,6 +370,8 @@ class Tuned(nn.Module):
             for delta_name in removed:
                 self.delta(delta_name)
             self._passes.refuse_in_scopes("detach", removed)
+            if self._passes.default_assignment.placed_delta in removed:
+                self._state.check_slots(None)
             model: PreTrainedModel = _run_to_completion(lambda: self._detach(removed))
             return model
 
@@ -380,7 +385,7 @@ class Tuned(nn.Module):
         for name in names:
             if name in self.deltas:
                 del self.deltas[name]
-        for users in self._users_of_hooks.values():
+        for users in (*self._users_of_hooks.values(), *self._users_of_parameters.values()):
             users.difference_update(names)
         if len(self.deltas):
             self._update_hooks()
@@ -390,7 +395,7 @@ class Tuned(nn.Module):
         self._installed_hooks.clear()
         self._passes.set_prefix_attention(False)
         submodules_of(model).pop(HANDLE_NAME, None)
-        for parameter_name, parameter in model.named_parameters():
+        for parameter_name, parameter in base_parameters(model):
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
         self.__dict__["_model"] = None
         return model
@@ -473,7 +478,7 @@ class Tuned(nn.Module):
     def _device_of(self, edit: Edit, default: torch.device) -> torch.device:
         path = edit.place.target.path
         module = self.model.get_submodule(path) if path else self.model
-        return next((p.device for p in module.parameters()), default)
+        return next((p.device for _, p in base_parameters(module)), default)
 
     @contextlib.contextmanager
     def _exclusive(self, operation: str) -> Iterator[None]:
@@ -497,11 +502,13 @@ class Tuned(nn.Module):
                 delta.train(self.model.training)
             if name in self.deltas:
                 raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
+            self._state.check_slots(None)
             has_other_handle = False
             try:
                 with _INSTALL_LOCK:
                     has_other_handle = submodules_of(self.model).get(HANDLE_NAME) not in (None, self)
                     if HANDLE_NAME not in submodules_of(self.model):
+                        refuse_shared_modules(self.model)  # again, as another thread may have attached to one of them
                         self._add_to_model()
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
@@ -519,28 +526,40 @@ class Tuned(nn.Module):
     def _update_hooks(self, added: str | None = None) -> None:
         """Install the hooks that an added delta needs, and remove those that no attached delta needs any more.
 
-        What it takes depends on this delta, and not on how many others are attached.
+        What it takes depends on this delta and on the model, and not on how many others are attached.
         """
         if added is not None:
-            delta = self.delta(added)
-            needed = hooks_of_delta(self._passes, self.anatomy, delta)
-            users = dict.fromkeys(needed, added)
-            if _THE_MODEL not in self._users_of_hooks.get(("", "pass"), ()):
-                of_model = hooks_of_model(self._passes, self.anatomy)
-                needed, users = needed | of_model, users | dict.fromkeys(of_model, _THE_MODEL)
-            for tensor in delta.owned_tensors:
-                users |= {(path, "owned"): added for path, _ in owning_modules(self.anatomy, tensor)}
-            for key, user in users.items():
-                self._users_of_hooks.setdefault(key, set()).add(user)
-            for key, make_hook in needed.items():
-                self._install_hook(key, make_hook)
+            self._add_users(added)
         in_scopes = {(path, "tensors") for path in self._passes.overridden_modules()}
-        for key in [key for key in self._installed_hooks if not self._users_of_hooks.get(key) and key not in in_scopes]:
-            self._installed_hooks[key].remove()
-            del self._installed_hooks[key]
-        used = {path for (path, side), names in self._users_of_hooks.items() if names and side not in _METHOD_NAMES}
-        self._passes.modules.keep(used | {path for path, _ in in_scopes})
+        needed = {key for key, names in self._users_of_hooks.items() if names}
+        missing = needed - self._installed_hooks.keys()
+        first_rank = min((rank for key in missing if (rank := install_rank(key))), default=None)
+        for key in list(self._installed_hooks):
+            runs_too_early = first_rank is not None and install_rank(key) > first_rank
+            if runs_too_early or (key not in needed and key not in in_scopes):
+                self._installed_hooks[key].remove()
+                del self._installed_hooks[key]
+        for key in sorted(needed - self._installed_hooks.keys(), key=install_rank):
+            self._install_hook(key, self._hook_makers[key])
+        parameters = {place for place, names in self._users_of_parameters.items() if names}
+        paths = {path for path, side in (needed | in_scopes) if side not in _METHOD_NAMES}
+        self._passes.modules.keep(paths | {path for path, _ in parameters}, parameters)
         self._passes.set_prefix_attention(any(side == "attention" for _, side in self._installed_hooks))
+
+    def _add_users(self, added: str) -> None:
+        """Remember which hooks a delta needs and which parameters it has values for, and how the hooks are made."""
+        delta = self.delta(added)
+        makers = hooks_of_delta(self._passes, self.anatomy, delta)
+        users = dict.fromkeys(makers, added)
+        if _THE_MODEL not in self._users_of_hooks.get(("", "pass"), ()):
+            of_model = hooks_of_model(self._passes, self.anatomy)
+            makers, users = makers | of_model, users | dict.fromkeys(of_model, _THE_MODEL)
+        self._hook_makers |= makers
+        for key, user in users.items():
+            self._users_of_hooks.setdefault(key, set()).add(user)
+        for tensor in (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())):
+            for place in owning_modules(self.anatomy, tensor):
+                self._users_of_parameters.setdefault(place, set()).add(added)
 
     def _install_hook(self, key: tuple[str, str], make_hook: Callable[[], Hook]) -> None:
         if key in self._installed_hooks:
@@ -569,8 +588,8 @@ class Tuned(nn.Module):
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a module, unless its parameters are all that it has, and are there."""
-    parameters = module._parameters.values()
-    if module._modules or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
+    parameters = parameters_of(module).values()
+    if submodules_of(module) or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
         module.to(device, dtype)
 
 

@@ -138,7 +138,7 @@ class HardConcreteGates(nn.Module):
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "known": None}
+        return {**self.__dict__, "largest": None}
 
 
 class GatedDifference:

@@ -147,7 +147,9 @@ class OutputHook:
         """Whether the output may be overwritten: no other hook or wrapper has it, and autograd does not need it."""
         if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
             return False
-        if torch.compiler.is_compiling():  # torch.export refuses to change a part of a fused projection in place
+        # torch.export refuses to change a part of a fused projection in place, and torch.jit.trace compares the graphs
+        # of a pass with gradients and one without
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return False
         return count_forward_hooks(module) == 1 and not transforms_active()
 
@@ -212,7 +214,7 @@ class HiddenStatesHook:
         if not states:
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
-        states = [*(h[:, -last.shape[1] :] for h in states), last]
+        states = [*states, last]
         for edit, group in self.passes.assignment().states[self.path]:
             whole = torch.stack([group.select(h) for h in states])
             last = group.replace(
@@ -251,6 +253,10 @@ HOOK_CLASSES: dict[str, Any] = {
 }  # fmt: skip
 """The hook for each side of a module that a place may be at."""
 
+INSTALL_ORDER = ("states", "tokens", "positions")
+"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are
+read before a prompt's rows are removed from them, and positions are shifted where the prompt has put them."""
+
 
 Hooks = dict[tuple[str, str], Callable[[], Hook]]
 """Functions that make hooks, by path and kind of the hook."""
@@ -287,8 +293,12 @@ def hooks_of_model(passes: PassManager, anatomy: Anatomy) -> Hooks:
         if isinstance(module, PreTrainedModel):  # also a model inside the model, such as its encoder
             kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
             needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
-    needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
-    return needed
+    return needed | {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
+
+
+def install_rank(key: tuple[str, str]) -> int:
+    """The place of a kind of hook in INSTALL_ORDER, counted from 1; 0 where the order does not matter."""
+    return INSTALL_ORDER.index(key[1]) + 1 if key[1] in INSTALL_ORDER else 0
 
 
 def _common_parent(first: str, second: str) -> str:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
 from ..filesystem import explain_write_errors
@@ -133,7 +133,7 @@ class SavePretrained(ModelMethod):
 
     def _save_deltas(self, folder: Path) -> None:
         """Write the delta in use below a folder, and a file of the tensors of all deltas for `load_state_dict`."""
-        handle: Any = self.passes.model._modules[HANDLE_NAME]
+        handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
         handle.save(folder / "delta")
         with self._tensors_placed(None):
             tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
@@ -154,7 +154,7 @@ class LoadStateDict(ModelMethod):
 
     def _refuse_ambiguous(self) -> None:
         """Raise an error if deltas have their own values for tensors of this part of the model."""
-        state, inside = self.passes.state, set(self.model.modules())
+        state, inside = self.passes.state, {module for _, module in base_modules(self.model)}
         owned = {owned: name for name in state.deltas for owned in state.delta(name).owned_tensors}
         if tensors := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
             raise DeltuneError(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import delete_from_parameter_dict, parameters_of, parameters_of_dict, set_in_parameter_dict
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key
@@ -110,10 +110,22 @@ class ModelState:
         return result
 
     def _parameter_in_slot(self, name: str) -> nn.Parameter:
-        module, leaf = self.slots[name][0]
-        parameter = parameters_of(module)[leaf]
-        assert parameter is not None
-        return parameter
+        parameters = [parameters_of(module).get(leaf) for module, leaf in self.slots[name]]
+        first = parameters[0]
+        if first is None or any(parameter is None for parameter in parameters):
+            raise DeltuneError(missing_parameter(name))
+        return first
+
+    def check_slots(self, name: str | None) -> None:
+        """Check that the tensors of a delta, or of none, can be put into the model's slots.
+
+        Raises:
+            DeltuneError: A slot is no parameter any more.
+        """
+        if self.placed_delta != name:
+            incoming = self.delta(name).owned_tensors if name is not None else ()
+            for tensor in (*incoming, *(key.replace("/", ".") for key in parameters_of_dict(self.base))):
+                self._parameter_in_slot(tensor)
 
     # -- changing
 
@@ -133,7 +145,7 @@ class ModelState:
             name: The delta's name, or None for the base's own tensors.
 
         Raises:
-            DeltuneError: The delta was detached.
+            DeltuneError: The delta was detached, or a slot is no parameter any more.
         """
         if self.placed_delta == name:
             return
@@ -142,6 +154,7 @@ class ModelState:
                 f"delta {name!r} was detached between a forward pass and its backward pass, which computes layers "
                 "again: run the backward pass before detach()"
             )
+        self.check_slots(name)
         placed = self.deltas if self.placed_delta == _MOVING else [self.placed_delta]  # all, after an interruption
         others = [self.delta(other) for other in placed if other is not None and other != name and other in self.deltas]
         self.placed_delta = _MOVING
@@ -188,6 +201,15 @@ class ModelState:
         }
 
 
+def missing_parameter(name: str) -> str:
+    """The message of an error about a parameter that is not in its module any more."""
+    return (
+        f"{name} was replaced or quantised after deltas were attached to it (torch.nn.utils.prune, parametrizations "
+        "and quantising do that), so that a delta's own values have no place: undo that, as by prune.remove or "
+        "remove_parametrizations, and attach after it"
+    )
+
+
 def _held_keys(name: str, keys: Iterable[str]) -> set[str]:
     """The names in a state dict of the tensors that a delta which is not in use holds."""
     return {f"{HANDLE_NAME}.deltas.{name}.held.{key}" for key in keys}
@@ -197,8 +219,8 @@ def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return all modules, with the parameter's name in them, that hold each parameter; a tied tensor has several."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
-    for path, module in model.named_modules():
-        for leaf, parameter in parameters_of(module).items():
+    for path, module in base_modules(model):
+        for leaf, parameter in list(parameters_of(module).items()):
             if parameter is not None:
                 slots.setdefault(id(parameter), []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = id(parameter)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import is_unquantized
-from ..anatomy.skeleton import base_modules, base_tensors
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
 from ..compat import (
     attention_implementation,
     backward_id,
@@ -32,27 +32,38 @@ from .forward_pass import (
     current_scope,
     innermost_pass,
     open_scopes_here,
-    recomputed_assignment,
+    recomputation,
     refuse_closed,
     remember_for_backward,
     run_in_pass,
 )
-from .model_state import ModelState
+from .model_state import ModelState, missing_parameter
 from .row_assignment import RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
 
 
 class AttachedModules:
-    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
+    """The modules that deltas act at and all modules around them, each with its parent and its name in it.
+
+    Args:
+        model: The model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.paths: set[str] = set()
+        self.places: set[tuple[str, str]] = set()
         self.entries: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.parameters: list[tuple[str, str, nn.Module]] = []
 
-    def keep(self, paths: set[str]) -> None:
-        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now."""
-        if paths == self.paths:
+    def keep(self, paths: set[str], places: set[tuple[str, str]]) -> None:
+        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now.
+
+        Args:
+            paths: The paths of the modules.
+            places: The parameters for which deltas have their own values, as (path of the module, name in it).
+        """
+        if paths == self.paths and places == self.places:
             return
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
         entries = {}
@@ -60,15 +71,19 @@ class AttachedModules:
             outer, _, leaf = path.rpartition(".")
             known = self.entries.get(path)
             entries[path] = known or (self.model.get_submodule(outer), leaf, self.model.get_submodule(path))
-        self.paths, self.entries = paths, entries
+        self.paths, self.places, self.entries = paths, places, entries
+        self.parameters = [(path, leaf, entries[path][2]) for path, leaf in sorted(places)]
 
     def check(self) -> None:
         """Check that all of them are still in the model, with plain weights.
 
         Raises:
-            DeltuneError: A module was replaced, or its weight was quantised.
+            DeltuneError: A module was replaced, its weight was quantised, or a parameter is no parameter any more.
         """
         exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
+        for path, leaf, module in self.parameters:
+            if parameters_of(module).get(leaf) is None:
+                raise DeltuneError(missing_parameter(f"{path}.{leaf}"))
         for path, (parent, leaf, module) in self.entries.items():
             weight = parameters_of(module).get("weight")
             is_plain = weight is None or exporting or is_unquantized(weight)
@@ -92,6 +107,27 @@ def check_not_offloaded(model: nn.Module) -> None:
                 f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
                 "with cpu or disk), where deltas cannot reach them: call accelerate.hooks."
                 "remove_hook_from_submodules(model), or load the model on devices that can hold it"
+            )
+
+
+def refuse_shared_modules(model: nn.Module) -> None:
+    """Check that no module of the model belongs to another model that has deltas.
+
+    Raises:
+        DeltuneError: One does. Each model would take the other's tensors for the base's, and keep them.
+    """
+    paths = {module: path for path, module in base_modules(model)}
+    for reference in _PASS_MANAGERS.valuerefs():
+        passes = reference()
+        other = None if passes is None else passes.model
+        if other is None or other is model or HANDLE_NAME not in submodules_of(other):
+            continue
+        shared = next((paths[module] for _, module in base_modules(other) if module in paths), None)
+        if shared is not None:
+            where = f"{shared!r} of this {type(model).__name__}" if shared else f"this {type(model).__name__}"
+            raise DeltuneError(
+                f"{where} also belongs to a {type(other).__name__} that has deltas, and the two would overwrite each "
+                f"other's tensors: attach to that {type(other).__name__} instead, or detach() its deltas first"
             )
 
 
@@ -153,7 +189,7 @@ class PassManager:
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.is_pickled = False
-        _PASS_MANAGERS.add(self)
+        _PASS_MANAGERS[id(self)] = self
 
     def reset_after_fork(self) -> None:
         """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
@@ -163,7 +199,7 @@ class PassManager:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
-        excluded = ("lock", "traced", "scopes", "is_pickled")
+        excluded = ("lock", "compiled_pass", "scopes", "is_pickled")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,12 +211,28 @@ class PassManager:
     # -- what hooks look up
 
     def assignment(self) -> RowAssignment:
-        """Return the assignment of the running pass, or outside of one that of a pass which would begin here."""
-        if not torch.compiler.is_dynamo_compiling():
-            running = current_pass(self)
-            if running is not None:
-                return running.assignment
-        return self.assignment_of_new_pass()
+        """Return the assignment of the running pass, or outside of one that of a pass which would begin here.
+
+        In a backward pass that computes a part of the model again, it is the assignment of the forward pass.
+
+        Raises:
+            DeltuneError: The model no longer holds the tensors of that forward pass.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.assignment_of_new_pass()
+        running = current_pass(self)
+        if running is not None:
+            return running.assignment
+        recomputed = recomputation(self)
+        if recomputed is None:
+            return self.assignment_of_new_pass()
+        refuse_frozen(recomputed.assignment.groups)
+        if self.state.placed_delta != recomputed.assignment.placed_delta:
+            raise DeltuneError(
+                "a backward pass computes a part of a layer again, but the model no longer holds the tensors that the "
+                "forward pass used: run the backward pass before use() or disable(), and inside the same rows()"
+            )
+        return recomputed.assignment
 
     def assignment_of_new_pass(self) -> RowAssignment:
         """Return the assignment that a pass uses which begins in this thread or task now."""
@@ -192,7 +244,7 @@ class PassManager:
         """Return the running pass, where hooks keep data for each other; outside of one, an object that is dropped."""
         if torch.compiler.is_dynamo_compiling():
             return self.compiled_pass
-        return current_pass(self) or ForwardPass(self, self.default_assignment)
+        return current_pass(self) or recomputation(self) or ForwardPass(self, self.default_assignment)
 
     # -- passes
 
@@ -289,7 +341,8 @@ class PassManager:
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
             return ForwardPass(self, outer.assignment, carried, enclosing, outer)
-        fixed = assignment or recomputed_assignment(self)
+        recomputed = recomputation(self)
+        fixed = assignment if assignment is not None or recomputed is None else recomputed.assignment
         if fixed is not None:
             refuse_frozen(fixed.groups)
         elif outer is None and carried is None and backward_id() is not None and self.scopes:
@@ -493,10 +546,13 @@ class PassManager:
             )
 
 
-_PASS_MANAGERS: weakref.WeakSet[PassManager] = weakref.WeakSet()
+_PASS_MANAGERS: weakref.WeakValueDictionary[int, PassManager] = weakref.WeakValueDictionary()
+"""By id, since the list of the values' references is made in one step, beside threads that attach."""
 
 
 def reset_after_fork() -> None:
     """Reset every pass manager in a forked process."""
-    for passes in list(_PASS_MANAGERS):
-        passes.reset_after_fork()
+    for reference in _PASS_MANAGERS.valuerefs():
+        passes = reference()
+        if passes is not None:
+            passes.reset_after_fork()

@@ -366,7 +366,8 @@ class PositionHook:
     def install(self) -> None:
         self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.table is not None:
-            self.table.register_forward_hook(self.looked_up, with_kwargs=True)
+            # first, as a prompt's hook may put its rows before what is looked up
+            self.table.register_forward_hook(self.looked_up, with_kwargs=True, prepend=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shift position_ids; with a position table only check that it is long enough."""

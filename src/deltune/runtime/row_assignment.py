@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms import Prompt
@@ -281,7 +282,7 @@ class RowAssignment:
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
-        paths = {module: path for path, module in state.model.named_modules(remove_duplicate=False)}
+        paths = {module: path for path, module in base_modules(state.model, remove_duplicate=False)}
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
         assignment.tensors = {paths[module]: override_by_row(module, groups) for module in modules}
         return assignment

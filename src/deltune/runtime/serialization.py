@@ -142,7 +142,7 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
 def _sampled_positions(size: int, device: torch.device) -> torch.Tensor:
     """Return 64 positions from the first to the last of a tensor's values, or all of them where it has fewer."""
     with torch.inference_mode(False):
-        return torch.linspace(0, size - 1, min(64, size)).long().to(device)
+        return torch.linspace(0, size - 1, min(64, size), device="cpu").long().to(device)
 
 
 def delta_folder(folder: str | Path) -> Path:
