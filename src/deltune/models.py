@@ -304,7 +304,9 @@ def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
     """Return the names of the classes of transformers that load a model of this configuration with a head."""
     import transformers
 
-    mapping = getattr(transformers, AUTO_CLASSES[head])._model_mapping
+    from .compat import auto_class_mapping
+
+    mapping = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head]))
     classes = mapping.get(type(config), ())
     return [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]
 

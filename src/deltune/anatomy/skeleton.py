@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..compat import CALL_OVERRIDES, buffers_of, parameters_of, submodules_of
+from ..compat import CALL_OVERRIDES, buffers_of, offload_hook, parameters_of, submodules_of
 
 HANDLE_NAME = "deltune"
 """The name of deltune's own child of a tuned model, which is not part of what is observed."""
@@ -59,7 +59,7 @@ def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tu
         seen.add(module)
         yield path, module
         prefix = f"{path}." if path else ""
-        for name, child in reversed(list(module._modules.items())):
+        for name, child in reversed(list(submodules_of(module).items())):
             if child is not None and name != HANDLE_NAME:
                 stack.append((prefix + name, child))
 
@@ -69,10 +69,10 @@ def base_tensors(model: nn.Module) -> Iterator[nn.Parameter]:
     stack = [model]
     while stack:
         module = stack.pop()
-        for parameter in list(module._parameters.values()):
+        for parameter in list(parameters_of(module).values()):
             if parameter is not None:
                 yield parameter
-        for name, child in reversed(list(module._modules.items())):
+        for name, child in reversed(list(submodules_of(module).items())):
             if child is not None and name != HANDLE_NAME:
                 stack.append(child)
 
@@ -137,7 +137,7 @@ _NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES))
 def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Iterate over the attributes of a live module that its copy has, beside torch's own."""
     attributes = module.__dict__
-    offloaded = "_hf_hook" in attributes  # accelerate's wrapper around forward, which runs the live module
+    offloaded = offload_hook(module) is not None  # accelerate's wrapper around forward, which runs the live module
     for name in sorted(attributes.keys() - _NOT_COPIED):
         value = attributes.get(name)
         is_copied = type(value) in _VALUES or not getattr(type(value), "of_live_model", False)
@@ -208,10 +208,10 @@ class _Stamper:
         if kind not in self.classes:
             self._class(kind)
         notes: list[Any] = [number, kind]
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in list(tensors.items()):
                 notes += (name, None if tensor is None else self._tensor(tensor))
-        for name, child in list(module._modules.items()):
+        for name, child in list(submodules_of(module).items()):
             if name != HANDLE_NAME:
                 notes += (name, None if child is None else self.module(child))
         for name, value in _copied_attributes(module):

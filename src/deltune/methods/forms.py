@@ -574,7 +574,11 @@ class Prompt(Form):
         return {"rows": (self.length, widths.in_width)}
 
     def initialize(self, tensors: Tensors) -> None:
-        """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached."""
+        """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached.
+
+        Args:
+            tensors: The tensor `rows` (m, d).
+        """
         import torch
 
         torch.nn.init.normal_(tensors["rows"], std=0.02)

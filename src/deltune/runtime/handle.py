@@ -23,7 +23,7 @@ from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME, base_tensors
 from ..anatomy.tracing import all_configs, call_order
 from ..anatomy.types import Anatomy
-from ..compat import attention_implementation, submodules_of
+from ..compat import attention_implementation, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
 from ..methods.spec import Method
@@ -569,8 +569,8 @@ class Tuned(nn.Module):
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a module, unless its parameters are all that it has, and are there."""
-    parameters = module._parameters.values()
-    if module._modules or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
+    parameters = parameters_of(module).values()
+    if submodules_of(module) or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
         module.to(device, dtype)
 
 

@@ -133,7 +133,7 @@ class SavePretrained(ModelMethod):
 
     def _save_deltas(self, folder: Path) -> None:
         """Write the delta in use below a folder, and a file of the tensors of all deltas for `load_state_dict`."""
-        handle: Any = self.passes.model._modules[HANDLE_NAME]
+        handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
         handle.save(folder / "delta")
         with self._tensors_placed(None):
             tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
