@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -209,10 +210,15 @@ def test_what_is_no_language_model() -> None:
 def test_the_tree_prints_every_part(family: Family) -> None:
     anatomy = deltune.inspect(config(family))
     text = str(anatomy)
+    shown = set(re.findall(r"\[([^\]]+)\]$", text, re.MULTILINE))
+    runs = [tuple(path.split(" to ")) for path in shown if " to " in path]  # equal layers are shown once
+    paths = [layer.path for layer in anatomy.layers]
+    folded = {path for first, last in runs for path in paths[paths.index(first) : paths.index(last) + 1]}
     for layer in anatomy.layers:
-        parts = [layer.path, *(n.path for n in layer.norms), *(f.output.path for f in layer.ffns)]
-        assert all(f"[{path}]" in text for path in parts)
-    assert all(f"[{norm.path}]" in text for norm in anatomy.norms)
+        assert (layer.path in shown) != (layer.path in folded)
+        for part in (*(n.path for n in layer.norms), *(f.output.path for f in layer.ffns)):
+            assert (part if layer.path in shown else part.replace(layer.path, "…", 1)) in shown
+    assert all(norm.path in shown for norm in anatomy.norms)
     assert f"{sum(t.numel for t in anatomy.tensors):,}" in text.splitlines()[0]
     assert torch.get_default_device().type == "cpu"  # the meta device was left again
 
