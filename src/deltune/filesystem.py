@@ -352,9 +352,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield replacement
         _fsync_tree(replacement)
         if target.exists():
-            old = _new_sibling_folder(
-                target, "old-"
-            )  # after a kill between the two renames, `replaced_folders` finds it
+            old = _new_sibling_folder(target, "old-")  # `replaced_folders` finds it after a kill between the renames
             os.replace(target, old)
         try:
             os.replace(replacement, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
+from deltune.filesystem import atomic_folder
 from deltune.training import checkpoints, prediction_inputs
 from deltune.training.config import RunConfig
 from deltune.training.inference import evaluate, export_run, merge_run, predict_rows, rescore
@@ -299,16 +301,18 @@ def test_files_have_the_permissions_of_the_umask(mask: int, folders: Folders, tm
         folder = copied(folders.stopped, tmp_path / "run")
         shutil.rmtree(folder)
         spec = RunConfig.from_flat(**{**folders.spec.flat(), "epochs": 1})
-        write_checksums, checkpoints_seen = checkpoints.write_checksums, []
+        checkpoints_seen: list[Path] = []
+        modes: dict[Path, int] = {}
 
-        def record_modes(checkpoint: Path) -> None:
-            write_checksums(checkpoint)
+        @contextlib.contextmanager
+        def record_modes(checkpoint: Path) -> Iterator[Path]:
+            with atomic_folder(checkpoint) as fresh:
+                yield fresh
             checkpoints_seen.extend(checkpoint.iterdir())
             modes.update({p: stat.S_IMODE(p.stat().st_mode) for p in (checkpoint, *checkpoint.iterdir())})
 
-        modes: dict[Path, int] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "write_checksums", record_modes)
+            patch.setattr(checkpoints, "atomic_folder", record_modes)
             train(spec, folder)
         modes |= {p: stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.parent.name != "delta"}
         modes.pop(folder / "delta")
