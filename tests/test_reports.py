@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
-    assert "6 works, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
+    assert "6 jobs, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
     printed = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, code=1)
     assert "6 run, 0 were there; 2 of them failed" in printed.stdout
     assert re.search(r"study \d/6 jobs, job .*(layernorm|lora).* took \d+ s, .* left", printed.stderr)
@@ -62,12 +62,12 @@ def test_it_is_not_run_again(place: Path) -> None:
     output = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet", code=1).stdout
     assert "0 run, 6 were there; 2 of them failed" in output
     dry = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--dry-run").stdout
-    assert "6 works, 6 done; 0 left" in dry
+    assert "6 jobs, 6 done; 0 left" in dry
 
 
 def test_status(place: Path) -> None:
     facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
-    assert facts["works"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
+    assert facts["jobs"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
     assert all("decoder" in error for error in facts["failed"].values())
     output = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
     assert "method impossible" in output and "seed 1" in output, "a cell's name, not the hash of its content"
@@ -124,7 +124,7 @@ def test_a_report_on_some_cells(place: Path) -> None:
     output = deltune("report", place / words[0], *words[1:]).stdout
     assert "norms" in output and "low rank" in output and "impossible" not in output
     facts = json.loads(deltune("status", place / words[0], *words[1:], "--json").stdout)["tiny"]
-    assert facts["works"] == 4 and not facts["failed"]
+    assert facts["jobs"] == 4 and not facts["failed"]
 
 
 def test_nothing_to_run_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,8 +157,8 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
 
     lines = []
     for study in studies:
-        works = topological_order(study.jobs(rows))
-        left = [work for work in works if work.name not in rows]
+        jobs = topological_order(study.jobs(rows))
+        left = [job for job in jobs if job.name not in rows]
         seconds_of: dict[tuple[Any, ...], list[float]] = {}
         for row in rows.values():
             seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
@@ -169,8 +169,8 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
         rest = len(left) - len(similar)
         estimate = [f"about {minutes:.1f} minutes"] if similar or not rest else []
         estimate += [f"how long {rest} of them take is not known: nothing like them was run yet"] if rest else []
-        done = len(works) - len(left)
-        lines.append(f"{study.name}: {len(works)} works, {done} done; {len(left)} left, {' and '.join(estimate)}")
+        done = len(jobs) - len(left)
+        lines.append(f"{study.name}: {len(jobs)} jobs, {done} done; {len(left)} left, {' and '.join(estimate)}")
     return "\n".join(lines)
 
 
@@ -197,20 +197,20 @@ def status(
     facts: dict[str, dict[str, Any]] = {}
     cells: dict[str, dict[str, str]] = {}
     for study in requested:
-        works = topological_order(study.jobs(rows))
-        failed = {w.name: str(rows[w.name].error) for w in works if w.name in rows and rows[w.name].error is not None}
+        jobs = topological_order(study.jobs(rows))
+        failed = {j.name: str(rows[j.name].error) for j in jobs if j.name in rows and rows[j.name].error is not None}
         cells[study.name] = {
             want.job.name: cell_label(want.cell) for want in study.plan_cells(rows) if want.job is not None
         }
-        left = sum(work.name not in rows for work in works)
-        facts[study.name] = {"works": len(works), "left": left, "failed": failed}
+        left = sum(job.name not in rows for job in jobs)
+        facts[study.name] = {"jobs": len(jobs), "left": left, "failed": failed}
     if as_json:
         console.print_json(data=facts)
         return
     for name, fact in facts.items():
-        console.print(f"{name}: {fact['works']} works, {fact['left']} left, {len(fact['failed'])} failed")
-        for work, error in fact["failed"].items():
-            console.print(f"  {cells[name].get(work, work)}: {error_summary(error)}")
+        console.print(f"{name}: {fact['jobs']} jobs, {fact['left']} left, {len(fact['failed'])} failed")
+        for job, error in fact["failed"].items():
+            console.print(f"  {cells[name].get(job, job)}: {error_summary(error)}")
 
 
 @app.command()
