@@ -1,9 +1,11 @@
-"""Both backends of linear layers side by side: torch's default products, and the fastest of this machine."""
+"""Products side by side: torch's default ones, the fastest in float32 of this machine, and those of bf16."""
 
 from __future__ import annotations
 
 import gc
 from functools import partial
+
+import torch
 
 import deltune
 from deltune.studies.engine.timing import TimedModel, paired_ratio, time_interleaved
@@ -28,14 +30,18 @@ def measure(shape: Shape, rounds: int, limit: float) -> list[Row]:
             cases[backend, pair.name] = _optimized(ours(pair.ours, shape, like), backend).step
         cases[backend, "full"] = _optimized(full(shape), backend).step
         cases[backend, "inference"] = _optimized(bare(shape, like), backend).inference
+    cases |= {("bf16", pair.name): _in_bf16(ours(pair.ours, shape, like)).step for pair in pairs}
     gc.collect()
     seconds = time_interleaved(cases, rounds)
     rows = []
-    for who, what in [case for case in cases if case[0] not in BACKENDS]:
+    for who, what in [case for case in cases if case[0] in ("PEFT's", "plain")]:
         for backend in BACKENDS:
             target = Target(limit if who == "PEFT's" else 0.6) if backend == "auto" else None
             ratio = paired_ratio(seconds[backend, what], seconds[who, what])
             rows.append(of_ratio(f"products, {backend} / {who}: {what}; {shape}", ratio, target))
+        if who == "PEFT's":
+            ratio = paired_ratio(seconds["bf16", what], seconds[who, what])
+            rows.append(of_ratio(f"products, bf16 / {who} in fp32: {what}; {shape}", ratio, Target(0.4)))
         ratio = paired_ratio(seconds["auto", what], seconds["torch", what])
         rows.append(of_ratio(f"products, auto / torch: {what}; {shape}", ratio, NOT_SLOWER))
     return rows
@@ -43,6 +49,13 @@ def measure(shape: Shape, rounds: int, limit: float) -> list[Row]:
 
 def _optimized(timed: TimedModel, backend: str) -> TimedModel:
     deltune.optimize_linear(timed.model, backend)  # type: ignore[arg-type]
+    return timed
+
+
+def _in_bf16(timed: TimedModel) -> TimedModel:
+    """As `precision: bf16` trains on a CPU."""
+    deltune.optimize_linear(timed.model, keep_casts=True)
+    timed.model.forward = torch.autocast("cpu", torch.bfloat16)(timed.model.forward)
     return timed
 
 

@@ -222,7 +222,7 @@ def test_inference(shape: inference.Shape) -> None:
 @pytest.mark.peers
 def test_products() -> None:
     rows = measured(products.measure(tiny("encoder"), 1, 0.6))
-    assert len(rows) == 15 and sum(row.target is None for row in rows) == 5
+    assert len(rows) == 18 and sum(row.target is None for row in rows) == 5
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

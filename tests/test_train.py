@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import tiny
@@ -23,6 +24,7 @@ from deltune.training import checkpoints
 from deltune.training import run_dir as runs
 from deltune.training.inference import evaluate
 from deltune.training.run_dir import Best, RunDir
+from deltune.training.task_setup import ModelCache
 from deltune.training.train import train
 from deltune.training.trainer import DeltaTrainer
 
@@ -209,10 +211,47 @@ def test_the_seed_decides(root: Path, tmp_path: Path, whole: RunDir) -> None:
     assert lasting(RunDir(tmp_path / "other").metrics.as_json()) != lasting(whole.metrics.as_json())
 
 
+# -- in bf16
+
+BF16 = {"precision": "bf16", "method": "layernorm + lora(rank=2)"}
+
+
+def test_what_is_trained_in_bf16_is_float32_and_so_is_the_base(root: Path, tmp_path: Path) -> None:
+    """Norms are near 1, where bf16 has steps of 2^-8; six updates of 1e-5 would be lost in it."""
+    cache, spec = ModelCache(), tiny.spec(root, **BF16, epochs=1, lr=1e-5, schedule="constant")
+    model = (spec.model.name, "classification", ("beast", "fruit", "tool"), spec.runtime.seed)
+    base = {name: tensor.clone() for name, tensor in cache.model(*model).state_dict().items()}
+    metrics = train(spec, tmp_path / "run", cache=cache)
+    run = RunDir(tmp_path / "run")
+    saved = load_file(run.delta / "delta.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    norms = [name for name in base if name.endswith("LayerNorm.weight")]
+    assert norms and all(0 < (saved[f"base.{name}"] - base[name]).abs().max() < 2**-10 for name in norms)
+    after = cache.model(*model).state_dict()
+    assert cache.read["models"] == 1 and all(torch.equal(after[name], tensor) for name, tensor in base.items())
+    assert run.environment["precision"] == "bf16" and evaluate(run.folder) == metrics.scores
+    other = train(spec.replace(precision="fp32"), tmp_path / "fp32", cache=cache)
+    bases = [json.loads((tmp_path / name / "delta" / "delta.json").read_text())["base"] for name in ("run", "fp32")]
+    assert bases[0] == bases[1], "the fingerprint is of the base in float32"
+    assert metrics.validation["loss"] == pytest.approx(other.validation["loss"], rel=1e-2)
+
+
+def test_an_interrupted_run_in_bf16_goes_on_with_the_same_numbers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny.spec(root, **BF16), tmp_path / "whole")
+    run, _ = interrupted(root, tmp_path / "run", 12, monkeypatch, **BF16)
+    assert run.checkpoint.exists() and not run.finished
+    train(tiny.spec(root, **BF16), run.folder)
+    same(RunDir(tmp_path / "whole"), run)
+
+
 # -- interrupted
 
 
-def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDir, Path]:
+def interrupted(
+    root: Path, folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> tuple[RunDir, Path]:
     """A run that was stopped when a file or folder was about to take its place for the moment-th time, and which."""
     targets: list[Path] = []
     replace = os.replace
@@ -226,7 +265,7 @@ def interrupted(root: Path, folder: Path, moment: int, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", counted)
         with pytest.raises(KeyboardInterrupt):
-            train(tiny.spec(root), folder)
+            train(tiny.spec(root, **changes), folder)
     return RunDir(folder), targets[-1]
 
 

@@ -501,3 +501,139 @@ def test_without_a_cache_each_process_measures(measured: list[str], monkeypatch:
         with torch.no_grad():
             layer(torch.ones(5, 24))
     assert measured == ["forward"] * 2
+
+
+# -- casts of frozen weights that are kept
+
+MODES = {"training": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    return torch.autocast("cpu", dtype)
+
+
+def kept_cast(layer: nn.Module) -> torch.Tensor | None:
+    kept = linear_backend.linear_forward(layer)._cast  # type: ignore[union-attr]
+    return None if kept is None else kept.tensor
+
+
+@pytest.mark.parametrize("backend", linear_backend.BACKENDS)
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(("rows", "inputs", "outputs_"), SIZES)
+def test_kept_casts_give_the_bits_of_autocast(kind: str, rows: int, inputs: int, outputs_: int, backend: Any) -> None:
+    torch.manual_seed(0)
+    plain = CLASSES[kind](inputs, outputs_).requires_grad_(False)
+    layer = copy.deepcopy(plain)
+    deltune.optimize_linear(layer, backend, keep_casts=True)
+    x, results = torch.randn(2, rows, inputs, requires_grad=True), []
+    for module in (plain, layer, layer):
+        for mode in MODES.values():
+            with mode(), autocast():
+                results.append(module(x))
+        results.append(torch.autograd.grad(results[-3].float().square().sum(), x)[0])
+    kept = kept_cast(layer)
+    assert kept is not None and kept.dtype == torch.bfloat16 and not kept.is_inference()
+    assert all(torch.equal(a, b) for a, b in zip(results, [*results[4:], *results[4:8]], strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_is_cast_once_in_any_mode(mode: str) -> None:
+    layer = nn.Linear(24, 40).requires_grad_(False)
+    deltune.optimize_linear(layer, keep_casts=True)
+    with MODES[mode](), autocast():
+        layer(torch.ones(3, 24))
+        first = kept_cast(layer)
+        layer(torch.ones(5, 24))
+    assert first is not None and kept_cast(layer) is first
+    with autocast():
+        layer(torch.ones(3, 24, requires_grad=True)).sum().backward()
+    assert kept_cast(layer) is first
+
+
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "in place": lambda layer: layer.weight.mul_(2),
+    "a state dict": lambda layer: layer.load_state_dict({k: 2 * v for k, v in layer.state_dict().items()}),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight, requires_grad=False)),
+    "other data": lambda layer: setattr(layer.weight, "data", 2 * layer.weight.data),
+    "trained from now on": lambda layer: layer.requires_grad_(True).weight.mul_(2),
+    "float64 and back": lambda layer: layer.double().float().weight.mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_changes_is_cast_again(change: str) -> None:
+    layer, x = nn.Linear(24, 40, bias=False).requires_grad_(False), torch.randn(3, 24)
+    deltune.optimize_linear(layer, keep_casts=True)
+    with torch.no_grad(), autocast():
+        before = layer(x)
+        CHANGES[change](layer)
+        assert torch.equal(layer(x), 2 * before)
+
+
+def test_each_type_of_autocast_is_computed() -> None:
+    layer, x = nn.Linear(24, 40).requires_grad_(False), torch.randn(3, 24)
+    expected = []
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16, None):
+            with autocast(dtype) if dtype else torch.enable_grad():
+                expected.append(layer(x))
+        deltune.optimize_linear(layer, "torch", keep_casts=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected[:3], expected[3:], strict=True))
+
+
+def test_trained_weights_and_copies_have_no_kept_cast() -> None:
+    layer = nn.Linear(24, 40)
+    deltune.optimize_linear(layer, keep_casts=True)
+    with autocast():
+        layer(torch.ones(3, 24)).sum().backward()
+    assert kept_cast(layer) is None and layer.weight.grad is not None
+    layer.requires_grad_(False)
+    with autocast():
+        layer(torch.ones(3, 24))
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert kept_cast(layer) is not None and kept_cast(copied) is None
+        assert linear_backend.linear_forward(copied).keep_casts  # type: ignore[union-attr]
+
+
+def test_casts_are_only_kept_where_that_is_requested() -> None:
+    layer = nn.Linear(24, 40).requires_grad_(False)
+    deltune.optimize_linear(layer, "onednn")
+    with autocast():
+        layer(torch.ones(3, 24))
+    assert kept_cast(layer) is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tuned_models_train_to_the_same_bits_with_kept_casts(family: str, method: str, checkpointing: bool) -> None:
+    """What is trained stays in float32, the base keeps its bits, and losses and gradients are those of autocast."""
+    results = []
+    for keep_casts in (False, True):
+        model = build(FAMILIES[family], main_role(FAMILIES[family]), torch.float32)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        before = facts(model)
+        torch.manual_seed(0)
+        tuned = deltune.attach(model, method)
+        products = deltune.optimize_linear(model, "torch", keep_casts)
+        optimizer = torch.optim.SGD(list(tuned.trainable_parameters()), 0.1)
+        for _ in range(2):
+            with autocast():
+                value = loss(forward(model.train(), batch(model)))
+            value.backward()
+            results.append(
+                [value.detach(), *(p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None)]
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {p.dtype for p in tuned.trainable_parameters()} == {torch.float32}
+        products.undo()
+        tuned.detach()
+        model.eval()
+        assert differences(before, facts(model)) == []
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(results[:2], results[2:], strict=True)
+        for a, b in zip(one, other, strict=True)
+    )

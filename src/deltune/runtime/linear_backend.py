@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from ..compat import is_mapped, onednn_linear, parameters_of, runs_plainly
+from ..compat import is_mapped, onednn_linear, parameters_of, runs_plainly, runs_unobserved, tensor_version
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import cache_folder, read_json_object, write_json
 
@@ -54,7 +54,7 @@ VERSION = 1
 """Raised when the remembered choices mean something else."""
 
 
-def optimize_linear(model: nn.Module, backend: LinearBackend = "auto") -> OptimizedLinear:
+def optimize_linear(model: nn.Module, backend: LinearBackend = "auto", keep_casts: bool = False) -> OptimizedLinear:
     """Compute the linear layers of a model with the fastest float32 product of this machine, until `undo()`.
 
     This concerns the forward pass and the gradients of `torch.nn.Linear` and of transformers' `Conv1D`, on a CPU and in
@@ -73,6 +73,10 @@ def optimize_linear(model: nn.Module, backend: LinearBackend = "auto") -> Optimi
         backend: "auto" measures for each class of shapes, when it first occurs, whether torch's default or oneDNN is
             faster, which takes some milliseconds, and remembers the result below
             `$DELTUNE_CACHE`, or `~/.cache/deltune/rows`. "onednn" always uses oneDNN. "torch" changes nothing.
+        keep_casts: Under `torch.autocast("cpu", …)`, keep what frozen weights are cast to, which is half their size,
+            until `undo()`. Autocast alone casts a frozen weight again in every pass. The results are the same bits; a
+            weight that is changed in place or replaced is cast again, but a change of `weight.data` in place cannot be
+            noticed.
 
     Returns:
         What undoes it: call `undo()`, or use it as a context manager.
@@ -85,9 +89,10 @@ def optimize_linear(model: nn.Module, backend: LinearBackend = "auto") -> Optimi
     available = onednn_linear() is not None and torch.backends.mkldnn.is_available()
     if backend == "onednn" and not available:
         raise DeltuneError("linear_backend 'onednn': this build of torch has no oneDNN; give 'auto' or 'torch'")
-    layers = [m for m in model.modules() if _may_install(m)] if backend != "torch" and available else []
+    backend = backend if available else "torch"
+    layers = [m for m in model.modules() if _may_install(m)] if backend != "torch" or keep_casts else []
     for layer in layers:
-        _install(layer, LinearForward(layer, backend))
+        _install(layer, LinearForward(layer, backend, keep_casts))
     return OptimizedLinear(layers, backend if layers else "torch")
 
 
@@ -127,33 +132,70 @@ class LinearForward:
 
     Args:
         module: The layer.
-        backend: "auto" or "onednn".
+        backend: "auto", "onednn" or "torch".
+        keep_casts: Whether frozen weights are cast once for all passes under autocast.
     """
 
     of_live_model = True
 
-    def __init__(self, module: nn.Module, backend: str) -> None:
-        self.module, self.backend = weakref.ref(module), backend
+    def __init__(self, module: nn.Module, backend: str, keep_casts: bool = False) -> None:
+        self.module, self.backend, self.keep_casts = weakref.ref(module), backend, keep_casts
         self.enabled = True
+        self._cast: _CastWeight | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearForward:
         module: Any = copy.deepcopy(self.module(), memo)
-        return type(self)(module, self.backend)
+        return type(self)(module, self.backend, self.keep_casts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module(), self.backend)
+        return type(self), (self.module(), self.backend, self.keep_casts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.module(), *args, **kwargs)
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a layer: the replaced one, or a twin of it with other tensors."""
-        if len(args) == 1 and not kwargs and self.enabled and runs_plainly():
-            weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
-            output = _linear(args[0], weight, module.bias, self.backend)
-            if output is not None:
-                return output
+        if len(args) == 1 and not kwargs and self.enabled:
+            if self.backend != "torch" and runs_plainly():
+                weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+                output = _linear(args[0], weight, module.bias, self.backend)
+                if output is not None:
+                    return output
+            elif self.keep_casts and torch.is_autocast_enabled("cpu") and runs_unobserved():
+                cast = self._cast_weight(module.weight)
+                if cast is not None:
+                    return functional.linear(args[0], cast if isinstance(module, nn.Linear) else cast.t(), module.bias)
         return type(module).forward(module, *args, **kwargs)
+
+    def _cast_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return a frozen weight in the type of autocast, or None for any other tensor."""
+        frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad and _is_plain(weight)
+        if not frozen or weight.is_inference():
+            return None
+        if self._cast is None or not self._cast.is_of(weight):
+            self._cast = _CastWeight(weight)
+        return self._cast.tensor
+
+
+class _CastWeight:
+    """A weight in the type that autocast computes with.
+
+    Args:
+        weight: The weight. It is referred to weakly.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.facts = weakref.ref(weight), self._facts(weight)
+        with torch.inference_mode(False), torch.no_grad():  # what inference mode makes cannot be used in training
+            self.tensor = weight.to(torch.get_autocast_dtype("cpu"))
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether a weight is still what was cast, and autocast still casts to the same type."""
+        return self.weight() is weight and self.facts == self._facts(weight)
+
+    @staticmethod
+    def _facts(weight: torch.Tensor) -> tuple[torch.dtype, int, int]:
+        return torch.get_autocast_dtype("cpu"), weight.data_ptr(), tensor_version(weight)
 
 
 def linear_forward(module: nn.Module) -> LinearForward | None:

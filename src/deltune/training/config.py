@@ -273,7 +273,9 @@ class RuntimeSection(Section):
         {}, "values to try in order; the next only if validation is better (repeatable: lr=1e-3)", common=True
     )
     precision: Literal["fp32", "bf16", "auto"] = _option(
-        "fp32", "bf16 by autocast; auto: bf16 on an accelerator that has it", common=True
+        "fp32",
+        "bf16 by autocast, what is trained stays in fp32; auto: bf16 on an accelerator that has it, fp32 on any CPU",
+        common=True,
     )
     linear_backend: LinearBackend = _option(
         "auto", "of linear layers in fp32 on a CPU: torch, onednn, or auto, the one measured to be faster"

@@ -248,8 +248,9 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
         load(model, folder.folder, name=delta)
     tuned(model).use(name)
     model.to(task_setup.resolve_device())  # type: ignore[arg-type]
-    optimize_linear(model, config.runtime.linear_backend)
-    return LoadedRun(model, tokenizer, kind, runs, labels)
+    loaded = LoadedRun(model, tokenizer, kind, runs, labels)
+    optimize_linear(model, config.runtime.linear_backend, keep_casts=loaded.precision == "bf16")
+    return loaded
 
 
 def _check_same_languages(runs: Mapping[str, RunDir]) -> None:

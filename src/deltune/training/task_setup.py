@@ -311,8 +311,8 @@ def resolve_precision(name: str, device: torch.device) -> str:
     """Return "fp32" or "bf16".
 
     Args:
-        name: "fp32", "bf16", or "auto": bf16 on an accelerator that supports it, else fp32. A CPU emulates bf16 and is
-            slower with it.
+        name: "fp32", "bf16", or "auto": bf16 on an accelerator that supports it, else fp32. On a CPU it is fp32 even
+            where bf16 is faster, because processors differ in that, and the same config should give the same result.
         device: The device of the run.
 
     Raises:

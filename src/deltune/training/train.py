@@ -139,9 +139,10 @@ def _train(
     arguments = _training_arguments(state, device)
     checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
+    keep_casts = device.type == "cpu" and state.precision == "bf16"
     with (
         ProgressDisplay(progress and distributed.is_main()) as bar,
-        optimize_linear(state.model, backend) as products,
+        optimize_linear(state.model, backend, keep_casts) as products,
         _frozen_layers_cached(state, arguments.device, bar),
     ):
         if not resume:  # only now can nothing be refused any more
