@@ -164,8 +164,8 @@ def test_what_one_stack_lacks(family: Family) -> None:
     for text, says in (
         (f"adapter(stack={other!r})", f"this model has {family.kind} only"),
         ("parallel_adapter(at='attention', attention='cross')", "this model has self attention only"),
-        ("adapter(layers=[0, 2])", "shares one set" if family.shared else "has layers 0 to 1"),
-        ("layernorm(layers=[7])", "shares one set" if family.shared else "has layers 0 to 1"),
+        ("adapter(layers=[0, 2])", "shares one set" if family.shared else "has 2 layers, 0 to 1"),
+        ("layernorm(layers=[7])", "shares one set" if family.shared else "has 2 layers, 0 to 1"),
     ):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.attach(model, text)
