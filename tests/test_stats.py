@@ -61,7 +61,7 @@ def test_means_of_the_seeds_alone_would_be_wrong() -> None:
     """The reason for the examples: the seeds share a test split, so their agreement is no evidence."""
     generator = np.random.default_rng(0)
     studies = [study(generator, 1, 3, 100, (0.0, 0.3, 0.3)) for _ in range(TIMES)]
-    alone = sum(paired_estimate([d.mean(axis=1) for d in one]).p(0.0) < 0.05 for one in studies)
+    alone = sum(paired_estimate([d.mean(axis=1) for d in one]).p_value(0.0) < 0.05 for one in studies)
     assert alone / TIMES > at_most(0.10)
 
 
@@ -71,8 +71,8 @@ def test_models_on_one_test_split_share_its_examples() -> None:
     for _ in range(TIMES):
         hard = 0.3 * generator.standard_normal(100)
         strata = [d + hard for d in study(generator, 4, 3, 100, (0.02, 0.0, 0.1))]
-        shared += paired_estimate(strata, ["one"] * 4).p(0.0) < 0.05
-        wrong += paired_estimate(strata).p(0.0) < 0.05
+        shared += paired_estimate(strata, ["one"] * 4).p_value(0.0) < 0.05
+        wrong += paired_estimate(strata).p_value(0.0) < 0.05
     assert shared / TIMES <= at_most(0.05)
     assert wrong / TIMES > at_most(0.15)
 
@@ -90,7 +90,7 @@ def test_the_parts_add_up_to_the_variance_of_the_mean(spread: tuple[float, float
 def test_a_difference_is_found() -> None:
     generator = np.random.default_rng(0)
     detected = sum(
-        paired_estimate([d + 0.1 for d in study(generator, 8, 3, 100, (0.05, 0.3, 0.3))]).p(0.0) < 0.05
+        paired_estimate([d + 0.1 for d in study(generator, 8, 3, 100, (0.05, 0.3, 0.3))]).p_value(0.0) < 0.05
         for _ in range(300)
     )
     assert detected / 300 > 0.9
@@ -100,7 +100,7 @@ def test_seeds_alone_are_the_one_sample_t_test() -> None:
     d = np.array([0.3, 0.1, 0.4, 0.2])
     expected = scipy_stats.ttest_1samp(d, 0.05)
     estimate = paired_estimate([d])
-    assert estimate.p(0.05) == pytest.approx(expected.pvalue)
+    assert estimate.p_value(0.05) == pytest.approx(expected.pvalue)
     assert estimate.interval(0.1) == pytest.approx(tuple(expected.confidence_interval(0.9)))
 
 
@@ -108,7 +108,7 @@ def test_strata_of_seeds_have_satterthwaites_degrees_of_freedom() -> None:
     """The mean of two strata is half of Welch's difference between a and −b."""
     a, b = np.array([1.0, 2.0, 4.0]), np.array([0.5, 0.7, 0.1, 0.4])
     expected = scipy_stats.ttest_ind(a, -b, equal_var=False)
-    assert paired_estimate([a, b]).p(0.0) == pytest.approx(expected.pvalue)
+    assert paired_estimate([a, b]).p_value(0.0) == pytest.approx(expected.pvalue)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.005])
@@ -116,22 +116,22 @@ def test_p_is_the_level_at_which_the_interval_meets_the_boundary(alpha: float) -
     estimate = paired_estimate([d + 0.1 for d in study(np.random.default_rng(3), 2, 3, 50, (0.05, 0.3, 0.1))])
     assert len(estimate.parts) == 2
     low, high = estimate.interval(alpha)
-    assert estimate.p(low) == pytest.approx(alpha, rel=1e-5)
-    assert estimate.p(high) == pytest.approx(alpha, rel=1e-5)
-    assert estimate.p(low, -100.0) == pytest.approx(alpha, rel=1e-5)
+    assert estimate.p_value(low) == pytest.approx(alpha, rel=1e-5)
+    assert estimate.p_value(high) == pytest.approx(alpha, rel=1e-5)
+    assert estimate.p_value(low, -100.0) == pytest.approx(alpha, rel=1e-5)
 
 
 def test_slack_widens_the_interval_and_weakens_the_test() -> None:
     tight, loose = Estimate(1.0, ((0.04, 4.0),)), Estimate(1.0, ((0.04, 4.0),), slack=0.3)
     assert loose.interval()[0] == pytest.approx(tight.interval()[0] - 0.3)
-    assert loose.p(0.0) == pytest.approx(tight.p(0.3))
-    assert loose.p(0.8) == 1.0
+    assert loose.p_value(0.0) == pytest.approx(tight.p_value(0.3))
+    assert loose.p_value(0.8) == 1.0
 
 
 @pytest.mark.parametrize("d", [np.array([0.3, 0.1 + 0.2, 0.3]), np.tile([0.0, 1.0, 1.0], (3, 1)), np.zeros(3)])
 def test_seeds_without_any_spread_say_nothing(d: np.ndarray) -> None:
     assert paired_estimate([d]).interval() == (-np.inf, np.inf)
-    assert paired_estimate([d]).p(0.0) == 1.0
+    assert paired_estimate([d]).p_value(0.0) == 1.0
 
 
 @pytest.mark.parametrize("strata", [[], [np.array([1.0])], [np.ones((3, 1))], [np.ones((2, 2, 2))]])
@@ -182,7 +182,7 @@ def test_a_slope_is_that_of_least_squares() -> None:
 def test_a_trend_over_seeds_keeps_its_rate() -> None:
     generator = np.random.default_rng(0)
     weights = slope_weights([7.0, 8.0, 9.0])
-    wrong = sum(paired_estimate([generator.standard_normal((3, 3)) @ weights]).p(0.0) < 0.05 for _ in range(TIMES))
+    wrong = sum(paired_estimate([generator.standard_normal((3, 3)) @ weights]).p_value(0.0) < 0.05 for _ in range(TIMES))
     assert wrong / TIMES <= at_most(0.05)
 
 

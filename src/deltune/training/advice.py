@@ -89,7 +89,8 @@ def advice(finished: FinishedRun) -> list[str]:
 def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say if the model answers all rows alike, or no better than by always giving the most frequent answer."""
     if analysis.constant is not None:
-        share = f", which {analysis.baseline:.1%} of them are" if analysis.constant == analysis.majority else ""
+        is_majority = analysis.baseline is not None and analysis.constant == analysis.majority
+        share = f", which {analysis.baseline:.1%} of them are" if is_majority else ""
         what = f"every row of {split} is answered with {analysis.constant!r}{share}: nothing else was learned"
     elif (
         analysis.accuracy is not None
