@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from inspect import signature
 from typing import Any
@@ -18,7 +19,7 @@ from deltune.methods.spec import SITES
 from deltune.models import load_config
 from deltune.training.config import PLACES, RunConfig
 from tests.laws.families import FAMILIES
-from tests.laws.specimens import build
+from tests.laws.specimens import batch, build
 
 NAMES = {
     "ln_tuning": "Here it is called layernorm.",
@@ -167,3 +168,32 @@ def test_sublayers_and_layers_can_be_named(expression: str) -> None:
 def test_layers_that_are_not_there_are_refused(layers: str) -> None:
     with pytest.raises(deltune.DeltuneError, match="the encoder has 6 layers, 0 to 5"):
         deltune.count(load_config("minilm"), f"lora(layers={layers})")
+
+
+FUNCTIONS = {
+    "save_pretrained": "tuned.save(folder)",
+    "merge_and_unload": "tuned.merge()",
+    "print_trainable_parameters": "print(tuned.count())",
+    "set_adapter": "tuned.use(name)",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_method_of_a_peft_model_is_answered_with_ours(name: str) -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "base"), "layernorm")
+    with pytest.raises(AttributeError, match=re.escape(f"Here it is: {FUNCTIONS[name]}.")):
+        getattr(tuned, name)
+    assert not hasattr(tuned, "no_such_name")
+
+
+def test_functions_of_peft_are_answered_with_ours() -> None:
+    with pytest.raises(AttributeError, match=re.escape("Here it is: deltune.attach(model, method).")):
+        deltune.get_peft_model  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_adapter_names_are_not_ignored() -> None:
+    """A model takes any keyword, so that a ported script would get the answers of another delta."""
+    model = build(FAMILIES["bert"], "base")
+    deltune.attach(model, "layernorm", name="a")
+    with pytest.raises(deltune.DeltuneError, match=r"tuned\.rows"):
+        model(**batch(model), adapter_names=["a", "a"])

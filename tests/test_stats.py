@@ -182,7 +182,9 @@ def test_a_slope_is_that_of_least_squares() -> None:
 def test_a_trend_over_seeds_keeps_its_rate() -> None:
     generator = np.random.default_rng(0)
     weights = slope_weights([7.0, 8.0, 9.0])
-    wrong = sum(paired_estimate([generator.standard_normal((3, 3)) @ weights]).p_value(0.0) < 0.05 for _ in range(TIMES))
+    wrong = sum(
+        paired_estimate([generator.standard_normal((3, 3)) @ weights]).p_value(0.0) < 0.05 for _ in range(TIMES)
+    )
     assert wrong / TIMES <= at_most(0.05)
 
 

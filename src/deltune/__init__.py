@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     try:
         return _public_name(name)
     except AttributeError as error:
-        from .methods.other_names import hint_for_name
+        from .methods.other_names import hint_for_function, hint_for_name
 
-        hint = None if name.startswith("_") else hint_for_name(name, __all__)
+        hint = None if name.startswith("_") else hint_for_function(name) or hint_for_name(name, __all__)
         raise AttributeError(f"module 'deltune' has no attribute {name!r}{(hint and f'. {hint}') or ''}") from error

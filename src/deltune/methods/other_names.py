@@ -155,6 +155,28 @@ OPTION_NOTES: Mapping[str, str] = {
 """What more there is to know about some options of others."""
 
 
+FUNCTION_NAMES: Mapping[str, str] = {
+    "get_peft_model": "deltune.attach(model, method)", "inject_adapter_in_model": "deltune.attach(model, method)",
+    "PeftModel": "deltune.load(model, folder)", "AutoPeftModel": "deltune.load(folder)",
+    "from_pretrained": "deltune.load(model, folder)", "PeftConfig": "deltune.parse(expression)",
+    "save_pretrained": "tuned.save(folder)", "get_peft_model_state_dict": "tuned.save(folder)",
+    "print_trainable_parameters": "print(tuned.count())", "get_nb_trainable_parameters": "tuned.count()",
+    "merge_and_unload": "tuned.merge()", "merge_adapter": "tuned.merge()", "unload": "tuned.detach()",
+    "delete_adapter": "tuned.detach(name)", "set_adapter": "tuned.use(name)", "active_adapters": "tuned.active",
+    "add_adapter": "deltune.attach(model, method, name)", "load_adapter": "deltune.load(model, folder, name)",
+    "disable_adapter": "with tuned.disable(): …", "disable_adapters": "with tuned.disable(): …",
+    "get_base_model": "tuned.model, the model that you attached to", "base_model": "tuned.model",
+    "generate": "model.generate(…), of the model itself", "forward": "model(…), of the model itself",
+    "peft_config": "tuned.method", "config": "tuned.model.config",
+}  # fmt: skip
+"""Functions, methods and attributes of PEFT, each with what does the same here."""
+
+
+def hint_for_function(name: str) -> str | None:
+    """Return what a function or method of PEFT is here, as a sentence, or None for another name."""
+    return f"Here it is: {FUNCTION_NAMES[name]}." if name in FUNCTION_NAMES else None
+
+
 def simplified(name: str) -> str:
     """Return a name in small letters and digits alone, without the "Config" of a class."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("config")

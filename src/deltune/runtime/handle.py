@@ -26,6 +26,7 @@ from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
+from ..methods.other_names import hint_for_function
 from ..methods.spec import Method
 from ..notebook import html_table
 from . import merging, serialization
@@ -145,6 +146,14 @@ class Tuned(nn.Module):
             DeltuneError: Always.
         """
         raise DeltuneError("the handle cannot be called: call the model itself, which uses the delta in use")
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a name that a PeftModel has, say what it is called here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            hint = hint_for_function(name)
+            raise AttributeError(f"{error}{(hint and f'. {hint}') or ''}") from None
 
     # -- what is attached and in use
 

@@ -262,6 +262,10 @@ class PassManager:
                     )
                 self.update_prefix_attention()
             return entry.call_original(*args, **kwargs)
+        if "adapter_names" in kwargs:  # most models take any keyword and would ignore it
+            raise DeltuneError(
+                "adapter_names is an argument of PEFT's models. Here it is: with tuned.rows([…]): model(…)"
+            )
         outer = current_pass(self)
         if outer is not None and not entry.always_begins:
             return entry.call_original(*args, **kwargs)

@@ -61,7 +61,7 @@ def read_finished(run: RunDir) -> FinishedRun:
     Raises:
         DeltuneError: The run is not finished, or its files are damaged.
     """
-    metrics, config = run.metrics, run.config
+    config, metrics = run.config, run.metrics
     best = run.best_run if config.is_series else run
     best_config, best_metrics = (best.config, best.metrics) if config.is_series else (config, metrics)
     data = best.data

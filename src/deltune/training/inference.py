@@ -40,7 +40,7 @@ from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
-from ..tasks.encoding import EncodedRows, check_causal
+from ..tasks.encoding import EncodedRows, check_causal, longest_length
 from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages
 from . import task_setup
 from .config import RunConfig
@@ -445,7 +445,8 @@ def generate(
         The texts, without their prompts.
 
     Raises:
-        DeltuneError: The source is no language model, or a prompt is empty.
+        DeltuneError: The source is no language model, a prompt is empty, or the model has too few positions for a
+            prompt and its text.
     """
     if not all(prompt.strip() for prompt in prompts):
         raise DeltuneError("a prompt is empty")
@@ -463,6 +464,8 @@ def generate(
         torch.manual_seed(seed)
         for prompt in prompts:
             ids = _prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder)
+            if not is_encoder_decoder:
+                _check_room(model, len(ids), max_new_tokens)
             inputs = torch.tensor([ids], device=model.device)
             streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
             generated = model.generate(  # type: ignore[operator]
@@ -471,6 +474,19 @@ def generate(
             answer = generated if is_encoder_decoder else generated[len(ids) :]
             texts.append(str(tokenizer.decode(answer, skip_special_tokens=True)))
     return texts
+
+
+def _check_room(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Check that a decoder has positions for a prompt and what it generates."""
+    needed = prompt_tokens + max_new_tokens
+    available = longest_length(model, needed)
+    if available < needed:
+        room = max(0, available - prompt_tokens)
+        raise DeltuneError(
+            f"a prompt of {prompt_tokens} tokens and max_new_tokens={max_new_tokens} take {needed} positions, and "
+            f"{type(model).__name__} has {available}: "
+            + (f"give max_new_tokens={room} or less" if room else "give a shorter prompt")
+        )
 
 
 def _language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
