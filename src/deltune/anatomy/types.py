@@ -228,7 +228,7 @@ class Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Anatomy:
-    """What a transformer is made of. Printed it is a tree, in which layers that are alike are one; `as_dict` has all.
+    """The parts of a transformer. It prints as a tree that shows equal layers once; `as_dict` returns all of them.
 
     Attributes:
         family: transformers' name of the architecture, such as "roberta".

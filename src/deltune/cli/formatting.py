@@ -16,10 +16,8 @@ from ..methods.spec import AREAS, ROLES, SITES
 
 if TYPE_CHECKING:
     from ..training.config import RunConfig
-    from ..training.run_dir import RunMetrics
-
-if TYPE_CHECKING:
     from ..training.report import Comparison
+    from ..training.run_dir import RunMetrics
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 

@@ -1,4 +1,4 @@
-"""What reading PEFT and AdapterHub folders has in common: options, files, names, and the shortest method for tensors.
+"""Shared by the readers of PEFT and AdapterHub folders: options, files, names, and the shortest method for tensors.
 
 Options are validated, and the patterns in them are matched within a time limit. `peft_read` and `adapterhub` say which
 tensor belongs to which place of the model and what the options mean. Everything else is here, from finding the shortest

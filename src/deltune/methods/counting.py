@@ -231,7 +231,7 @@ LIMIT_VARIABLE = "DELTUNE_MEMORY_LIMIT"
 """The environment variable that sets a limit in place of the free memory: a number of bytes, or as in 8GiB."""
 
 NEGLIGIBLE_BYTES = 4 << 20
-"""What is always attached without asking for the free memory, since asking takes longer than attaching it."""
+"""A method that needs at most this is attached without reading the free memory, which takes longer than attaching."""
 
 UNITS = {
     "": 1,

@@ -1,4 +1,4 @@
-"""What PEFT, AdapterHub and transformers call otherwise, with the name that it has here; for error messages alone.
+"""Names that PEFT, AdapterHub and transformers use, each with its name in deltune; used in error messages only.
 
 Nothing runs under another library's name: an error says which word to write instead.
 """

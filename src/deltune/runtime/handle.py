@@ -42,7 +42,7 @@ from .rows import ForwardOverride
 T = TypeVar("T")
 
 _THE_MODEL = ""
-"""What needs a hook as long as any delta is attached; no delta has this name."""
+"""The user of hooks that are needed as long as any delta is attached; no delta has this name."""
 
 _METHOD_NAMES = frozenset({*METHODS, *WHOLE_MODEL_METHODS})
 

@@ -30,7 +30,7 @@ from ..errors import DeltuneError, unknown_name
 from ..filesystem import cache_folder, read_json_object, write_json
 
 LinearBackend = Literal["auto", "torch", "onednn"]
-"""What computes the linear layers: what is measured to be faster, torch's default, or oneDNN."""
+"""Computes the linear layers: the one that is measured to be faster, torch's default, or oneDNN."""
 
 BACKENDS: tuple[str, ...] = get_args(LinearBackend)
 

@@ -262,13 +262,13 @@ class PassManager:
                     )
                 self.update_prefix_attention()
             return entry.call_original(*args, **kwargs)
+        outer = current_pass(self)
+        if outer is not None and not entry.always_begins:
+            return entry.call_original(*args, **kwargs)
         if "adapter_names" in kwargs:  # most models take any keyword and would ignore it
             raise DeltuneError(
                 "adapter_names is an argument of PEFT's models. Here it is: with tuned.rows([…]): model(…)"
             )
-        outer = current_pass(self)
-        if outer is not None and not entry.always_begins:
-            return entry.call_original(*args, **kwargs)
         forward_pass = self._begin(entry.named_arguments(args, kwargs) if entry.always_begins else {})
         output = self._run_in(forward_pass, entry.call_original, args, kwargs)
         if outer is None and torch.is_grad_enabled():
