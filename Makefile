@@ -15,7 +15,7 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all dist lint format docs clean distclean bench bench-whole bench-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all dist lint format docs clean distclean bench bench-whole check-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
@@ -27,7 +27,7 @@ help:
 	@echo "make docs                    this documentation as a site: build/site/index.html, without a network"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
 	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
-	@echo "make bench-gpu               a billion parameters on an accelerator: build/bench-gpu.json"
+	@echo "make check-gpu               laws and speed on an accelerator: build/bench-gpu.json"
 	@echo "make bench-adapterhub-env    the environment that AdapterHub's side of make bench needs"
 	@echo "make clean                   remove caches and build outputs"
 	@echo "make distclean               the same, and $(VENV)"
@@ -86,7 +86,7 @@ bench: $(STAMP)
 bench-whole: $(STAMP)
 	@$(BENCH_ENV) $(BIN)/python -m benchmarks --only wholefull $(ARGS)
 
-bench-gpu: $(STAMP)
+check-gpu: $(STAMP)
 	@$(BENCH_ENV) $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # torch first and alone, as above.

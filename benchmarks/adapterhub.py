@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deltune.studies.engine.timing import Ratio, paired_ratio, time_interleaved
+from deltune.timing import Ratio, paired_ratio, time_interleaved
 
 from .frame import Piece
 from .peers import bare, full, ours

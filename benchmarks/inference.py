@@ -6,7 +6,7 @@ import gc
 from dataclasses import replace
 from functools import partial
 
-from deltune.studies.engine.timing import time_interleaved
+from deltune.timing import time_interleaved
 
 from .frame import Piece
 from .peers import bare, merged, ours

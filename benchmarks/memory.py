@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from deltune.studies.engine.timing import TimedModel, time_interleaved
+from deltune.timing import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, ours, theirs

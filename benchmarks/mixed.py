@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import deltune
-from deltune.studies.engine.timing import paired_ratio, time_interleaved
+from deltune.timing import paired_ratio, time_interleaved
 
 from .frame import Piece
 from .rows import Row, Target, of_ratio

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deltune
-from deltune.studies.engine.timing import TimedModel
+from deltune.timing import TimedModel
 
 from .shapes import Shape, batch, build
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import deltune
 from deltune.runtime.attention import How
-from deltune.studies.engine.timing import TimedModel, time_interleaved
+from deltune.timing import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import ours

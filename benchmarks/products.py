@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import deltune
-from deltune.studies.engine.timing import TimedModel, paired_ratio, time_interleaved
+from deltune.timing import TimedModel, paired_ratio, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, bare, full, ours, theirs

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-from deltune.studies.engine.timing import TimedModel, time_interleaved
+from deltune.timing import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, bare, ours, theirs

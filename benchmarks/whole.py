@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from deltune.models import packaged_minilm
-from deltune.studies.engine.timing import median_interval
+from deltune.timing import median_interval
 
 from .frame import Piece
 from .life import clocked

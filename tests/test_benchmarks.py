@@ -20,6 +20,7 @@ import tiny as parts
 from benchmarks import (
     adapterhub,
     gpu,
+    gpu_laws,
     inference,
     life,
     memory,
@@ -38,7 +39,7 @@ from benchmarks.frame import Piece, Report, carry_out, chosen
 from benchmarks.peers import PAIRS
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
 from benchmarks.shapes import batch, build, tiny
-from deltune.studies.engine.timing import median_interval, paired_ratio, time_interleaved
+from deltune.timing import median_interval, paired_ratio, time_interleaved
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -311,11 +312,28 @@ def test_gpu_s_code_on_a_cpu() -> None:
     size = gpu.SIZES["tiny"]
     with_peft = measured(gpu.measure(size, "cpu", "eager", "lora(rank=8)", 1))
     assert sum(row.target is not None for row in with_peft) == 2
-    assert "merged / joined" in measured(gpu.measure(size, "cpu", "eager", "prefix(length=16)", 1))[-1].name
+    measured(gpu.measure(size, "cpu", "eager, checkpointed", "layernorm", 1))
+    assert "merged / joined" in measured(gpu.measure(size, "cpu", "eager", "prefix(length=50)", 1))[-1].name
     alone = measured(gpu.measure(size, "cpu", "eager", "mam(length=16, rank=16)", 1))
     assert alone[-1].figure is None
+    assert len(measured(gpu.mixed(size, "cpu", 3, 1))) == 2 * (len(gpu.MIXED) + 1)
+    (row,) = measured(gpu.largest("cpu", "layernorm", ((32, 2, 4, 48),)))
+    assert row.figure
 
 
 @pytest.mark.slow
 def test_gpu_s_compiled_code_on_a_cpu() -> None:
     measured(gpu.measure(gpu.SIZES["tiny"], "cpu", "compiled", "layernorm", 1))
+
+
+@pytest.mark.parametrize("precision", gpu_laws.ROUNDING)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, id=f.name, marks=[] if f.name == "llama" else pytest.mark.slow) for f in gpu_laws.FAMILIES],
+)
+def test_gpu_s_laws_hold_on_a_cpu(family: gpu_laws.Family, precision: str) -> None:
+    """Every check runs and holds here, where the device is compared with itself."""
+    rows = gpu_laws.measure(family, "cpu", precision, 32, compiled=False)
+    assert not [f"{row.name}: {row.figure} {row.note}" for row in rows if row.passed is False or row.figure is None]
+    beside = [row for row in rows if row.name.endswith("beside cpu")]
+    assert len(beside) == 1 + len(gpu_laws.METHODS) and all(row.figure == 0 for row in beside)

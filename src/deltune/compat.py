@@ -224,8 +224,12 @@ def attention_implementation(config: Any) -> Any:
 
 
 def set_attention_implementation(config: Any, name: Any) -> None:
-    """Choose the attention function of one configuration; `set_attn_implementation` changes all of a model."""
-    config._attn_implementation = name
+    """Choose the attention function of one configuration.
+
+    Assigning `_attn_implementation` would choose it for the configurations of all inner models too, and those of a
+    model of several towers may differ.
+    """
+    config._attn_implementation_internal = name
 
 
 def auto_class_mapping(auto_class: Any) -> Any:

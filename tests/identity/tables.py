@@ -49,7 +49,7 @@ REFUSED = _rows(
     ("its layers cannot be told apart", """
         fsmt lilt MarkupLMForQuestionAnswering MarkupLMForSequenceClassification MarkupLMForTokenClassification
         MvpForConditionalGeneration MvpForQuestionAnswering MvpForSequenceClassification MvpModel pegasus_x"""),
-    ("does not read input_ids", "PerceiverForMaskedLM PerceiverForSequenceClassification"),
+    ("does not take input_ids", "PerceiverForMaskedLM PerceiverForSequenceClassification"),
     ("in a way that deltune cannot read", """
         falcon_mamba mamba nystromformer MarkupLMModel MiniCPM3ForCausalLM MiniCPM3ForSequenceClassification
         MusicgenModel MusicgenMelodyModel RecurrentGemmaForCausalLM YoutuForCausalLM"""),

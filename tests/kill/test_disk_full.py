@@ -42,7 +42,8 @@ def _refused(spec_file: str, folder: str) -> bool:
     except DeltuneError as error:
         assert "no space left" in str(error).lower() and "\n" not in str(error), error
         whole(Path(folder))
-        assert not RunDir(folder).finished
+        run = RunDir(folder)
+        assert not (run.finished and run.report_file.exists()), "nothing was refused"
         after = content(Path(folder)) if Path(folder).is_dir() else {}
         assert {name for name in before if name.startswith("delta")} <= after.keys()
         return True
@@ -58,6 +59,7 @@ def on_disks(spec_file: str, disk: str, sizes: range, results: str) -> None:
         refused = _refused(spec_file, str(folder))
         resized(disk, ENOUGH)
         train(read_config(spec_file), folder, progress=False)
+        assert RunDir(folder).report_file.is_file()
         shutil.copytree(folder, Path(results) / f"{size}{'-refused' if refused else ''}")
         shutil.rmtree(folder)
 

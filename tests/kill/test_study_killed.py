@@ -31,7 +31,7 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
 
 def disturbed(root: Path, file: Path, numbers: random.Random, pause: float, most: int) -> tuple[int, int, int]:
     """One driver's life, with up to so many kills: its exit code, kills of workers, kills of the driver itself."""
-    process, struck, began = driver(root, file), 0, time.monotonic()
+    process, struck, began = driver(root, file, 2), 0, time.monotonic()
     try:
         if numbers.random() < 0.8:  # else it is struck while it starts
             while process.poll() is None and len(workers(process)) < 2 and time.monotonic() - began < HANG:

@@ -161,6 +161,7 @@ def find_resumable(folder: Path) -> Path | None:
         verify_checksums(checkpoint)
         read_progress(checkpoint)
         with _restoring(checkpoint):
+            run_dir.read_record(run_dir.TrainerStateFile, checkpoint / STATE_FILE)
             state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
             if state.global_step != int(checkpoint.name) or not isinstance(state.epoch, float | int):
                 raise ValueError(

@@ -234,6 +234,30 @@ class CheckpointProgress(Record):
     rng: list[dict[str, Any]]
 
 
+class TrainerStateFile(Record):
+    """trainer_state.json of a checkpoint: the fields of transformers' TrainerState that a resumed Trainer counts with.
+
+    Attributes:
+        epoch: How many epochs are done.
+        global_step: How many steps are done.
+        max_steps: How many steps there are.
+        num_train_epochs: How many epochs there are.
+        num_input_tokens_seen: How many tokens were counted.
+        total_flos: How many floating-point operations were counted.
+        log_history: What was logged.
+        best_metric: The best score so far.
+    """
+
+    epoch: Number
+    global_step: int = Field(ge=0)
+    max_steps: int
+    num_train_epochs: int
+    num_input_tokens_seen: int
+    total_flos: Number
+    log_history: list[dict[str, Any]]
+    best_metric: Number | None
+
+
 class LogLine(Record):
     """One line of log.jsonl: what the Trainer logs (loss, learning rate, eval_*); only `step` is checked.
 
@@ -301,6 +325,11 @@ CONTENTS = (
     REPORT_FILE,
 )  # fmt: skip
 """The names of everything that a run writes into its folder."""
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether an entry of a run's folder is the temporary file or folder of an interrupted write."""
+    return path.name.startswith(tuple(f".{name}-" for name in CONTENTS))
 
 
 def writer_only(method: Callable[..., None]) -> Callable[..., None]:
@@ -454,7 +483,7 @@ class RunDir:
                 )
         elif self.folder.is_dir():
             with explain_write_errors(self.folder):
-                foreign = sorted(p.name for p in self.folder.iterdir())
+                foreign = sorted(p.name for p in self.folder.iterdir() if not _is_leftover(p))
             if foreign:
                 raise DeltuneError(
                     f"{self.folder} is not a RUN folder, but holds {', '.join(foreign[:5])}; choose another folder"
@@ -548,9 +577,8 @@ class RunDir:
     @writer_only
     def remove_leftovers(self) -> None:
         """Remove the temporary files and folders of interrupted writes."""
-        for name in CONTENTS:
-            for path in (*self.folder.glob(f".{name}-*"), *self.predictions.glob(".*-*")):
-                _remove(path)
+        for path in (*filter(_is_leftover, self.folder.iterdir()), *self.predictions.glob(".*-*")):
+            _remove(path)
 
     @writer_only
     def write_config(self, config: RunConfig) -> None:

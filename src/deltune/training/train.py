@@ -90,6 +90,8 @@ def train(
     finished = distributed.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
     if finished is not None:
         logger.info("%s is finished; nothing to do", run.folder)
+        if report and not run.report_file.exists():  # the run was interrupted while it wrote the page
+            distributed.broadcast_from_main(lambda: _write_missing_report(run))
         return finished
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_write_errors(run.folder))
@@ -109,6 +111,13 @@ def train(
         if report:
             distributed.broadcast_from_main(lambda: str(write_report(run)))
         return metrics
+
+
+def _write_missing_report(run: RunDir) -> None:
+    """Write the page of a finished run, and remove what an interrupted attempt left."""
+    with explain_write_errors(run.folder), run.locked():
+        run.remove_leftovers()
+        write_report(run)
 
 
 def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: ModelCache) -> RunMetrics | None:
@@ -302,6 +311,9 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, ch
         state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
         state.run.truncate_log(int(checkpoint.name))
         logger.info("resuming %s after step %s", state.run.folder, checkpoint.name)
+        steps = state.config.optim.steps
+        if steps is not None and int(checkpoint.name) >= steps:
+            return  # the Trainer would take one more step, since it looks at their number only after a step
     if state.out_of_patience:
         return
     trainer = DeltaTrainer(state, arguments, bar)
