@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from torch.nn.utils import parametrize, prune
-from transformers import PreTrainedModel
+from transformers import AutoModel, OpenAIGPTConfig, PreTrainedModel
 
 import deltune
 from deltune.anatomy.tracing import meta_model
@@ -264,6 +264,21 @@ def test_models_that_share_modules(
     stir(deltune.attach(one, "lora(rank=2)", name="beside")).detach()
     deltune.attach(two, "layernorm").detach()
     assert differences(known[0], facts(model)) == [] and differences(known[1], facts(other)) == []
+
+
+def test_models_that_share_a_module_without_tensors() -> None:
+    """transformers has one activation module for every OpenAI GPT of a process; each of them may have deltas."""
+    config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=64)
+    models = [AutoModel.from_config(config).eval() for _ in range(2)]
+    assert models[0].h[0].mlp.act is models[1].h[0].mlp.act
+    inputs = batch(models[0])
+    bare = [run(model, inputs) for model in models]
+    tuned = [stir(deltune.attach(model, "lora(rank=2, at='ffn_up') + ia3")) for model in models]
+    outputs = [run(model, inputs) for model in models]
+    tuned[0].detach()
+    assert equal(run(models[0], inputs), bare[0]) and equal(run(models[1], inputs), outputs[1])
+    tuned[1].detach()
+    assert equal(run(models[1], inputs), bare[1]) and not equal(outputs[1], bare[1])
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,15 @@ def test_compiled(family: Family, method: str, backend: str) -> None:
     outputs = run(model, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)
-    assert distance(run(compiled, inputs), outputs) < (1e-12 if family.exact else 1e-5)
+    # The angles of rotary positions are computed in float32, and inductor's cosine rounds differently: 5e-9 in the
+    # logits of the bare GPT-NeoX.
+    rounded = not family.exact or (backend == "inductor" and family.positions == "rotary")
+    bound = 1e-5 if rounded else 1e-12
+    assert distance(run(compiled, inputs), outputs) < bound
     stir(tuned, seed=7)  # a training step is seen by the compiled model
-    assert distance(run(compiled, inputs), run(model, inputs)) < (1e-12 if family.exact else 1e-5)
+    assert distance(run(compiled, inputs), run(model, inputs)) < bound
     with torch.no_grad():
-        assert distance(run(compiled, inputs), run(model, inputs)) < (1e-12 if family.exact else 1e-5)
+        assert distance(run(compiled, inputs), run(model, inputs)) < bound
     tuned.detach()
 
 

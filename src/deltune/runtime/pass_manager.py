@@ -16,6 +16,7 @@ from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
 from ..compat import (
     attention_implementation,
     backward_id,
+    buffers_of,
     offload_hook,
     parameters_of,
     set_attention_implementation,
@@ -111,12 +112,18 @@ def check_not_offloaded(model: nn.Module) -> None:
 
 
 def refuse_shared_modules(model: nn.Module) -> None:
-    """Check that no module of the model belongs to another model that has deltas.
+    """Check that no module with tensors of the model belongs to another model that has deltas.
+
+    A module without tensors may: transformers has one activation module for every OpenAI GPT of a process.
 
     Raises:
         DeltuneError: One does. Each model would take the other's tensors for the base's, and keep them.
     """
-    paths = {module: path for path, module in base_modules(model)}
+    paths = {
+        module: path
+        for path, module in base_modules(model)
+        if any(tensor is not None for tensor in (*parameters_of(module).values(), *buffers_of(module).values()))
+    }
     for reference in _PASS_MANAGERS.valuerefs():
         passes = reference()
         other = None if passes is None else passes.model
