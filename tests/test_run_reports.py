@@ -95,6 +95,7 @@ def test_the_page_says_everything(whole: RunDir) -> None:
     assert f"{low:.4f} … {high:.4f}" in text
     for part in ("prefix(length=4) + layernorm", "Confusion matrix", "deltune.load(model", "max_length: 32", "torch"):
         assert part in text
+    assert "data · model · prefix(length=4) + layernorm Kind of task: classification" in " ".join(text.split())
     assert whole.data.digests["test"] in text
     assert len(Reader(whole.report_file.read_text()).all("figure")) == 3, "loss, validation, rate"
 
@@ -248,6 +249,15 @@ def test_advice(case: str, copy: Callable[..., RunDir]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("score", "expected"), [(0.01, r"^entity_f1 is 0\.010 on test: hardly any.*--lr "), (0.3, "^$")]
+)
+def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunDir]) -> None:
+    run = copy(metrics=lambda values: values["test"].update(entity_f1=score))
+    notes = advising.few_entities(run.config, run.metrics, "test", FALLING)
+    assert re.search(expected, "".join(notes)), notes
+
+
+@pytest.mark.parametrize(
     ("tried", "chosen", "expected"),
     [((1e-3, 1e-2), 1e-2, "largest value tried.*lr=0.1"), ((1e-2, 1e-3), 1e-3, "smallest value tried.*lr=0.0001"),
      ((1e-3, 3e-3, 1e-2), 3e-3, "^$"), ((1e-3,), 1e-3, "^$")],
@@ -373,6 +383,18 @@ def test_nothing_is_shown_that_is_not_wanted(caplog: pytest.LogCaptureFixture) -
         display.keep({"step": "6/12"})
         assert display.seconds_left == pytest.approx(100)
     assert not caplog.records and not written.getvalue()
+
+
+def test_units_that_are_done_in_part_count() -> None:
+    """A quarter of a job in a minute, after a job and a quarter that were done before: 18 minutes for the other 4.5."""
+    clock = Clock()
+    with ProgressDisplay(False, clock=clock) as display:
+        display.start("study", 6, done=1, unit="jobs")
+        assert display.seconds_left is None
+        clock.now = 60
+        display.reach(1.5, 6, done_before=1.25)
+        assert display.seconds_left == pytest.approx(18 * 60)
+        assert display._amount() == "1/6 jobs"
 
 
 def test_durations() -> None:

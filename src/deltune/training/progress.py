@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -104,9 +105,16 @@ class ProgressDisplay:
         if columns or not title:
             self.columns, self.kept = columns, list[dict[str, str]]()
 
-    def total(self, units: float) -> None:
-        """Change how many units of work the stage has."""
-        self.units = units
+    def reach(self, done: float, total: float, done_before: float) -> None:
+        """Set how many units of work are done, some of them perhaps in part.
+
+        Args:
+            done: The units that are done.
+            total: How many units of work the stage has.
+            done_before: How many of those that are done were done before it began.
+        """
+        self.done, self.units, self.done_before = done, total, done_before
+        self.advance(0)  # a line is due now and then, however long a unit takes
 
     def advance(self, units: float = 1) -> None:
         """Count units of work as done."""
@@ -156,7 +164,7 @@ class ProgressDisplay:
 
     def _amount(self) -> str:
         if self.unit:
-            return f"{self.done:,.0f}/{self.units:,.0f} {self.unit}"
+            return f"{math.floor(self.done):,}/{self.units:,.0f} {self.unit}"
         return f"{min(1.0, self.done / self.units):.0%}" if self.units else ""
 
     def _render(self) -> RenderableType:
