@@ -111,12 +111,12 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
 
 
 def test_what_has_begun(place: Path) -> None:
-    """A third seed, of which one run was interrupted after a checkpoint: its share and its seconds are not forgotten."""
+    """A third seed, of which one run was interrupted after a checkpoint: its share and seconds are not forgotten."""
     store = place / "r.sqlite"
     more = place / "begun.yaml"
     more.write_text((place / "mine.yaml").read_text().replace("name: tiny", "name: more").replace("- 1\n", "- 7\n"))
     runs = folder_of_runs(store)
-    job = next(job for job in study_from_file(more).jobs({}) if job.spec["method"] == "layernorm" and job.spec["seed"])
+    job = next(job for job in study_from_file(more).jobs({}) if job.spec["method"] == "layernorm" and "seed" in job.spec)
     run = RunDir(run_folder(runs, RunConfig.from_flat(**job.spec)))
     assert job_progress(job, runs) is None and seconds_before(job, runs) == 0
     run.folder.mkdir()

@@ -385,6 +385,26 @@ def test_nothing_is_shown_that_is_not_wanted(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records and not written.getvalue()
 
 
+def test_a_step_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What a kept row says is not said again below it, and a step that is validated has no line of its own before."""
+    caplog.set_level(logging.INFO, "deltune")
+    clock, written = Clock(), io.StringIO()
+    for terminal in (False, True):
+        console = Console(file=written, force_terminal=terminal, width=100, height=40)
+        display = ProgressDisplay(console=console, clock=clock)
+        display.start("training", 12, columns=("step", "validation"))
+        clock.now += 60
+        display.show({"step": "12/12", "validation": ""})
+        display.count(12)
+        display.keep({"validation": "accuracy 0.5"})
+        console.print(display._render())
+        clock.now += 60
+    assert [record.message for record in caplog.records] == [
+        "step 12/12, validation accuracy 0.5, 1:00 elapsed, 0:00 left"
+    ]
+    assert all(table.count("12/12") == 1 for table in written.getvalue().split("validation")[1:])
+
+
 def test_units_that_are_done_in_part_count() -> None:
     """A quarter of a job in a minute, after a job and a quarter that were done before: 18 minutes for the other 4.5."""
     clock = Clock()
