@@ -6,9 +6,11 @@ import re
 import warnings
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 
 import deltune
@@ -213,6 +215,32 @@ def test_a_model_is_no_name() -> None:
             call("minilm", "lora")  # type: ignore[arg-type]
     with pytest.raises(deltune.DeltuneError, match="not to the text 'minilm': load the model first"):
         deltune.attach("minilm", "lora")  # type: ignore[arg-type]
+
+
+def test_another_delta_is_merged_by_its_name() -> None:
+    """As after use(name); and what save_pretrained wrote before is answered with what to save."""
+    model = build(FAMILIES["bert"], "base").eval()
+    tuned = deltune.attach(model, "lora(rank=2)", "one")
+    deltune.attach(model, "layernorm", "two")
+    for parameter in tuned.delta("one").parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        tuned.use("one")
+        expected = model(**batch(model)).last_hidden_state
+        tuned.use("two")
+        assert not torch.allclose(model(**batch(model)).last_hidden_state, expected, atol=1e-4)
+        assert tuned.merge("one") is model
+        torch.testing.assert_close(model(**batch(model)).last_hidden_state, expected)
+    assert not hasattr(model, "deltune")
+
+
+def test_a_folder_of_save_pretrained_is_no_delta(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "base")
+    deltune.attach(model, "layernorm")
+    with pytest.warns(UserWarning, match="tuned.save"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(deltune.DeltuneError, match=r"base model without what was tuned: .* call tuned\.save\(folder\)"):
+        deltune.load(model, tmp_path, "again")
 
 
 SUMS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -22,11 +22,12 @@ from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
 from deltune.metrics.intervals import difference_interval, interval, standard_error
 from deltune.metrics.registry import compute_scores
+from deltune.models import packaged_minilm, portable_name
 from deltune.pages.charts import Line, line_chart
 from deltune.training import advice as advising
 from deltune.training.error_analysis import MAX_MATRIX, analyse
 from deltune.training.progress import ProgressDisplay, format_duration
-from deltune.training.report import compare, read_all, render_report, run_facts, write_report
+from deltune.training.report import build_report, compare, read_all, render_report, run_facts, write_report
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 from test_page import EVIL, Reader
@@ -98,6 +99,22 @@ def test_the_page_says_everything(whole: RunDir) -> None:
     assert "data · model · prefix(length=4) + layernorm Kind of task: classification" in " ".join(text.split())
     assert whole.data.digests["test"] in text
     assert len(Reader(whole.report_file.read_text()).all("figure")) == 3, "loss, validation, rate"
+
+
+def test_the_recipe_for_loading_works(
+    whole: RunDir, copy: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the folder of the run as it lies beside the reader, and of the packaged model no folder at all."""
+    monkeypatch.chdir(whole.folder.parent)
+    names: dict[str, Any] = {}
+    exec(build_report(advising.read_finished(whole)).loading, names)
+    assert repr(names["tuned"].method) == whole.config.method.expression
+    run = copy()
+    facts = json.loads((run.delta / "delta.json").read_text())
+    facts["base"]["name"] = portable_name(str(packaged_minilm()))
+    (run.delta / "delta.json").write_text(json.dumps(facts))
+    recipe = build_report(advising.read_finished(run)).loading
+    assert "from_pretrained(packaged_minilm(), num_labels=3)\n" in recipe and "/" not in recipe
 
 
 def test_a_run_of_before_has_its_page(copy: Callable[..., RunDir]) -> None:

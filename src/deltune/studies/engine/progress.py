@@ -76,6 +76,8 @@ def _progress_of(run: RunDir) -> JobProgress | None:
         singles = [progress for single in _single_runs(run) if (progress := _progress_of(single))]
         count = len(config.search_configs()) + max(0, len(config.runtime.seeds) - 1)
         return JobProgress(sum(one.share for one in singles) / count, sum(one.seconds for one in singles))
+    if not run.log_file.is_file():
+        return JobProgress(0.0, 0.0)
     with open(run.log_file, "rb") as file:
         file.seek(max(0, run.log_file.stat().st_size - TAIL))
         lines = file.read().splitlines()
