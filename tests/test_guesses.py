@@ -173,7 +173,7 @@ def test_layers_that_are_not_there_are_refused(layers: str) -> None:
         deltune.count(load_config("minilm"), f"lora(layers={layers})")
 
 
-SEAMS = (
+SEAMS: tuple[Callable[..., Any], ...] = (
     deltune.attach, deltune.load, deltune.export, deltune.count, deltune.fit, deltune.Tuned.save, deltune.Tuned.use,
     deltune.Tuned.rows, deltune.Tuned.merge, deltune.Tuned.detach, deltune.Tuned.count, deltune.Tuned.delta,
 )  # fmt: skip
@@ -210,9 +210,10 @@ def test_an_argument_of_others_is_answered_with_ours(case: str) -> None:
 
 def test_a_model_is_no_name() -> None:
     """Counting takes a configuration, and says how one is loaded; attaching takes a model."""
-    for call in (deltune.count, lambda model, method: deltune.fit(model, "lora(rank=?)", "1%")):
+    calls: list[Callable[..., Any]] = [deltune.count, lambda model, _: deltune.fit(model, "lora(rank=?)", "1%")]
+    for call in calls:
         with pytest.raises(deltune.DeltuneError, match=r"(count|fit) takes .* not the text 'minilm'; load_config\('mi"):
-            call("minilm", "lora")  # type: ignore[arg-type]
+            call("minilm", "lora")
     with pytest.raises(deltune.DeltuneError, match="not to the text 'minilm': load the model first"):
         deltune.attach("minilm", "lora")  # type: ignore[arg-type]
 
