@@ -66,7 +66,9 @@ def refuse_sum(one: object, two: object) -> NoReturn:
         for term in (one, two)
         if isinstance(term, MethodPart)
     }
-    advice |= {f"a text is parsed first: deltune.parse({excerpt(term)})" for term in (one, two) if isinstance(term, str)}
+    advice |= {
+        f"a text is parsed first: deltune.parse({excerpt(term)})" for term in (one, two) if isinstance(term, str)
+    }
     advice |= {f"call it: {term.__name__}(…)" for term in (one, two) if callable(term) and hasattr(term, "__name__")}
     raise DeltuneError(
         f"{excerpt(one)} and {excerpt(two)} cannot be added: only methods can. {'; '.join(sorted(advice))}".strip()
