@@ -152,8 +152,8 @@ class SigmoidGate(Composition):
     depend on its padding.
 
     Args:
-        name: Gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start, so that every
-            gate starts at 1/2. Letters, digits, "-" and "_", at most 100.
+        name: In one term, gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start,
+            so that every gate starts at 1/2. Letters, digits, "-" and "_", at most 100.
 
     Raises:
         DeltuneError: The name has other characters or is too long.
