@@ -144,7 +144,7 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     for line in (
         "task: classification of text into 3 labels (beast, fruit, tool), assumed from the columns; --task ",
         "columns: text=text,label=label; --columns ",
-        "training: 48 rows, 1 epochs of 2 steps; rate 0.001, the default of the method (--epochs, --batch-size, --lr)",
+        "training: 48 rows, 1 epoch of 2 steps; rate 0.001, the default of the method (--epochs, --batch-size, --lr)",
         "step 2/2, epoch 1, loss ",
     ):
         assert f"\n{line}" in f"\n{result.err}"
@@ -201,6 +201,8 @@ def test_running_text(deltune: Command, tmp_path: Path, monkeypatch: pytest.Monk
         (answer,) = json.loads(deltune("generate", folder, *options, "--json").out)
         assert answer["prompt"] == "the old" and len(answer["text"].split()) == 4
         assert deltune("generate", folder, *options).out.strip() == answer["text"]
+        several = deltune("generate", folder, *options, "--prompt", "a new").out
+        assert several.startswith(f"> the old\n{answer['text']}") and "\n> a new\n" in several
     contents = json.loads(deltune("cache", "--json").out)["contents"]
     assert contents["tokenised rows"]["files"] >= 2
     assert deltune("cache", "--clear").code == 0 and not list((tmp_path / "cache").rglob("*.*"))

@@ -116,7 +116,7 @@ def test_a_key_is_no_text(tmp_path: Path) -> None:
 
 def test_running_text_is_asked_for(shared: Path) -> None:
     source = str(shared / "data" / "imdb_text")
-    assert "for another kind of task give task= one of" in message(source)
+    assert "If it is running text, give --task language. " in message(source)
     assert loading.load_data(source, kind="language").columns == {"text": "text"}
     assert "no train file" in message(str(shared / "data" / "wikitext2_eval"))
 
@@ -297,12 +297,20 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),
         (
             {"train_jsonl": [{"text": "a", "lable": 1}]},
-            ["no column named label", "Its columns: text, lable", "columns text=…"],
+            [
+                "no column named label",
+                "Its columns: text, lable",
+                "--columns text=…,label=…",
+                "If it is running text, give --task language",
+            ],
         ),
         ({"train_jsonl": [{"n": 3, "label": 1}]}, ["no column of text", "Its columns: n, label"]),
         (
             {"train_jsonl": [{"x": "a", "y": "b", "z": "c", "label": 1}]},
-            ["3 columns of text (x, y, z) and needs one or two", "Say which is which: columns text=…"],
+            [
+                "3 columns of text (x, y, z) and needs one or two",
+                "Say which is which: --columns text=…,label=…; or choose another kind",
+            ],
         ),
         (
             {"train_jsonl": ROWS, "test_csv": "txt,label\na,refund\n"},
@@ -373,10 +381,23 @@ def test_error(tmp_path: Path, texts: dict[str, Any], expected: list[str]) -> No
     [
         ({"text": "tekst", "label": "label"}, "unknown column 'tekst' in train.jsonl. Did you mean 'text'?"),
         ({"txt": "text", "label": "label"}, "unknown role of a column 'txt'. Did you mean 'text'?"),
-        ({"text": "text"}, "columns must name a different column for each of text, (pair,) label"),
-        (["text"], "columns must name a different column for each of text, (pair,) label"),
-        (["text", "text"], "columns must name a different column for each of text, (pair,) label"),
-        (["a", "b", "c", "d"], "columns must name a different column for each of text, (pair,) label"),
+        (
+            {"txt": "text", "label": "label"},
+            "read as classification, whose columns are text, (pair,) label. Say which is",
+        ),
+        (
+            {"text": "text"},
+            "does not name a different column for each that is needed. The data is read as classification",
+        ),
+        (["text"], "does not name a different column for each that is needed. The data is read as classification"),
+        (
+            ["text", "text"],
+            "does not name a different column for each that is needed. The data is read as classification",
+        ),
+        (
+            ["a", "b", "c", "d"],
+            "does not name a different column for each that is needed. The data is read as classification",
+        ),
     ],
 )
 def test_wrong_columns(tmp_path: Path, columns: Any, expected: str) -> None:

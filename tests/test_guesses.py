@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 
 import deltune
@@ -103,7 +106,7 @@ def test_the_tables_name_what_exists_and_hide_nothing() -> None:
         assert name not in REGISTRY or expression == name
     assert not {other_names.simplified(name) for name in REGISTRY} & other_names.ABSENT_METHODS
     assert set(other_names.SITE_NAMES.values()) <= set(SITES)
-    parameters = {key for make in VOCABULARY.values() for key in signature(make).parameters}
+    parameters = {key for make in [*VOCABULARY.values(), *SEAMS] for key in signature(make).parameters}
     assert {key for keys in other_names.ARGUMENT_NAMES.values() for key in keys} <= parameters
     places = {*PLACES, "output", "fresh"}
     assert set(other_names.OPTION_NAMES.values()) <= places
@@ -170,6 +173,112 @@ def test_layers_that_are_not_there_are_refused(layers: str) -> None:
         deltune.count(load_config("minilm"), f"lora(layers={layers})")
 
 
+SEAMS: tuple[Callable[..., Any], ...] = (
+    deltune.attach, deltune.load, deltune.export, deltune.count, deltune.fit, deltune.Tuned.save, deltune.Tuned.use,
+    deltune.Tuned.rows, deltune.Tuned.merge, deltune.Tuned.detach, deltune.Tuned.count, deltune.Tuned.delta,
+)  # fmt: skip
+"""The functions that take over from those of other libraries."""
+
+ARGUMENTS: dict[str, tuple[Callable[[deltune.Tuned, dict[str, Any]], Any], str]] = {
+    "attach adapter_name": (lambda t, x: deltune.attach(t.model, "lora", **x), "Here it is called 'name'."),
+    "attach peft_config": (lambda t, x: deltune.attach(t.model, **x), "Here it is called 'method'."),
+    "attach mixed": (lambda t, x: deltune.attach(t.model, "lora", **x), "has no argument 'mixed'. Leave it out."),
+    "attach nmae": (lambda t, x: deltune.attach(t.model, "lora", **x), "Did you mean 'name'? It takes: (model, method"),
+    "load adapter_name": (lambda t, x: deltune.load(t.model, "d", **x), "Here it is called 'name'."),
+    "load model_id": (lambda t, x: deltune.load(t.model, **x), "Here it is called 'folder'."),
+    "load is_trainable": (lambda t, x: deltune.load(t.model, "d", **x), "Leave it out: what is loaded can be"),
+    "save save_directory": (lambda t, x: t.save(**x), "Here it is called 'folder'."),
+    "save selected_adapters": (lambda t, x: t.save("d", **x), "Here it is called 'name'. Call it once for each"),
+    "rows adapter_names": (lambda t, x: t.rows(**x), "rows has no argument 'adapter_names'. Here it is"),
+    "use adapter_name": (lambda t, x: t.use(**x), "Here it is called 'name'. It takes: (name)"),
+    "merge safe_merge": (lambda t, x: t.merge(**x), "merge has no argument 'safe_merge'. Leave it out."),
+    "merge adapter_names": (lambda t, x: t.merge(**x), "Here it is called 'name'."),
+    "count config": (lambda t, x: deltune.count(t.model, **x), "Here it is called 'method'."),
+}  # fmt: skip
+"""A function and an argument of others -> a call with it, and what its error says."""
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_an_argument_of_others_is_answered_with_ours(case: str) -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "base"), "layernorm")
+    call, message = ARGUMENTS[case]
+    with pytest.raises(deltune.DeltuneError, match=re.escape(message)):
+        call(tuned, {case.split()[1]: "x"})
+    with pytest.raises(TypeError, match="attach"):  # any other wrong call is what it is in every function
+        deltune.attach()  # type: ignore[call-arg]
+
+
+def test_a_model_is_no_name() -> None:
+    """Counting takes a configuration, and says how one is loaded; attaching takes a model."""
+    calls: list[Callable[..., Any]] = [deltune.count, lambda model, _: deltune.fit(model, "lora(rank=?)", "1%")]
+    for call in calls:
+        with pytest.raises(deltune.DeltuneError, match=r"(count|fit) takes .* not the text 'minilm'; load_config\('mi"):
+            call("minilm", "lora")
+    with pytest.raises(deltune.DeltuneError, match="not to the text 'minilm': load the model first"):
+        deltune.attach("minilm", "lora")  # type: ignore[arg-type]
+
+
+def test_another_delta_is_merged_by_its_name() -> None:
+    """As after use(name); and what save_pretrained wrote before is answered with what to save."""
+    model = build(FAMILIES["bert"], "base").eval()
+    tuned = deltune.attach(model, "lora(rank=2)", "one")
+    deltune.attach(model, "layernorm", "two")
+    for parameter in tuned.delta("one").parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        tuned.use("one")
+        expected = model(**batch(model)).last_hidden_state
+        tuned.use("two")
+        assert not torch.allclose(model(**batch(model)).last_hidden_state, expected, atol=1e-4)
+        assert tuned.merge("one") is model
+        torch.testing.assert_close(model(**batch(model)).last_hidden_state, expected)
+    assert not hasattr(model, "deltune")
+
+
+def test_a_folder_of_save_pretrained_is_no_delta(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "base")
+    deltune.attach(model, "layernorm")
+    with pytest.warns(UserWarning, match="tuned.save"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(deltune.DeltuneError, match=r"base model without what was tuned: .* call tuned\.save\(folder\)"):
+        deltune.load(model, tmp_path, "again")
+
+
+SUMS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a form": (lambda: deltune.Bottleneck(4) + deltune.lora(), "wrap it: Modification(site, Bottleneck(rank=4))"),
+    "a form on the right": (lambda: deltune.lora() + deltune.Bottleneck(4), "wrap it: Modification(site, Bottleneck("),
+    "two forms": (lambda: deltune.LowRank(2) + deltune.Bottleneck(4), "cannot be added: only methods can"),
+    "a composition": (lambda: deltune.lora() + deltune.Scale(2), "Scale(value=2) is a part of a method"),
+    "a class": (lambda: deltune.Bottleneck + deltune.lora(), "call it: Bottleneck(…)"),
+    "a function": (lambda: deltune.lora + deltune.bitfit(), "call it: lora(…)"),
+    "a text": (lambda: deltune.lora() + "bitfit", "deltune.parse('bitfit')"),
+    "a number": (lambda: deltune.lora() + 1, "cannot be added"),
+    "a number on the left": (lambda: 1 + deltune.lora(), "cannot be added"),
+    "times": (lambda: 2 * deltune.lora(), "methods can only be added"),
+    "minus": (lambda: deltune.lora() - deltune.bitfit(), "methods can only be added"),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_what_cannot_be_added(case: str) -> None:
+    make, message = SUMS[case]
+    with pytest.raises(deltune.DeltuneError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(("rank", "method"), [(32, "lora(rank=32)"), (65, "Modification('ffn', LowRank(65))")])
+def test_a_rank_above_the_full_one_is_warned_of(rank: int, method: str) -> None:
+    """It can be had, as in PEFT: the count is exact, and a lower rank does the same."""
+    model = build(FAMILIES["bert"], "base")
+    full = model.config.hidden_size
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank <= full else "ignore")
+        deltune.attach(model, method)
+    if rank > full:
+        with pytest.warns(UserWarning, match=rf"has a rank of {full} at most, so that rank={full} reaches"):
+            deltune.attach(model, method, "again")
+
+
 FUNCTIONS = {
     "save_pretrained": "tuned.save(folder)",
     "merge_and_unload": "tuned.merge()",
@@ -189,6 +298,14 @@ def test_a_method_of_a_peft_model_is_answered_with_ours(name: str) -> None:
 def test_functions_of_peft_are_answered_with_ours() -> None:
     with pytest.raises(AttributeError, match=re.escape("Here it is: deltune.attach(model, method).")):
         deltune.get_peft_model  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_columns_by_role_say_which_kind_of_task_it_is() -> None:
+    file = DataFile("train.jsonl", [(1, {"a": ["x"], "b": ["O"]})])
+    assert guess_task_kind(file, None, {"tokens": "a", "tags": "b"}) == "tagging"
+    assert guess_task_kind(file, None, {"source": "a", "targets": "b"}) == "generation"
+    assert guess_task_kind(file, None, {"text": "a", "label": "b"}) == "classification"
+    assert guess_task_kind(file, None, ["a", "b"]) == "classification"
 
 
 def test_adapter_names_are_not_ignored() -> None:

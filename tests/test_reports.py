@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -17,8 +18,13 @@ import pytest
 import tiny
 from deltune.cli import app
 from deltune.errors import DeltuneError
+from deltune.studies.engine.jobs import run_folder
+from deltune.studies.engine.progress import JobProgress, job_progress, seconds_before
+from deltune.studies.engine.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
+from deltune.training.config import RunConfig
+from deltune.training.run_dir import RunDir
 from test_engine import study
 
 
@@ -67,7 +73,7 @@ def test_it_is_not_run_again(place: Path) -> None:
 
 def test_status(place: Path) -> None:
     facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
-    assert facts["jobs"] == 6 and facts["left"] == 0 and len(facts["failed"]) == 2
+    assert (facts["jobs"], facts["done"], facts["begun"], facts["waiting"], len(facts["failed"])) == (6, 4, {}, 0, 2)
     assert all("decoder" in error for error in facts["failed"].values())
     output = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
     assert "method impossible" in output and "seed 1" in output, "a cell's name, not the hash of its content"
@@ -102,6 +108,35 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
     assert "3 of 9: not run yet" in output and "2 of 9: " in output
     deltune("report", more, "--store", store, "--html", place / "more.html")
     assert "9 runs, 2 failed, 3 not run yet" in (place / "more.html").read_text()
+
+
+def test_what_has_begun(place: Path) -> None:
+    """A third seed, of which one run was interrupted after a checkpoint: its share and seconds are not forgotten."""
+    store = place / "r.sqlite"
+    more = place / "begun.yaml"
+    more.write_text((place / "mine.yaml").read_text().replace("name: tiny", "name: more").replace("- 1\n", "- 7\n"))
+    runs = folder_of_runs(store)
+    jobs = study_from_file(more).jobs({})
+    job = next(job for job in jobs if job.spec["method"] == "layernorm" and "seed" in job.spec)
+    run = RunDir(run_folder(runs, RunConfig.from_flat(**job.spec)))
+    assert job_progress(job, runs) is None and seconds_before(job, runs) == 0
+    run.folder.mkdir()
+    run.write_config(RunConfig.from_flat(**job.spec))
+    assert job_progress(job, runs) == JobProgress(0.0, 0.0)
+    tiny.lines(
+        run.log_file, [{"step": 3, "seconds": 20, "seconds_left": 60}, {"step": 6, "seconds": 30, "seconds_left": 10}]
+    )
+    with open(run.log_file, "a") as file:
+        file.write('{"step": 7, "sec')
+    assert job_progress(job, runs) == JobProgress(0.75, 30.0)
+    states = {"optimizer": {"groups": [], "scalars": {}}, "scheduler": {}, "rng": []}
+    tiny.lines(run.checkpoint / "3" / "facts.json", [{"best": {}, "stale": 0, "seconds": 20.5, **states}])
+    assert seconds_before(job, runs) == 20.5
+    facts = json.loads(deltune("status", more, "--store", store, "--json").stdout)["more"]
+    assert facts["begun"] == {job.name: 0.75}
+    assert facts["jobs"] == facts["done"] + 1 + facts["waiting"] + len(facts["failed"])
+    assert "begun, 75% done: " in deltune("status", more, "--store", store).stdout
+    shutil.rmtree(run.folder)
 
 
 def test_only_some_cells(place: Path) -> None:

@@ -22,11 +22,12 @@ from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
 from deltune.metrics.intervals import difference_interval, interval, standard_error
 from deltune.metrics.registry import compute_scores
+from deltune.models import packaged_minilm, portable_name
 from deltune.pages.charts import Line, line_chart
 from deltune.training import advice as advising
 from deltune.training.error_analysis import MAX_MATRIX, analyse
 from deltune.training.progress import ProgressDisplay, format_duration
-from deltune.training.report import compare, read_all, render_report, run_facts, write_report
+from deltune.training.report import build_report, compare, read_all, render_report, run_facts, write_report
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
 from test_page import EVIL, Reader
@@ -95,8 +96,25 @@ def test_the_page_says_everything(whole: RunDir) -> None:
     assert f"{low:.4f} … {high:.4f}" in text
     for part in ("prefix(length=4) + layernorm", "Confusion matrix", "deltune.load(model", "max_length: 32", "torch"):
         assert part in text
+    assert "data · model · prefix(length=4) + layernorm Kind of task: classification" in " ".join(text.split())
     assert whole.data.digests["test"] in text
     assert len(Reader(whole.report_file.read_text()).all("figure")) == 3, "loss, validation, rate"
+
+
+def test_the_recipe_for_loading_works(
+    whole: RunDir, copy: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the folder of the run as it lies beside the reader, and of the packaged model no folder at all."""
+    monkeypatch.chdir(whole.folder.parent)
+    names: dict[str, Any] = {}
+    exec(build_report(advising.read_finished(whole)).loading, names)
+    assert repr(names["tuned"].method) == whole.config.method.expression
+    run = copy()
+    facts = json.loads((run.delta / "delta.json").read_text())
+    facts["base"]["name"] = portable_name(str(packaged_minilm()))
+    (run.delta / "delta.json").write_text(json.dumps(facts))
+    recipe = build_report(advising.read_finished(run)).loading
+    assert "from_pretrained(packaged_minilm(), num_labels=3)\n" in recipe and "/" not in recipe
 
 
 def test_a_run_of_before_has_its_page(copy: Callable[..., RunDir]) -> None:
@@ -248,6 +266,15 @@ def test_advice(case: str, copy: Callable[..., RunDir]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("score", "expected"), [(0.01, r"^entity_f1 is 0\.010 on test: hardly any.*--lr "), (0.3, "^$")]
+)
+def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunDir]) -> None:
+    run = copy(metrics=lambda values: values["test"].update(entity_f1=score))
+    notes = advising.few_entities(run.config, run.metrics, "test", FALLING)
+    assert re.search(expected, "".join(notes)), notes
+
+
+@pytest.mark.parametrize(
     ("tried", "chosen", "expected"),
     [((1e-3, 1e-2), 1e-2, "largest value tried.*lr=0.1"), ((1e-2, 1e-3), 1e-3, "smallest value tried.*lr=0.0001"),
      ((1e-3, 3e-3, 1e-2), 3e-3, "^$"), ((1e-3,), 1e-3, "^$")],
@@ -373,6 +400,38 @@ def test_nothing_is_shown_that_is_not_wanted(caplog: pytest.LogCaptureFixture) -
         display.keep({"step": "6/12"})
         assert display.seconds_left == pytest.approx(100)
     assert not caplog.records and not written.getvalue()
+
+
+def test_a_step_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What a kept row says is not said again below it, and a step that is validated has no line of its own before."""
+    caplog.set_level(logging.INFO, "deltune")
+    clock, written = Clock(), io.StringIO()
+    for terminal in (False, True):
+        console = Console(file=written, force_terminal=terminal, width=100, height=40)
+        display = ProgressDisplay(console=console, clock=clock)
+        display.start("training", 12, columns=("step", "validation"))
+        clock.now += 60
+        display.show({"step": "12/12", "validation": ""})
+        display.count(12)
+        display.keep({"validation": "accuracy 0.5"})
+        console.print(display._render())
+        clock.now += 60
+    assert [record.message for record in caplog.records] == [
+        "step 12/12, validation accuracy 0.5, 1:00 elapsed, 0:00 left"
+    ]
+    assert all(table.count("12/12") == 1 for table in written.getvalue().split("validation")[1:])
+
+
+def test_units_that_are_done_in_part_count() -> None:
+    """A quarter of a job in a minute, after a job and a quarter that were done before: 18 minutes for the other 4.5."""
+    clock = Clock()
+    with ProgressDisplay(False, clock=clock) as display:
+        display.start("study", 6, done=1, unit="jobs")
+        assert display.seconds_left is None
+        clock.now = 60
+        display.reach(1.5, 6, done_before=1.25)
+        assert display.seconds_left == pytest.approx(18 * 60)
+        assert display._amount() == "1/6 jobs"
 
 
 def test_durations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import reprlib
 from collections.abc import Iterable
 from importlib import metadata
@@ -66,6 +67,18 @@ def excerpt(value: object, length: int = 80) -> str:
     """
     text = _BOUNDED_REPR.repr(value)
     return text if len(text) <= length else f"{text[: length - 11]}...{text[-8:]}"
+
+
+def describe_value(value: object) -> str:
+    """Return what a value is, for a message: a text or a path as it is, of anything else its type."""
+    if isinstance(value, str | os.PathLike):
+        return f"the {'text' if isinstance(value, str) else 'path'} {excerpt(str(value))}"
+    return f"a {type(value).__name__}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one: "1 epoch", "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def error_summary(error: BaseException | str) -> str:
@@ -179,12 +192,13 @@ def _missing_packages(extra: str) -> list[str]:
             continue
         if requirement.name == "deltune":
             missing += [package for included in requirement.extras for package in _missing_packages(included)]
-        elif not _is_installed(requirement.name):
+        elif not is_installed(requirement.name):
             missing.append(requirement.name)
     return missing
 
 
-def _is_installed(distribution: str) -> bool:
+def is_installed(distribution: str) -> bool:
+    """Return whether a distribution is installed, by its name in package indexes, such as "scikit-learn"."""
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:

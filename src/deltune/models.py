@@ -91,10 +91,25 @@ def packaged_minilm() -> Path:
     Raises:
         DeltuneError: The package is not installed.
     """
-    spec = importlib.util.find_spec(MINILM_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
+    folder = _minilm_folder()
+    if folder is None:
         raise DeltuneError(missing_extra("the model minilm needs", (MINILM_PACKAGE,), "demo"))
-    return Path(spec.submodule_search_locations[0]) / "model"
+    return folder
+
+
+def _minilm_folder() -> Path | None:
+    """Return the folder of the packaged MiniLM-L6, or None where the package is not installed."""
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    return Path(spec.submodule_search_locations[0]) / "model" if spec and spec.submodule_search_locations else None
+
+
+def portable_name(name: str) -> str:
+    """Return the name of a model that other machines understand: `minilm` for the folder of the packaged model.
+
+    Args:
+        name: A hub id or a folder, as in a configuration's `name_or_path`.
+    """
+    return "minilm" if Path(name) == _minilm_folder() else name
 
 
 def why_not_on_hub(name: str, repo_type: str = "model") -> str:

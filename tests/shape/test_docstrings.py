@@ -75,6 +75,10 @@ def problems_of_class(kind: type) -> Iterator[str]:
         if name.startswith("_") or not owner.__module__.startswith("deltune"):
             continue
         label, member = f"{kind.__name__}.{name}", getattr(kind, name)
+        if any(name in vars(base) for base in kind.__mro__ if not base.__module__.startswith("deltune")):
+            if not member.__doc__:  # its arguments are those of another library, which describes them
+                yield f"{label} has no docstring"
+            continue
         if isinstance(member, property) and not inspect.getdoc(member):
             yield f"{label} has no docstring"
         elif inspect.isroutine(member):

@@ -144,7 +144,7 @@ def test_a_family_is_found_in_a_longer_string() -> None:
 
 ALLOWED_FAMILIES = {
     "methods.forms": "bert", "methods.attention_forms": "bert", "methods.library": "bert",  # an initialisation
-    "metrics.base": "bert", "metrics.model_based": "bert",  # the library bert-score
+    "metrics.model_based": "bert",  # the library bert-score
     "training.presets": "bert",  # where a paper printed its settings
 }  # fmt: skip
 """Module -> the family that its strings may name, since it means something else there. Papers' studies name models."""

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..compat import auto_class_mapping, parameters_of, submodules_of
-from ..errors import DeltuneError, error_summary
+from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
@@ -83,10 +84,9 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
         DeltuneError: The weights are quantised, the forward pass cannot run on shapes alone, or it contains no
             transformer layer.
     """
+    check_model_or_config(model, "inspect")
     if isinstance(model, PreTrainedConfig):
         return inspect(meta_model(model))
-    if not isinstance(model, PreTrainedModel):
-        raise DeltuneError(f"inspect takes a model of transformers or its configuration, not a {type(model).__name__}")
     check_not_quantized(model)
     structure = structure_stamp(model).structure  # a layer whose forward was replaced since is for `unreached_edits`
     known, anatomy = _CACHE.get(model, (None, None))
@@ -103,6 +103,26 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
         ) from error
     _CACHE[model] = (structure, anatomy)
     return anatomy
+
+
+def check_model_or_config(model: object, function: str) -> None:
+    """Raise unless a value is a model of transformers or its configuration.
+
+    Args:
+        model: The value.
+        function: The name of the function that was called with it.
+
+    Raises:
+        DeltuneError: It is neither; of the name or folder of a model the message says how its configuration is loaded.
+    """
+    if isinstance(model, PreTrainedModel | PreTrainedConfig):
+        return
+    advice = ""
+    if isinstance(model, str | Path):
+        advice = f"; load_config({excerpt(str(model))}) of deltune.models is the configuration of that model"
+    raise DeltuneError(
+        f"{function} takes a model of transformers or its configuration, not {describe_value(model)}{advice}"
+    )
 
 
 class _Inspector:

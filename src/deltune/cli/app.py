@@ -17,7 +17,7 @@ from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
 
 app = typer.Typer(
-    help="Tune a pretrained transformer by small deltas.",
+    help="Fine-tune pretrained transformers by training few parameters. A first run: deltune quickstart",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,12 +37,12 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Tune a pretrained transformer by small deltas."""
+    """Fine-tune pretrained transformers by training few parameters. A first run: deltune quickstart"""
 
 
 @app.command()
 def inspect(model: ModelArgument, as_json: Json = False) -> None:
-    """Show what a model is made of, layer by layer, from its configuration alone."""
+    """Show what a model is made of, layer by layer. Its configuration is read and no weights."""
     from .. import models
     from ..anatomy import inspection
 
@@ -55,7 +55,7 @@ def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List every method, or explain one, or a term of the algebra such as Bottleneck: its formula and its arguments."""
+    """List the methods, or explain one of them. NAME may also be a part of a method, such as Bottleneck."""
     with fast_imports():
         from . import formatting
 
@@ -73,7 +73,7 @@ def methods(
 
 @app.command()
 def tasks(as_json: Json = False) -> None:
-    """List every task that is known by name: its kind, its folder below a data root, its hub id and its metrics."""
+    """List the tasks that are known by name. Each has a kind, a folder below a data root, a hub id and metrics."""
     from . import formatting
 
     facts = formatting.task_facts()
@@ -89,7 +89,7 @@ def count(
     ] = "model",
     as_json: Json = False,
 ) -> None:
-    """Count exactly what a method trains and keeps, from the model's configuration alone."""
+    """Count exactly what a method trains on a model. The model's configuration is read and no weights."""
     from .. import models
     from ..methods import counting
     from ..methods.registry import parse
@@ -108,7 +108,7 @@ def fit(
     weights: Annotated[str | None, typer.Option(help="Shares of the ? in order: 3,1 [equal].")] = None,
     as_json: Json = False,
 ) -> None:
-    """Solve the sizes written as ? for a budget: never over it, with what is left."""
+    """Solve the sizes written as ? in a method for a budget. The result is never over it."""
     from .. import models
     from ..methods import budget as budgets
     from ..methods.registry import parse
@@ -144,7 +144,7 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Score a run's delta again, on its own data or on other data; or its prediction files; or a model untuned."""
+    """Score a run on its own or other data. Or score its prediction files again, or a model that was never tuned."""
     from . import formatting
 
     if rescore and (data or split or output or columns):
@@ -179,7 +179,7 @@ def predict(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Predict texts: labels, tags, choices, answers or log-likelihoods, as the run was trained for."""
+    """Predict texts with a run. The answers are labels, tags, choices, texts or log-likelihoods, as it was trained."""
     from . import formatting
 
     if bool(text) == bool(file) or (pair and not text):
@@ -219,7 +219,7 @@ def generate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Let a run's model go on with a text, or answer it; the text is printed as it is generated."""
+    """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
     with log_to_stderr(quiet):
         with fast_imports():
             from ..training.inference import generate as generate_texts
@@ -234,7 +234,7 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; runs make anew what they need.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what runs keep on the disk for each other, tokenised rows and activations of frozen layers, or remove it."""
+    """Show or remove what runs keep on the disk. It is tokenised rows and activations of frozen layers."""
     with fast_imports():
         from ..filesystem import CACHE_VARIABLE, cache_folder
         from ..tasks import token_cache
@@ -262,7 +262,7 @@ def merge(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Fold a run's delta into the weights: a plain transformers checkpoint, where the method allows it."""
+    """Fold a run's delta into the weights. It becomes a plain transformers checkpoint, where the method allows it."""
     with log_to_stderr(quiet):
         from ..training import inference
 
@@ -278,7 +278,7 @@ def export(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run's delta as another library's files, where that library can express it."""
+    """Write a run's delta as an adapter for PEFT. What PEFT cannot express is refused with the reason."""
     with log_to_stderr(quiet):
         from ..training import inference
 
@@ -297,7 +297,7 @@ def import_folder(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a folder of PEFT or AdapterHub into a delta that deltune.load takes; refused where it has no translation."""
+    """Turn an adapter of PEFT or AdapterHub into a delta. What has no translation is refused with the reason."""
     with log_to_stderr(quiet):
         from ..training import inference
 
@@ -316,7 +316,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a finished run as a page, or compare several: scores with intervals, curves, errors, examples, config."""
+    """Show a finished run as a page, or compare several. It has scores with intervals, curves, errors and examples."""
     from ..filesystem import explain_write_errors, user_path, write_text
     from . import formatting
 
@@ -347,7 +347,7 @@ def quickstart(
     text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
 ) -> None:
-    """Train two runs in about two minutes, offline: MiniLM on support tickets, head alone, then prefix + layernorm."""
+    """Train two small runs offline, in about two minutes. MiniLM sorts tickets by its head alone, then by a method."""
     with log_to_stderr(False):
         with fast_imports():
             from .threads import LoadMeter, set_threads

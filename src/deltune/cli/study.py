@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DeltuneError, error_from_problems, error_summary, unknown_name
+from ..errors import DeltuneError, counted, error_from_problems, error_summary, unknown_name
 from ..filesystem import user_path
 from .output import Json, Quiet, console, log_to_stderr
 
@@ -188,29 +188,40 @@ def status(
     only: Only = None,
     as_json: Json = False,
 ) -> None:
-    """Show how far studies are: what is done, what failed and why, what is left."""
+    """Show how far studies are: what is done, what has begun, what is waiting, what failed and why."""
     from ..studies.engine.jobs import topological_order
+    from ..studies.engine.progress import job_progress
+    from ..studies.engine.store import folder_of_runs
     from ..studies.report.aggregate import cell_label
 
     requested = studies(names, scale, data_root, model_root, only)
-    rows = _rows(store)
+    rows, runs = _rows(store), folder_of_runs(store)
     facts: dict[str, dict[str, Any]] = {}
-    cells: dict[str, dict[str, str]] = {}
+    labels: dict[str, str] = {}
     for study in requested:
         jobs = topological_order(study.jobs(rows))
-        failed = {j.name: str(rows[j.name].error) for j in jobs if j.name in rows and rows[j.name].error is not None}
-        cells[study.name] = {
-            want.job.name: cell_label(want.cell) for want in study.plan_cells(rows) if want.job is not None
-        }
-        left = sum(job.name not in rows for job in jobs)
-        facts[study.name] = {"jobs": len(jobs), "left": left, "failed": failed}
+        labels |= {job.name: job.label for job in jobs}
+        labels |= {want.job.name: cell_label(want.cell) for want in study.plan_cells(rows) if want.job is not None}
+        recorded = [rows[job.name] for job in jobs if job.name in rows]
+        failed = {record.name: record.error for record in recorded if record.error is not None}
+        progress = {job.name: job_progress(job, runs) for job in jobs if job.name not in rows}
+        begun = {name: round(one.share, 3) for name, one in progress.items() if one is not None}
+        facts[study.name] = {
+            "jobs": len(jobs), "done": len(recorded) - len(failed), "begun": begun,
+            "waiting": len(progress) - len(begun), "failed": failed,
+        }  # fmt: skip
     if as_json:
         console.print_json(data=facts)
         return
     for name, fact in facts.items():
-        console.print(f"{name}: {fact['jobs']} jobs, {fact['left']} left, {len(fact['failed'])} failed")
+        console.print(
+            f"{name}: {counted(fact['jobs'], 'job')}: {fact['done']} done, {len(fact['begun'])} begun, "
+            f"{fact['waiting']} waiting, {len(fact['failed'])} failed"
+        )
+        for job, share in fact["begun"].items():
+            console.print(f"  begun, {share:.0%} done: {labels[job]}")
         for job, error in fact["failed"].items():
-            console.print(f"  {cells[name].get(job, job)}: {error_summary(error)}")
+            console.print(f"  failed: {labels[job]}: {error_summary(error)}")
 
 
 @app.command()

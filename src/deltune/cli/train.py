@@ -165,7 +165,7 @@ PASS_EVERYTHING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def train(context: typer.Context) -> None:
-    """Tune a method on a data set and keep the best delta; run again after a kill, it goes on where it was."""
+    """Tune a model on a data set, and keep the best delta. Run again after a kill, it goes on where it was."""
     for argument in context.args:
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and (hint := hint_for_option(name.replace("-", "_"), "--{}")):
@@ -193,7 +193,8 @@ def train_app() -> typer.Typer:
 
 
 EPILOG = (
-    "The config has more options. --print-config prints all of them with their values; set them in RUN.yaml or by "
+    'A first run: deltune train --model minilm --data DIR --method "lora(rank=8)" --output runs/first. The config has '
+    "more options. --print-config prints all of them with their values; set them in RUN.yaml or by "
     "--set SECTION.FIELD=VALUE."
 )
 
@@ -238,7 +239,7 @@ def run(
     file: Annotated[
         Path | None, typer.Argument(metavar="RUN.yaml", help="The config of a run; options override it.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; needed here or in RUN.yaml.")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),

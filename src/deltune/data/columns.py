@@ -90,12 +90,13 @@ KINDS_GUESSED_BY_NAME = ("tagging", "choice", "generation")
 """Task kinds that are recognised by the usual names of their columns."""
 
 
-def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
+def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: ColumnNames | None = None) -> str:
     """Guess the kind of task from the columns of a file.
 
     Args:
         first: A file with the data's columns.
         names: The columns that meta.json lists, if it does.
+        requested: The columns that the user gave, if any; by role they say which kind it is.
 
     Returns:
         A key of `TASK_COLUMNS`: running text of a .txt file, the first kind whose columns all have usual names, else
@@ -105,8 +106,12 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None) -> str:
     if ".txt" in Path(first.name).suffixes:
         return "language"
     for kind in KINDS_GUESSED_BY_NAME:
-        columns = _columns_by_usual_name(kind, available)
         required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
+        if requested:
+            if isinstance(requested, Mapping) and required <= set(requested):
+                return kind
+            continue
+        columns = _columns_by_usual_name(kind, available)
         if kind == "generation" and _is_classification(first, columns, available):
             if required <= set(columns):
                 logger.info(
@@ -151,7 +156,7 @@ def choose_columns(
     columns = TASK_COLUMNS[kind]
     explicit = requested or (names if isinstance(names, Mapping) else None)
     if explicit:
-        return _explicit_columns(columns, explicit, problems)
+        return _explicit_columns(kind, explicit, problems)
     if not first.rows:
         return {}
     available = [c for c in names or first.columns if c in first.columns] or first.columns
@@ -162,22 +167,40 @@ def choose_columns(
     for column in missing:
         problems.append(
             f"{first.name} has no column named {' or '.join(column.usual_names)}, for the {column.role} of {kind}. Its "
-            f"columns: {', '.join(first.columns)}. Say which is which: columns {_column_option_example(columns)}"
+            f"columns: {', '.join(first.columns)}. {how_to_name_columns(kind)}"
         )
     return {} if missing else chosen
 
 
-def _explicit_columns(columns: Sequence[Column], names: ColumnNames, problems: list[str]) -> dict[str, str]:
+def how_to_name_columns(kind: str) -> str:
+    """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen.
+
+    Args:
+        kind: A key of `TASK_COLUMNS`.
+    """
+    columns = TASK_COLUMNS[kind]
+    listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
+    example = ",".join(f"{c.role}=…" for c in columns if not c.optional)
+    others = ", ".join(other for other in TASK_COLUMNS if other != kind)
+    return (
+        f"The data is read as {kind}, whose columns are {listed}. Say which is which: --columns {example}; or choose "
+        f"another kind of task: --task {others}"
+    )
+
+
+def _explicit_columns(kind: str, names: ColumnNames, problems: list[str]) -> dict[str, str]:
     """Match columns that were given, by role or in order, with the roles."""
+    columns = TASK_COLUMNS[kind]
     roles = [c.role for c in columns]
     required = {c.role for c in columns if not c.optional}
     in_order = roles if len(names) == len(roles) else [c.role for c in columns if not c.optional]
     chosen = dict(names) if isinstance(names, Mapping) else dict(zip(in_order, names, strict=False))
     mistakes = [unknown_name("role of a column", role, roles) for role in chosen if role not in roles]
     if required - set(chosen) or len(set(chosen.values())) < len(names):
-        listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
-        mistakes.append(f"columns must name a different column for each of {listed}; {excerpt(names)} was given")
-    problems += mistakes
+        mistakes.append(f"{excerpt(names)} does not name a different column for each that is needed")
+    if mistakes:
+        listed = "; ".join(mistake.removesuffix(".") for mistake in mistakes)
+        problems.append(f"{listed}. {how_to_name_columns(kind)}")
     return {} if mistakes else {role: chosen[role] for role in roles if role in chosen}
 
 
@@ -199,11 +222,12 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
     texts = [c for c in available if c != label and c.lower() not in not_text and _is_text(first, c)]
     if len(texts) == 2:  # a key of letters and digits beside a text is no text
         texts = [c for c in texts if not _is_key(first, c)] or texts
-    listed, todo = ", ".join(first.columns), "Say which is which: columns text=…, (pair=…,) label=…"
+    listed, todo = ", ".join(first.columns), how_to_name_columns("classification")
     if not label:
+        running = "If it is running text, give --task language. " if len(texts) == 1 else ""
         problems.append(
-            f"{first.name} has no column named {' or '.join(LABEL_COLUMN_NAMES)}. Its columns: {listed}. {todo}; for "
-            f"another kind of task give task= one of {', '.join(k for k in TASK_COLUMNS if k != 'classification')}"
+            f"{first.name} has no column named {' or '.join(LABEL_COLUMN_NAMES)}. Its columns: {listed}. "
+            f"{running}{todo}"
         )
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
@@ -224,10 +248,6 @@ def _is_key(file: DataFile, column: str) -> bool:
     """Whether every value is a single word that contains a digit, and no two are the same."""
     values = [str(row.get(column, "")) for _, row in file.rows[:SAMPLED_ROWS]]
     return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
-
-
-def _column_option_example(columns: Sequence[Column]) -> str:
-    return ", ".join(f"{c.role}=…" for c in columns)
 
 
 def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str, str], problems: list[str]) -> None:

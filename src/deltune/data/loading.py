@@ -270,7 +270,7 @@ def load_data(
         apply_layout(files, layout, problems)
         columns, labels = columns or layout.column_names, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
-    kind = kind or (guess_task_kind(first, raw.column_names) if first and not columns else "classification")
+    kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
     if not chosen or not first or not first.rows:
         raise file_error(f"data {source}", problems)

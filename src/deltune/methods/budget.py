@@ -9,10 +9,10 @@ from fractions import Fraction
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..anatomy.inspection import inspect
+from ..anatomy.inspection import check_model_or_config, inspect
 from ..errors import DeltuneError, excerpt
 from .counting import base_size, count_resolved
-from .parser import MAX_INTEGER, fits_type, parse_percentage
+from .parser import MAX_INTEGER, explain_arguments, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
 from .spec import Method
@@ -41,6 +41,7 @@ class FitResult:
         return self.budget - self.count
 
 
+@explain_arguments
 def fit(
     model: PreTrainedModel | PreTrainedConfig,
     method: str,
@@ -92,6 +93,7 @@ def solve(
     Raises:
         DeltuneError: As `fit`, or the count does not grow evenly with the sizes.
     """
+    check_model_or_config(model, "fit")
     anatomy = inspect(model)
 
     def cost(candidate: Method) -> int:

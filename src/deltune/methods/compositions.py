@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import DeltuneError, excerpt
-from .forms import Shapes, Widths
+from .forms import MethodPart, Shapes, Widths
 from .parser import check_fields, to_expression
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Composition:
+class Composition(MethodPart):
     """How Δh joins h. The base class adds it; subclasses may have tensors of their own."""
 
     def __post_init__(self) -> None:
@@ -152,8 +152,8 @@ class SigmoidGate(Composition):
     depend on its padding.
 
     Args:
-        name: Gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start, so that every
-            gate starts at 1/2. Letters, digits, "-" and "_", at most 100.
+        name: In one term, gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start,
+            so that every gate starts at 1/2. Letters, digits, "-" and "_", at most 100.
 
     Raises:
         DeltuneError: The name has other characters or is too long.

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..anatomy.inspection import inspect
+from ..anatomy.inspection import check_model_or_config, inspect
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..notebook import html_table
 from .forms import Shapes
-from .parser import MAX_INTEGER
+from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
 from .sites import EditLocation
@@ -110,6 +110,7 @@ def total_numel(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+@explain_arguments
 def count(
     model: PreTrainedModel | PreTrainedConfig,
     method: str | Method,
@@ -133,6 +134,7 @@ def count(
     Raises:
         DeltuneError: The method cannot be attached to the model, or an argument does not exist.
     """
+    check_model_or_config(model, "count")
     anatomy = inspect(model)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))

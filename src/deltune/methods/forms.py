@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, TypeAlias
 
-from ..errors import DeltuneError, unknown_name
+from ..errors import DeltuneError, excerpt, unknown_name
 from .masks import Factor
 from .parser import check_fields, to_expression
 
@@ -51,8 +51,42 @@ class Widths:
     states: int = 0
 
 
+def refuse_sum(one: object, two: object) -> NoReturn:
+    """Raise the error for a sum of which a side is no method, and say what to write.
+
+    Args:
+        one: The left side.
+        two: The right side.
+
+    Raises:
+        DeltuneError: Always.
+    """
+    advice = {
+        f"{term!r} is a part of a method; wrap it: Modification(site, {term!r})"
+        for term in (one, two)
+        if isinstance(term, MethodPart)
+    }
+    advice |= {
+        f"a text is parsed first: deltune.parse({excerpt(term)})" for term in (one, two) if isinstance(term, str)
+    }
+    advice |= {f"call it: {term.__name__}(…)" for term in (one, two) if callable(term) and hasattr(term, "__name__")}
+    raise DeltuneError(
+        f"{excerpt(one)} and {excerpt(two)} cannot be added: only methods can. {'; '.join(sorted(advice))}".strip()
+    )
+
+
+class MethodPart:
+    """What a modification consists of, a form or a composition. It is no method, so it cannot be added to one."""
+
+    def __add__(self, other: object) -> NoReturn:
+        refuse_sum(self, other)
+
+    def __radd__(self, other: object) -> NoReturn:
+        refuse_sum(other, self)
+
+
 @dataclass(frozen=True, repr=False)
-class Form:
+class Form(MethodPart):
     """A functional form of Δh: its tensors, their initial values and what it computes.
 
     Attributes:
@@ -80,6 +114,17 @@ class Form:
 
         Returns:
             The reason, or None where the form can act.
+        """
+        return None
+
+    def waste(self, widths: Widths) -> str | None:
+        """Return what the form trains beyond what can matter at a place.
+
+        Args:
+            widths: The sizes at the place.
+
+        Returns:
+            The reason, or None where all of it can matter.
         """
         return None
 
@@ -417,6 +462,15 @@ class LowRank(Form):
         super().__post_init__()
         check_positive(rank=self.rank)
         check_share("dropout", self.dropout)
+
+    def waste(self, widths: Widths) -> str | None:
+        full = min(widths.in_width, widths.out_width)
+        if self.rank <= full:
+            return None
+        return (
+            f"a matrix of {widths.out_width} × {widths.in_width} has a rank of {full} at most, so that rank={full} "
+            "reaches every change that this one reaches, with fewer parameters"
+        )
 
     def shapes(self, widths: Widths) -> Shapes:
         return {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}

@@ -421,7 +421,7 @@ def lora(
         rank: r, at least 1.
         scale: s.
         at: One or more of "query", "key", "value", "output", "ffn_up", "ffn_down", and "ffn" for all linears of an FFN.
-        alpha: Another way to give s, which is then alpha / rank.
+        alpha: Another way to give s, which is then alpha / rank; above 0.
         dropout: The probability of dropping a value of x while training.
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
@@ -431,11 +431,14 @@ def lora(
         The method, to attach, count or add to others.
 
     Raises:
-        DeltuneError: Both `scale` and `alpha` are given, or an argument does not exist or is of the wrong type.
+        DeltuneError: Both `scale` and `alpha` are given, alpha is 0 or less, or an argument does not exist or is of the
+            wrong type.
     """
     if alpha is not None:
         if rank < 1:
             raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
+        if alpha <= 0:
+            raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
         if scale != 1:
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank

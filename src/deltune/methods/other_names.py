@@ -52,6 +52,15 @@ ARGUMENT_NAMES: Mapping[str, tuple[str, ...]] = {
     "ln_before": ("layer_norm",), "add_layer_norm_before": ("layer_norm",),
     "init_weights": ("init",), "init_lora_weights": ("init",),
     "prompt_tuning_init": ("init_from",), "prompt_tuning_init_text": ("init_from",),
+    **dict.fromkeys(("adapter_name", "adapter", "adapter_setup", "new_adapter_name", "load_as"), ("name",)),
+    **dict.fromkeys(("adapter_names", "adapters", "selected_adapters"), ("names", "name")),
+    **dict.fromkeys(("peft_config", "config", "adapter_config"), ("method",)),
+    **dict.fromkeys(
+        ("save_directory", "model_id", "pretrained_model_name_or_path", "adapter_name_or_path", "path", "checkpoint",
+         "output_dir", "save_path"), ("folder",),
+    ),
+    **dict.fromkeys(("base_model", "model_name_or_path"), ("model",)),
+    "set_active": ("use",),
 }  # fmt: skip
 """Names of arguments in other libraries, each with the names that it can have here."""
 
@@ -60,6 +69,15 @@ ARGUMENT_NOTES: Mapping[str, str] = {
     "leave_out": "layers are those that are tuned",
     "prompt_tuning_init_text": "init_from takes token ids: tuple(tokenizer(text)['input_ids'])",
     "modules_to_save": "Every method trains the task head (attach has head='freeze'); add Selection(…) for others",
+    "selected_adapters": "Call it once for each delta",
+    "adapter_setup": "Several deltas act on rows of their own: with tuned.rows([…]): …",
+    "is_trainable": "Leave it out: what is loaded can be trained on",
+    "with_head": "Leave it out: the head goes with its delta",
+    **dict.fromkeys(
+        ("safe_serialization", "is_main_process", "save_embedding_layers", "safe_merge", "progressbar",
+         "low_cpu_mem_usage", "autocast_adapter_dtype", "torch_device", "mixed", "ephemeral_gpu_offload"),
+        "Leave it out",
+    ),
     "bias": "Add a term that trains biases: … + bitfit(which='linear')",
     "use_rslora": "Give scale=alpha / √rank",
     "use_dora": "DoRA has no translation",

@@ -19,24 +19,25 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from inspect import Parameter, Signature, signature
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from ..errors import DeltuneError, closest_match, error_from_problems, excerpt, unknown_name
-from .other_names import expression_of, hint_for_argument, hint_for_name
+from .other_names import expression_of, hint_for_argument, hint_for_name, hint_for_site
 
 MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
 
 
 @functools.cache
-def _field_types(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def argument_types(make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the type hints of what a function or class takes, with the words of those that describe themselves."""
+    return typing.get_type_hints(make, include_extras=True)
 
 
 def check_fields(value: Any) -> None:
@@ -46,7 +47,7 @@ def check_fields(value: Any) -> None:
         DeltuneError: A field does not fit its type.
     """
     kind: Any = type(value)
-    hints = _field_types(kind)
+    hints = argument_types(kind)
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         if isinstance(content, list):
@@ -90,7 +91,8 @@ def type_mismatch(key: str, hint: Any, value: object) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (problem := number_problem(value)):  # type: ignore[arg-type]
         return f"{key} is {excerpt(value)}: {problem}"
-    return f"{key}={excerpt(value)} is not {describe_type(hint)}"
+    alone = f"; one alone is written {excerpt((value,))}" if fits_type(hint, (value,)) else ""
+    return f"{key}={excerpt(value)} is not {describe_type(hint)}{alone}"
 
 
 NUMERAL = r"[-+]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,3})?"
@@ -105,16 +107,29 @@ def parse_percentage(text: str) -> Fraction | None:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type hint in plain words."""
+    """Return a type hint in plain words: its own, Annotated[…, "words"], or those of its type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return str(arguments[1])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe_type(h) for h in arguments)
     if origin is typing.Literal:
         return "one of " + ", ".join(repr(v) for v in arguments)
     if origin is tuple:
-        return f"a list of {describe_type(arguments[0])}"
+        item = describe_type(arguments[0])
+        return f"a list of {item.removeprefix('a ')}s" if item.startswith("a ") else f"a list of {item}"
     descriptions = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
     return descriptions.get(hint, f"a {getattr(hint, '__name__', hint)}")
+
+
+def _takes_any_text(hint: Any) -> bool:
+    """Whether an argument may be any text, of which its own function says whether it means something."""
+    return hint is str or any(map(_takes_any_text, typing.get_args(hint)))
+
+
+def _takes_objects(hint: Any) -> bool:
+    """Whether an argument may be a part of a method, which an expression writes as a name or a call."""
+    return dataclasses.is_dataclass(hint) or any(map(_takes_objects, typing.get_args(hint)))
 
 
 Vocabulary = Mapping[str, Callable[..., Any]]
@@ -129,17 +144,60 @@ MAX_TERMS = 1_000
 
 def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
     """Return the message for an argument that does not exist: the nearest name, and all that exist."""
-    parameters = signature(make).parameters
+    parameters = [parameter for parameter in signature(make).parameters if parameter != "self"]
     hint = hint_for_argument(key, parameters)
     if not hint and (guess := closest_match(key, parameters)):
         hint = f"Did you mean {guess!r}?"
     return f"{name} has no argument {key!r}.{hint and ' '}{hint} It takes: {signature_text(make)}"
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def explain_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function answer an argument that it does not have with its name here, or with the nearest one.
+
+    The error is a DeltuneError, as in expressions; every other wrong call is a TypeError, as in any function.
+    """
+    known = frozenset(signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not kwargs.keys() <= known:
+            raise DeltuneError(
+                " ".join(unknown_argument(function.__name__, key, function) for key in kwargs if key not in known)
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
 @dataclass
 class _Problem:
     node: ast.AST
     message: str
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """An argument of a call: the name of what is called, its own name, and its type hint."""
+
+    call: str
+    key: str
+    hint: Any
+
+    def unquoted(self, word: str, vocabulary: Vocabulary, words: typing.Collection[str]) -> str:
+        """Return the message for a word that stands in place of this argument without quotes."""
+        if fits_type(self.hint, word):
+            described = typing.get_origin(self.hint) is typing.Annotated or not _takes_any_text(self.hint)
+            guess = None if described else closest_match(word, words)
+            hint = None if described else hint_for_site(word) or (guess and f"Did you mean {guess!r}?")
+            return f"{self.call}: a text stands in quotes: {self.key}={word!r}{(hint and f'. {hint}') or ''}"
+        if _takes_objects(self.hint):
+            known = [*words, *vocabulary]
+            return unknown_name("name", word, known, hint=hint_for_name(word, vocabulary))
+        return f"{self.call}: {type_mismatch(self.key, self.hint, word)}"
 
 
 class _TermFailed(Exception):
@@ -181,9 +239,9 @@ def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collect
     except RecursionError:
         raise DeltuneError("the method expression is nested too deeply") from None
     if reader.problems:
+        placed = sorted(((_column(source, p.node), p.message) for p in reader.problems), key=lambda pair: pair[0])
         raise error_from_problems(
-            "the method expression is wrong",
-            [f"{p.message}\n{_caret(source, _column(source, p.node))}" for p in reader.problems],
+            "the method expression is wrong", [f"{message}\n{_caret(source, column)}" for column, message in placed]
         )
     return value
 
@@ -229,26 +287,26 @@ class _ExpressionReader:
         self.problems.append(_Problem(node, message))
         raise _TermFailed
 
-    def value(self, node: ast.expr, top: bool = False) -> Any:
+    def value(self, node: ast.expr, top: bool = False, argument: _Argument | None = None) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self.sum(node)
         if isinstance(node, ast.Call):
             return self.call(node)
         if isinstance(node, ast.Name):
             if node.id in self.vocabulary:
-                return self.build(node, node, [], {})
+                return self.build(node, node, [], [])
             if not top and node.id in self.words:
                 return node.id
-            quote_hint = "" if top else f" A word, such as a site, stands in quotes: {node.id!r}."
-            known = [*(() if top else self.words), *self.vocabulary]
+            if argument is not None:
+                self.fail(node, argument.unquoted(node.id, self.vocabulary, self.words))
             hint = hint_for_name(node.id, self.vocabulary)
-            self.fail(node, unknown_name("name", node.id, known, hint=hint) + quote_hint)
+            self.fail(node, unknown_name("name", node.id, self.vocabulary, hint=hint))
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
             if isinstance(node.value, int | float) and (problem := number_problem(node.value)):
                 self.fail(node, f"{excerpt(node.value)} is too large: {problem}")
             return node.value
         if not top and isinstance(node, ast.Tuple | ast.List):
-            return tuple(self.value(item) for item in node.elts)
+            return tuple(self.value(item, argument=argument) for item in node.elts)
         if not top and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             number = self.value(node.operand)
             if isinstance(number, int | float) and not isinstance(number, bool):
@@ -275,8 +333,8 @@ class _ExpressionReader:
         for term_value in values[1:]:
             try:
                 total = total + term_value
-            except TypeError:
-                self.fail(node, f"{total!r} and {term_value!r} cannot be added: only methods can")
+            except DeltuneError as error:
+                self.fail(node, str(error))
         return total
 
     def call(self, node: ast.Call) -> Any:
@@ -285,76 +343,57 @@ class _ExpressionReader:
         if node.func.id not in self.vocabulary:
             hint = hint_for_name(node.func.id, self.vocabulary)
             self.fail(node.func, unknown_name("name", node.func.id, self.vocabulary, hint=hint))
-        before = len(self.problems)
-        positional: list[tuple[ast.AST, Any]] = []
-        named: dict[str, tuple[ast.AST, Any]] = {}
-        for argument in node.args:
-            try:
-                positional.append((argument, self.value(argument)))
-            except _TermFailed:
-                continue
-        names: set[str] = set()
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                self.problems.append(_Problem(keyword.value, "** is not allowed"))
-                continue
-            if keyword.arg in names:  # only compiling would refuse it
-                self.problems.append(_Problem(keyword, f"{node.func.id}: {keyword.arg!r} is given twice"))
-                continue
-            names.add(keyword.arg)
-            try:
-                named[keyword.arg] = (keyword, self.value(keyword.value))
-            except _TermFailed:
-                continue
-        if len(self.problems) > before:
-            raise _TermFailed
-        return self.build(node, node.func, positional, named)
+        return self.build(node, node.func, node.args, node.keywords)
 
     def build(
-        self,
-        node: ast.AST,
-        name: ast.Name,
-        positional: list[tuple[ast.AST, Any]],
-        named: dict[str, tuple[ast.AST, Any]],
+        self, node: ast.AST, name: ast.Name, positional: Sequence[ast.expr], keywords: Sequence[ast.keyword]
     ) -> Any:
-        """Bind arguments to the signature, check their types, and call."""
+        """Bind arguments to the signature, compute and check their values, and call."""
         make = self.vocabulary[name.id]
         parameters = signature(make).parameters
-        hints = typing.get_type_hints(make)
         before = len(self.problems)
-        bound: dict[str, Any] = {}
-        for (at, argument), key in zip(positional, parameters, strict=False):
-            bound[key] = self.checked(at, name.id, key, argument, hints)
-        for at, _ in positional[len(parameters) :]:
-            self.problems.append(_Problem(at, f"{name.id} takes {len(parameters)} arguments: {signature_text(make)}"))
-        for key, (at, argument) in named.items():
-            if key not in parameters:
-                self.problems.append(_Problem(at, unknown_argument(name.id, key, make)))
-            elif key in bound:
-                self.problems.append(_Problem(at, f"{name.id}: {key!r} is given twice"))
+        bound: dict[str, tuple[ast.AST, ast.expr]] = {}
+        for argument, key in zip(positional, parameters, strict=False):
+            bound[key] = argument, argument
+        for argument in positional[len(parameters) :]:
+            self.problems.append(
+                _Problem(argument, f"{name.id} takes {len(parameters)} arguments: {signature_text(make)}")
+            )
+        for keyword in keywords:
+            if keyword.arg is None:
+                self.problems.append(_Problem(keyword.value, "** is not allowed"))
+            elif keyword.arg not in parameters:
+                self.problems.append(_Problem(keyword, unknown_argument(name.id, keyword.arg, make)))
+            elif keyword.arg in bound:  # of two keywords only compiling would refuse the second
+                self.problems.append(_Problem(keyword, f"{name.id}: {keyword.arg!r} is given twice"))
             else:
-                bound[key] = self.checked(at, name.id, key, argument, hints)
+                bound[keyword.arg] = keyword, keyword.value
+        hints = argument_types(make)
+        values: dict[str, Any] = {}
+        for key, (at, expression) in bound.items():
+            hint = hints.get(key, Any)
+            try:
+                values[key] = self.value(expression, argument=_Argument(name.id, key, hint))
+            except _TermFailed:
+                continue
+            if not fits_type(hint, values[key]):
+                self.problems.append(_Problem(at, f"{name.id}: {type_mismatch(key, hint, values[key])}"))
         missing = [k for k, p in parameters.items() if p.default is Parameter.empty and k not in bound]
         if missing:
-            self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {signature_text(make)}"))
+            about = f"{signature_text(make)}; deltune methods {name.id} explains it"
+            self.problems.append(_Problem(node, f"{name.id} needs {', '.join(missing)}: {about}"))
         if len(self.problems) > before:
             raise _TermFailed
         try:
-            return make(**bound)
+            return make(**values)
         except DeltuneError as error:
             self.fail(node, f"{name.id}: {error}")
-
-    def checked(self, node: ast.AST, name: str, key: str, value: Any, hints: dict[str, Any]) -> Any:
-        hint = hints.get(key, Any)
-        if not fits_type(hint, value):
-            self.problems.append(_Problem(node, f"{name}: {type_mismatch(key, hint, value)}"))
-        return value
 
 
 def signature_text(make: Callable[..., Any]) -> str:
     """Return a signature as it is written in an expression, without types."""
     typed: Signature = signature(make)
-    parameters = [p.replace(annotation=Parameter.empty) for p in typed.parameters.values()]
+    parameters = [p.replace(annotation=Parameter.empty) for p in typed.parameters.values() if p.name != "self"]
     return str(typed.replace(parameters=parameters, return_annotation=Signature.empty))
 
 

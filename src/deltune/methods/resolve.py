@@ -85,6 +85,17 @@ class ResolvedMethod:
         """The parameters of which some scalars are trained."""
         return [tensor for tensor, _ in self.masked] + [tensor for gates in self.gated for tensor in gates.tensors]
 
+    def wasteful_parts(self) -> list[str]:
+        """Return, for every part that trains more than it can use at each of its places, what is too much.
+
+        Edits under a mask are left out: which of their scalars are trained is drawn anyway.
+        """
+        reasons: dict[Modification, list[str | None]] = {}
+        for edit in self.edits:
+            reason = None if edit.mask else edit.modification.form.waste(edit.place.widths)
+            reasons.setdefault(edit.modification, []).append(reason)
+        return [f"{part!r}: {of_places[0]}" for part, of_places in reasons.items() if all(of_places)]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ResolvedMethod:
         """Return itself: it is a value, which copies of a tuned model share."""
         return self

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import DeltuneError, missing_extra
+from ..errors import DeltuneError, is_installed, missing_extra
 
 InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
 """What a metric compares.
@@ -24,9 +23,6 @@ ComputeScore = Callable[[np.ndarray], float]
 
 NON_NEGATIVE = (0.0, float("inf"))
 """The range of scores without an upper limit."""
-
-IMPORT_NAMES = {"scikit-learn": "sklearn", "rouge-score": "rouge_score", "bert-score": "bert_score", "POT": "ot"}
-"""Distribution -> the name by which it is imported, where the two differ."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,7 @@ class Metric:
 
     def why_unavailable(self, options: Options) -> str | None:
         """Return why the metric cannot be computed here with these options, or None if it can."""
-        missing = [p for p in self.packages if importlib.util.find_spec(IMPORT_NAMES.get(p, p)) is None]
-        if missing:
+        if missing := [package for package in self.packages if not is_installed(package)]:
             return missing_extra("needs", missing, self.extra)
         return self.unmet_requirement(options)
 

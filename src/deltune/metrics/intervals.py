@@ -64,10 +64,16 @@ def interval(score: Score, bounds: tuple[float, float], level: float = 0.95) -> 
         error = float(np.std(score.per_example, ddof=1)) / math.sqrt(n)
     else:
         error = standard_error(score.statistics, score.compute_score)
+    normal = _normal_interval(score.value, error, level)
+    return None if normal is None else (max(bounds[0], normal[0]), min(bounds[1], normal[1]))
+
+
+def _normal_interval(value: float, error: float, level: float) -> tuple[float, float] | None:
+    """Return the ends of a normal interval around a value; None where its standard error shows no spread."""
     if not NO_SPREAD < error < math.inf:
         return None
     half = NormalDist().inv_cdf((1 + level) / 2) * error
-    return max(bounds[0], score.value - half), min(bounds[1], score.value + half)
+    return value - half, value + half
 
 
 def score_intervals(scores: Mapping[str, Score], bounds: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
@@ -96,7 +102,4 @@ def difference_interval(one: Score, two: Score, level: float = 0.95) -> tuple[fl
     error = standard_error(
         rows, lambda both: one.compute_score(both[:, :columns]) - two.compute_score(both[:, columns:])
     )
-    if not NO_SPREAD < error < math.inf:
-        return None
-    half = NormalDist().inv_cdf((1 + level) / 2) * error
-    return one.value - two.value - half, one.value - two.value + half
+    return _normal_interval(one.value - two.value, error, level)

@@ -17,14 +17,14 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs
 from ..compat import attention_implementation, submodules_of
-from ..errors import DeltuneError, excerpt, unknown_name
+from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
 from ..interop.base import (
@@ -43,6 +43,7 @@ from ..interop.base import (
 )
 from ..methods.counting import base_size, check_memory, resolve_within_memory
 from ..methods.forms import Prompt
+from ..methods.parser import explain_arguments
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
@@ -212,6 +213,7 @@ def _has_sliding_window(model: PreTrainedModel) -> bool:
     return any("sliding" in kind for kind in kinds) if kinds else bool(getattr(config, "sliding_window", None))
 
 
+@explain_arguments
 def attach(
     model: PreTrainedModel, method: str | Method, name: str = "default", head: Literal["train", "freeze"] = "train"
 ) -> Tuned:
@@ -277,6 +279,8 @@ def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, h
             "rounding: load the model in float32 and use autocast",
             stacklevel=4,
         )
+    for waste in planned.wasteful_parts():
+        warnings.warn(waste, stacklevel=4)
     handle._add_delta(name, delta, handle._base_labels)
 
 
@@ -291,6 +295,7 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
             edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=next(embeddings.parameters()).device)))
 
 
+@explain_arguments
 def load(
     model: PreTrainedModel | str | Path,
     folder: str | Path | None = None,
@@ -461,6 +466,7 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
     return handle
 
 
+@explain_arguments
 def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
     """Write a delta in the format of another library, completely or not at all.
 
@@ -512,12 +518,12 @@ def _check_model(model: object) -> None:
         refuse_shared_modules(model)
         refuse_inference_tensors(model)
         return
-    wrapped = (
-        ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
-        if hasattr(model, "peft_config")
-        else ", as in attach(model, method)"
-    )
-    raise DeltuneError(f"a method is attached to a model of transformers, not to a {type(model).__name__}{wrapped}")
+    advice = ", as in attach(model, method)"
+    if hasattr(model, "peft_config"):
+        advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+    elif isinstance(model, str | Path | PreTrainedConfig):
+        advice = ": load the model first, with transformers' Auto class for its task or deltune.models.load_model"
+    raise DeltuneError(f"a method is attached to a model of transformers, not to {describe_value(model)}{advice}")
 
 
 def check_name(name: str, taken: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ from ..compat import attention_implementation, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import Count, base_size, count_resolved
 from ..methods.other_names import hint_for_function
+from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from ..notebook import html_table
 from . import merging, serialization
@@ -185,6 +186,7 @@ class Tuned(nn.Module):
         """The method of the delta in use, or None."""
         return None if self.active is None else self.delta().method
 
+    @explain_arguments
     def delta(self, name: str | None = None) -> Delta:
         """Return the module that holds the tensors of a delta.
 
@@ -206,6 +208,7 @@ class Tuned(nn.Module):
         assert isinstance(delta, Delta)
         return delta
 
+    @explain_arguments
     def count(self, denominator: str | int = "model", name: str | None = None) -> Count:
         """Count the trainable parameters of a delta exactly.
 
@@ -262,6 +265,7 @@ class Tuned(nn.Module):
 
     # -- switching, mixing, removing and saving
 
+    @explain_arguments
     def use(self, name: str | None) -> Tuned:
         """Put a delta in use for the whole model, its head and labels included.
 
@@ -326,6 +330,7 @@ class Tuned(nn.Module):
         for _, gates in self.delta().all_gates():
             gates.advance(share)
 
+    @explain_arguments
     def disable(self) -> Scope:
         """Use the base model inside a `with` block, in the thread or asyncio task that enters it.
 
@@ -338,6 +343,7 @@ class Tuned(nn.Module):
         _ = self.model  # raises after detach() and merge()
         return Scope(self._passes, self, lambda: self._assign_all_rows(None))
 
+    @explain_arguments
     def rows(self, names: Sequence[str | None]) -> Scope:
         """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
@@ -359,6 +365,7 @@ class Tuned(nn.Module):
         _ = self.model  # raises after detach() and merge()
         return Scope(self._passes, self, lambda: self._assign_each_row(names))
 
+    @explain_arguments
     def detach(self, name: str | None = None) -> PreTrainedModel:
         """Remove one delta, or all, and return the model; with none left it has exactly the weights it had before.
 
@@ -409,22 +416,26 @@ class Tuned(nn.Module):
         self.__dict__["_model"] = None
         return model
 
-    def merge(self) -> PreTrainedModel:
-        """Fold the delta in use into the weights and detach everything.
+    @explain_arguments
+    def merge(self, name: str | None = None) -> PreTrainedModel:
+        """Fold a delta into the weights and detach everything, all other deltas included.
+
+        Args:
+            name: The delta's name. Default: the delta in use.
 
         Returns:
             The model, which gives the tuned outputs without deltune.
 
         Raises:
             DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
-                message names it. Or no delta is in use, the model is quantised, or another thread or task is inside
-                `rows()` or `disable()`. Nothing is changed.
+                message names it. Or no delta has this name or none is in use, the model is quantised, or another
+                thread or task is inside `rows()` or `disable()`. Nothing is changed.
         """
         with self._exclusive("merge"):
             self._passes.refuse_in_scopes("merge", self.names)
             self._passes.refuse_other_scopes("merge")
             check_not_quantized(self.model)
-            delta = self.delta()
+            delta = self.delta(name)
             delta.warn_if_never_advanced()
             values: dict[str, torch.Tensor] = {name: self._delta_value(delta, name) for name in delta.owned_tensors}
             with torch.no_grad():
@@ -442,6 +453,7 @@ class Tuned(nn.Module):
         model: PreTrainedModel = self._detach(self.names)
         return model
 
+    @explain_arguments
     def save(self, folder: str | Path, name: str | None = None) -> Path:
         """Write a delta to a folder, as `delta.json` and `delta.safetensors`, completely or not at all.
 

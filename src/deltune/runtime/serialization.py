@@ -33,6 +33,7 @@ from ..filesystem import (
     write_error,
 )
 from ..methods.spec import explicit_expression
+from ..models import portable_name
 from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, DeltaMetadata, check_against_metadata, read_metadata_file
 from .modules import Delta
@@ -98,7 +99,7 @@ def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
-        "name": model.config.name_or_path,
+        "name": portable_name(model.config.name_or_path),
         "fingerprint": fingerprint(anatomy, original),
     }
 
@@ -173,6 +174,12 @@ def delta_folder(folder: str | Path) -> Path:
             ". It is a whole checkpoint of transformers' Trainer: from_pretrained of it gives the base model without "
             "what was tuned. Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
             "callbacks=[deltune.SaveDeltaCallback()] every checkpoint holds its delta"
+        )
+    elif (root / "config.json").is_file():
+        advice = (
+            ". It is a model of transformers, which from_pretrained loads. If model.save_pretrained of a tuned model "
+            "wrote it, it is the base model without what was tuned: while the delta is attached, call "
+            "tuned.save(folder), and load that folder"
         )
     raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){advice}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .attaching import tuned
@@ -21,50 +20,13 @@ class SaveDeltaCallback(TrainerCallback):
     """
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let `save_pretrained` of the model write its deltas alone until training ends.
-
-        Args:
-            args: Those of the Trainer.
-            state: That of the Trainer.
-            control: That of the Trainer.
-            model: The model of the Trainer.
-            **kwargs: Ignored.
-
-        Returns:
-            Nothing.
-
-        Raises:
-            DeltuneError: Nothing is attached to the model.
-        """
-        assert model is not None
-        tuned(model)._passes.saves_deltas_alone = True
+        """Let `save_pretrained` of the model write its deltas alone until training ends."""
+        tuned(kwargs["model"])._passes.saves_deltas_alone = True
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let `save_pretrained` write the base model again.
-
-        Args:
-            args: Those of the Trainer.
-            state: That of the Trainer.
-            control: That of the Trainer.
-            model: The model of the Trainer.
-            **kwargs: Ignored.
-
-        Returns:
-            Nothing.
-        """
-        assert model is not None
-        tuned(model)._passes.saves_deltas_alone = False
+        """Let `save_pretrained` write the base model again."""
+        tuned(kwargs["model"])._passes.saves_deltas_alone = False

@@ -16,6 +16,8 @@ from .run_dir import DataFacts, RunDir, RunMetrics
 
 NEGLIGIBLE = 0.005
 """Accuracy above the majority class that counts as none."""
+FEW_ENTITIES = 0.05
+"""A score of tagged entities up to that says that hardly any of them is found."""
 HARDLY_FALLEN = 0.95
 """A training loss that ends above that share of its first value has hardly fallen."""
 RISEN = 1.1
@@ -78,6 +80,7 @@ def advice(finished: FinishedRun) -> list[str]:
     Of several runs it is about the best one, and about their search.
     """
     nothing = nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log)
+    nothing = nothing or few_entities(finished.best_config, finished.best_metrics, finished.split, finished.log)
     return [
         *(nothing or loss_stayed(finished.best_config, finished.log)),
         *loss_rose(finished.best_config, finished.log),
@@ -105,6 +108,19 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
         return []
     rose = bool(loss_rose(config, log))
     return [f"{what}. Try another learning rate, such as --lr {_other_rate(config, rose):.2g}, or {_longer(config)}"]
+
+
+def few_entities(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say if hardly any tagged entity is found, although the model does not leave all of them out."""
+    scores = metrics.scores.get(split, {})
+    for name, value in scores.items():
+        if name in METRICS and METRICS[name].input_type == "tags" and value <= FEW_ENTITIES:
+            rate = _other_rate(config, bool(loss_rose(config, log)))
+            return [
+                f"{name} is {value:.3f} on {split}: hardly any entity is found. Try another learning rate, such as "
+                f"--lr {rate:.2g}, or {_longer(config)}"
+            ]
+    return []
 
 
 def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:

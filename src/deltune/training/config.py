@@ -112,10 +112,12 @@ class DataSection(Section):
     source: str | None = _option(
         None, "folder with train, validation and test files, or a hub id", common=True, min_length=1
     )
-    task: str | None = _option(None, "known task (`deltune tasks`); beside data its kind of task", common=True)
+    task: str | None = _option(
+        None, "known task (`deltune tasks`); beside --data its kind of task: tagging, language, …", common=True
+    )
     data_root: str | None = _option(None, "folder that holds the folders of known tasks", common=True)
     columns: Annotated[dict[str, str] | tuple[str, ...] | None, CommaSeparated] = _option(
-        None, "columns: text=a,label=b, or their names in order [meta.json]", common=True
+        None, "which column is what: text=a,label=b [meta.json, else by their usual names]", common=True
     )
     labels: Annotated[tuple[str, ...] | None, CommaSeparated] = _option(
         None, "label names in the order of their ids: a,b,c", common=True

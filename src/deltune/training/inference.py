@@ -439,7 +439,7 @@ def generate(
         temperature: 0 takes the likeliest token each time; above, tokens are drawn.
         top_p: Tokens are drawn from the likeliest ones of this share.
         seed: The seed of the draws.
-        stream: Print each text while it is generated.
+        stream: Print each text while it is generated; of several prompts, each before its text.
 
     Returns:
         The texts, without their prompts.
@@ -467,6 +467,8 @@ def generate(
             if not is_encoder_decoder:
                 _check_room(model, len(ids), max_new_tokens)
             inputs = torch.tensor([ids], device=model.device)
+            if stream and len(prompts) > 1:
+                print(f"> {prompt}", flush=True)
             streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
             generated = model.generate(  # type: ignore[operator]
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -104,13 +105,24 @@ class ProgressDisplay:
         if columns or not title:
             self.columns, self.kept = columns, list[dict[str, str]]()
 
-    def total(self, units: float) -> None:
-        """Change how many units of work the stage has."""
-        self.units = units
+    def reach(self, done: float, total: float, done_before: float) -> None:
+        """Set how many units of work are done, some of them perhaps in part.
+
+        Args:
+            done: The units that are done.
+            total: How many units of work the stage has.
+            done_before: How many of those that are done were done before it began.
+        """
+        self.done, self.units, self.done_before = done, total, done_before
+        self.advance(0)  # a line is due now and then, however long a unit takes
+
+    def count(self, units: float) -> None:
+        """Count units of work as done, without a log line even if one is due."""
+        self.done += units
 
     def advance(self, units: float = 1) -> None:
         """Count units of work as done."""
-        self.done += units
+        self.count(units)
         if self.clock() >= self.next_line:
             self._log(self.facts)
 
@@ -156,15 +168,20 @@ class ProgressDisplay:
 
     def _amount(self) -> str:
         if self.unit:
-            return f"{self.done:,.0f}/{self.units:,.0f} {self.unit}"
+            return f"{math.floor(self.done):,}/{self.units:,.0f} {self.unit}"
         return f"{min(1.0, self.done / self.units):.0%}" if self.units else ""
+
+    def _has_news(self) -> bool:
+        """Whether more is known now than the last row that was kept says."""
+        facts = {name: value for name, value in self.facts.items() if value}
+        return not facts.items() <= (self.kept[-1].items() if self.kept else {}.items())
 
     def _render(self) -> RenderableType:
         """Draw the table of the stage and its bar."""
         parts: list[RenderableType] = []
         left = format_duration(self.seconds_left)
         rows = [(row, "") for row in self.kept[-max(3, self.console.height - ROWS_BESIDE_TABLE) :]]
-        if not self.closing and self.facts:
+        if not self.closing and self._has_news():
             rows.append(({"time": format_duration(self.seconds), "left": left, **self.facts}, "bold"))
         if self.columns and rows:
             parts.append(self._table(rows))

@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from ..errors import DeltuneError, error_from_problems
+from ..errors import DeltuneError, counted, error_from_problems
 from ..filesystem import explain_write_errors, write_text
 from ..metrics.base import Score
 from ..metrics.intervals import difference_interval
 from ..metrics.registry import METRICS
+from ..models import portable_name
 from ..pages.charts import Line, line_chart
 from ..pages.rendering import render
 from ..runtime.serialization import read_metadata
@@ -63,8 +64,8 @@ class RunReport:
 
     Attributes:
         key: Distinguishes the ids of its section from those of other runs.
-        title: The method.
-        subtitle: Model, data and kind of task.
+        title: Data, model and method.
+        subtitle: Kind of task.
         advice: What to know of it, each with the option to change.
         facts: Names and values: what was kept, what was trained, how long it took.
         metrics: The columns of the scores.
@@ -158,8 +159,8 @@ def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
     names = tuple(dict.fromkeys(name for scores in metrics.scores.values() for name in scores))
     return RunReport(
         key=key,
-        title=finished.best_config.method.expression,
-        subtitle=_subtitle(finished),
+        title=" · ".join((*reversed(_model_and_data(finished)), finished.best_config.method.expression)),
+        subtitle=f"Kind of task: {finished.data.kind}",
         advice=tuple(advice(finished)),
         facts=tuple(_facts(finished)),
         metrics=names,
@@ -185,20 +186,24 @@ def main_metric(metrics: RunMetrics) -> str | None:
     return names[0] if names else "loss" if "loss" in scores else None
 
 
-def _subtitle(finished: FinishedRun) -> str:
-    """Return model, data and kind of task, paths by their last part."""
-    config, data = finished.best_config, finished.data
+def _model_and_data(finished: FinishedRun) -> tuple[str, str]:
+    """Return the names of model and data, paths by their last part."""
+    config = finished.best_config
     source = config.data.task if config.data.source is None else Path(config.data.source).name
-    kind = data.kind if data.kind != config.data.task else ""
     model = Path(config.model.name).name if Path(config.model.name).is_absolute() else config.model.name
-    return " · ".join(part for part in (model, str(source), kind) if part)
+    return model, str(source)
+
+
+def _about(finished: FinishedRun) -> str:
+    """Return model, data and kind of task in a line."""
+    return " · ".join((*_model_and_data(finished), finished.data.kind))
 
 
 def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
     """Return what was trained, which validation is kept, how long it took, and how many texts were cut."""
     metrics, best = finished.metrics, finished.best_metrics.best
     count, optim = metrics.count, finished.best_config.optim
-    length = f"{optim.epochs} epochs" if optim.steps is None else f"{optim.steps} steps"
+    length = counted(optim.epochs, "epoch") if optim.steps is None else counted(optim.steps, "step")
     kept = f"epoch {best.epoch}" if optim.steps is None else f"step {best.step}"
     why = f" (best validation {best.metric})" if best.metric else " (the last)"
     batch = f"{optim.batch_tokens} tokens" if optim.batch_tokens else f"{optim.batch_size} rows"
@@ -319,14 +324,20 @@ def _loading(finished: FinishedRun) -> str:
     """Return Python that loads the base model of a run and its delta."""
     metadata = read_metadata(finished.best.delta)
     labels = f", num_labels={len(metadata.labels.pairs)}" if metadata.labels and finished.data.labels else ""
-    base, folder = metadata.base.name or finished.best_config.model.name, str(finished.run.folder.absolute())
+    base = portable_name(metadata.base.name) or finished.best_config.model.name
+    packaged = base == "minilm"
+    note = (
+        "  # the folder of the base model; it may be elsewhere on another machine" if Path(base).is_absolute() else ""
+    )
     return "\n".join(
         (
             "import deltune",
+            *(["from deltune.models import packaged_minilm"] if packaged else []),
             f"from transformers import {metadata.base.model}",
             "",
-            f"model = {metadata.base.model}.from_pretrained({base!r}{labels})",
-            f"tuned = deltune.load(model, {folder!r})",
+            f"model = {metadata.base.model}.from_pretrained("
+            f"{'packaged_minilm()' if packaged else repr(base)}{labels}){note}",
+            f"tuned = deltune.load(model, {finished.run.folder.name!r})  # the folder of this page",
         )
     )
 
@@ -399,7 +410,7 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     """Compare finished runs by the scores of the test split, or of validation where one has no test split."""
     metrics = [one.metrics for one in runs]
     methods = [one.best_config.method.expression for one in runs]
-    models = [_subtitle(one) for one in runs]
+    models = [_about(one) for one in runs]
     folders = _short_names([one.run for one in runs])
     split = "test" if all(one.test for one in metrics) else "validation"
     scores = [one.scores.get(split, {}) for one in metrics]
@@ -448,7 +459,7 @@ def run_facts(finished: FinishedRun) -> dict[str, Any]:
     return {
         "run": str(finished.run.folder),
         "method": finished.best_config.method.expression,
-        "about": _subtitle(finished),
+        "about": _about(finished),
         "count": metrics.count,
         "seconds": metrics.seconds,
         "scores": metrics.scores,

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
 from ..data.columns import INPUT_TYPES, TASK_COLUMNS
-from ..errors import DeltuneError, unknown_name
+from ..errors import DeltuneError, counted, unknown_name
 from ..filesystem import explain_write_errors
 from ..methods.registry import default_learning_rate
 from ..models import align_padding_token
@@ -341,7 +341,8 @@ def _log_start(state: RunState) -> None:
         logger.info("columns: %s; --columns names others", pairs)
     default = optim.lr == default_learning_rate(state.config.method.expression)
     steps = state.batches.steps_per_epoch
-    length = f"{optim.epochs} epochs of {steps} steps" if optim.steps is None else f"{optim.steps} steps"
+    length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
+    length = length if optim.steps is None else counted(optim.steps, "step")
     logger.info(
         "training: %s rows, %s; rate %g%s (--epochs, --batch-size, --lr)",
         f"{len(state.encoded['train']):,}", length, optim.rate, ", the default of the method" if default else "",

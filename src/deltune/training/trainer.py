@@ -339,7 +339,9 @@ class DeltaTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Score the validation split, and keep the delta if it is the best so far."""
         run = self.run_state
+        self.bar.show({"validation": "running"})
         result = run.score("validation", self.bar, loss_only=run.metric == "loss")
+        self.bar.show({"validation": ""})
         better = run.save_if_best(result, self.state.epoch or 0, self.state.global_step)
         metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
         self.log(metrics | {"eval_best": better})
@@ -429,6 +431,7 @@ class ReportCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         raise_if_interrupted()
+        self.bar.advance(0)  # here and not after the step before, whose losses are logged later, as is its validation
         self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
         gated = any(True for _ in self.run_state.tuned.delta().all_gates())
@@ -439,7 +442,7 @@ class ReportCallback(TrainerCallback):
         self.step_seconds += time.monotonic() - self.step_start
         epoch = epochs_done(state.epoch or 0)
         self.bar.show({"step": f"{state.global_step}/{state.max_steps}", "epoch": f"{epoch:g}"})
-        self.bar.advance(self.rows_of_step)
+        self.bar.count(self.rows_of_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = True  # so that the losses of the log do not depend on where a run was resumed

@@ -11,12 +11,15 @@ from typing import Any, cast
 from ...errors import DiskFullError, error_summary
 from ...training.progress import ProgressDisplay
 from .jobs import Job, topological_order
+from .progress import job_progress
 from .store import HEARTBEAT_INTERVAL, JobRecord, ResultStore
 from .workers import JobResult, WorkerPool
 
 JobPlan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
 """Finished jobs by name -> all jobs of a study, in order. A search asks for more of them as results come in."""
 
+PROGRESS_INTERVAL = 5.0
+"""Seconds between two looks at how far the jobs are that are running."""
 MAX_WORKER_DEATHS = 3
 """A job that this many workers died of has failed."""
 
@@ -48,6 +51,9 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._records: dict[str, JobRecord] = {}
         self._running: dict[str, int] = {}
+        self._shares: dict[str, float] = {}  # of the jobs that are running, what is done of each
+        self._shares_before: dict[str, float] = {}  # what was done of each job when this pass began it
+        self._last_look = float("-inf")
         self._deaths: dict[str, int] = {}
         self._affinities: dict[int, object] = {}
         self._jobs: list[Job] = []
@@ -74,12 +80,10 @@ class Scheduler:
                         return
                     continue
                 self._dispatch(pending)
-                bar.show({"job": self._running_labels(pending)})
-                bar.advance(0)  # a line is due now and then, however long a job takes
+                self._show_progress(bar, jobs)
                 for worker, result in self.pool.poll(timeout=0.5 if self._running else 1.0):
                     self._handle(worker, result, bar)
                 jobs = self._plan_jobs()
-                bar.total(len(jobs))
                 if time.monotonic() - last_heartbeat > HEARTBEAT_INTERVAL:
                     last_heartbeat = time.monotonic()
                     self.store.heartbeat()
@@ -87,10 +91,22 @@ class Scheduler:
             self.pool.close()
             self.store.release()
 
-    def _running_labels(self, jobs: Sequence[Job]) -> str:
-        """Name the jobs that are running, and say how many failed."""
-        labels = [job.label for job in jobs if job.name in self._running]
-        return "; ".join([*labels, *([f"{len(self.failed)} failed so far"] if self.failed else [])])
+    def _show_progress(self, bar: ProgressDisplay, jobs: Sequence[Job]) -> None:
+        """Show how many jobs are done, which ones run and how far each of them is, and how many failed."""
+        running = [job for job in jobs if job.name in self._running]
+        now = time.monotonic()
+        if now - self._last_look >= PROGRESS_INTERVAL or self._shares.keys() != self._running.keys():
+            self._last_look = now
+            self._shares = {job.name: self._share_done(job) for job in running}
+        labels = [f"{job.label} {self._shares[job.name]:.0%}" for job in running]
+        labels += [f"{len(self.failed)} failed so far"] if self.failed else []
+        bar.show({"job": "; ".join(labels)})
+        done = sum(job.name in self._records for job in jobs) + sum(self._shares.values())
+        bar.reach(done, len(jobs), self.reused + sum(self._shares_before.values()))
+
+    def _share_done(self, job: Job) -> float:
+        progress = job_progress(job, self.store.runs)
+        return 0.0 if progress is None else progress.share
 
     def _plan_jobs(self) -> list[Job]:
         """Return all jobs known so far, each after what it requires.
@@ -126,6 +142,7 @@ class Scheduler:
             for job in ready:
                 if self.store.claim(job.name, again=self.retry):
                     self._running[job.name] = worker
+                    self._shares_before.setdefault(job.name, self._share_done(job))
                     self._affinities[worker] = job.affinity
                     self.pool.submit(worker, job)
                     break
@@ -158,7 +175,7 @@ class Scheduler:
                 logger.info("%s: %s; it is done again", job.name, result.error)
                 return
         self._store(JobRecord(job.name, job.kind, dict(job.spec), result.value, result.error, result.seconds))
-        bar.advance()
+        self._show_progress(bar, self._jobs)
         bar.keep({"job": job.label, "result": result_text(result), "took": f"{result.seconds:.0f} s"})
 
     def _store(self, record: JobRecord) -> None:

@@ -62,6 +62,12 @@ class JobRecord:
     seconds: float
 
 
+def folder_of_runs(path: str | Path) -> Path:
+    """Return the folder of the runs of a file of results."""
+    path = Path(path).expanduser().absolute()
+    return path.with_name(f"{path.stem}.runs")
+
+
 class ResultStore:
     """The records of finished jobs in one file; the folder of runs is beside it, PATH without its ending + `.runs`.
 
@@ -81,7 +87,7 @@ class ResultStore:
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
-        self.runs = self.path.with_name(f"{self.path.stem}.runs")
+        self.runs = folder_of_runs(self.path)
         self.owner = f"{_host_id()} {os.getpid()} {uuid.uuid4().hex}"
         self._heartbeat = 0
         self._observed: dict[str, tuple[str, int, float, float]] = {}

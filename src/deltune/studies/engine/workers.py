@@ -24,6 +24,7 @@ import torch
 from ...errors import BusyError, DeltuneError, DiskFullError, check_extra, error_summary
 from ...training.task_setup import ModelCache
 from .jobs import Job, ResultValues, execute
+from .progress import seconds_before
 
 BUSY_RETRIES = 20
 """How often a worker waits half a second for a run directory that another process is writing."""
@@ -37,7 +38,7 @@ class JobResult:
         job: The job.
         value: Its result, as JSON values; None if it failed.
         error: Why it failed; None if it did not.
-        seconds: How long it took.
+        seconds: How long it took, with the earlier work that it went on from.
         worker_died: Whether its worker ended in the middle.
         disk_full: Whether no space was left.
         busy: Whether another process is doing the same job.
@@ -80,9 +81,10 @@ def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
         runs: The study's folder of runs.
         model_cache: Backbones and data that the jobs of this worker share.
     """
-    start = time.monotonic()
+    begun = start = time.monotonic()
     for attempt in range(BUSY_RETRIES + 1):
         try:
+            start = begun - seconds_before(job, runs)
             return JobResult(job, execute(job, runs, model_cache), None, round(time.monotonic() - start, 3))
         except BusyError as error:  # a worker whose scheduler was killed may still be at it for a moment
             if attempt == BUSY_RETRIES:

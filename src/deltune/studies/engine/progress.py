@@ -1,0 +1,98 @@
+"""How far a job is that is not done yet, as the folder of its run says, whoever works on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import DeltuneError
+from ...training import checkpoints
+from ...training.config import RunConfig
+from ...training.run_dir import RunDir
+from .jobs import Job, run_folder
+
+TAIL = 2**16
+"""Bytes at the end of a log in which its last line is looked for."""
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far a job is.
+
+    Attributes:
+        share: The share of its work that is done, from 0 to 1, by the time that its training says is left.
+        seconds: How long that took.
+    """
+
+    share: float
+    seconds: float
+
+
+def job_progress(job: Job, runs: Path) -> JobProgress | None:
+    """Return how far a job is; None where it has not begun, or leaves no trace before its end.
+
+    Args:
+        job: The job.
+        runs: The study's folder of runs.
+    """
+    try:
+        run = _run_of(job, runs)
+        return None if run is None else _progress_of(run)
+    except (DeltuneError, OSError):  # it is being written, or a damaged file, which the job itself will report
+        return None
+
+
+def seconds_before(job: Job, runs: Path) -> float:
+    """Return the seconds of earlier work that a job goes on from: those up to its checkpoint, 0 without any.
+
+    Args:
+        job: The job.
+        runs: The study's folder of runs.
+
+    Raises:
+        DeltuneError: The folder of its run is damaged.
+    """
+    run = _run_of(job, runs)
+    return 0.0 if run is None else _kept_seconds(run)
+
+
+def _run_of(job: Job, runs: Path) -> RunDir | None:
+    """Return the run that a job trains, where that is what it does and the run has begun."""
+    run = RunDir(run_folder(runs, RunConfig.from_flat(**job.spec))) if job.kind == "run" else None
+    return run if run is not None and run.exists else None
+
+
+def _single_runs(run: RunDir) -> list[RunDir]:
+    return [single for path in sorted(run.runs.glob("*")) if (single := RunDir(path)).exists]
+
+
+def _progress_of(run: RunDir) -> JobProgress | None:
+    if run.finished:
+        return JobProgress(1.0, run.metrics.seconds)
+    config = run.config
+    if config.is_series:
+        singles = [progress for single in _single_runs(run) if (progress := _progress_of(single))]
+        count = len(config.search_configs()) + max(0, len(config.runtime.seeds) - 1)
+        return JobProgress(sum(one.share for one in singles) / count, sum(one.seconds for one in singles))
+    if not run.log_file.is_file():
+        return JobProgress(0.0, 0.0)
+    with open(run.log_file, "rb") as file:
+        file.seek(max(0, run.log_file.stat().st_size - TAIL))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # the last line may be half written
+            values = json.loads(line)
+            seconds, left = float(values["seconds"]), float(values["seconds_left"])
+            return JobProgress(seconds / (seconds + left) if seconds + left else 0.0, seconds)
+    return JobProgress(0.0, 0.0)
+
+
+def _kept_seconds(run: RunDir) -> float:
+    if run.finished:
+        return float(run.metrics.seconds)
+    if run.config.is_series:
+        return sum(map(_kept_seconds, _single_runs(run)))
+    checkpoint = checkpoints.latest_checkpoint(run.checkpoint)
+    return 0.0 if checkpoint is None else float(checkpoints.read_progress(checkpoint)["seconds"])
