@@ -271,9 +271,9 @@ def test_models_that_share_a_module_without_tensors() -> None:
     config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=64)
     models = [AutoModel.from_config(config).eval() for _ in range(2)]
     assert models[0].h[0].mlp.act is models[1].h[0].mlp.act
-    inputs = batch(models[0])
+    inputs = batch(models[0], pad=0)
     bare = [run(model, inputs) for model in models]
-    tuned = [stir(deltune.attach(model, "lora(rank=2, at='ffn_up') + ia3")) for model in models]
+    tuned = [stir(deltune.attach(model, "lora(rank=2, at='ffn_up') + parallel_adapter(rank=2)")) for model in models]
     outputs = [run(model, inputs) for model in models]
     tuned[0].detach()
     assert equal(run(models[0], inputs), bare[0]) and equal(run(models[1], inputs), outputs[1])
