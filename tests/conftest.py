@@ -13,7 +13,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties that do not say how many examples they are tried on take few in `make test`, more in `make test-all`."""
+    """Properties that name no number of examples are tried on few in `make test`, on more in `make test-all`."""
     settings.register_profile("everyday", max_examples=8)
     settings.register_profile("all", max_examples=50)
     settings.load_profile("everyday" if config.option.markexpr == "not slow" else "all")

@@ -59,7 +59,7 @@ def test_sound_folders_load(folders: list[Path], bench: Bench) -> None:
 
 
 def test_mutated_deltas(folders: list[Path], bench: Bench, tmp_path: Path) -> None:
-    assert fuzz(range(150), folders, bench, tmp_path) == []
+    assert fuzz(range(100), folders, bench, tmp_path) == []
 
 
 @pytest.mark.slow

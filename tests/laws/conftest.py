@@ -1,15 +1,15 @@
 """Which cells of the product of laws, families and methods `make test` runs; `make test-all` runs the whole product.
 
-A law about every family has a parameter that is a `Family`. What else it is parametrised by, mostly a
-method, makes its cases. Of the product `make test` runs
+A law about every family has a parameter that is a `Family`. What else it is parametrised by, mostly a method,
+makes its cases. Of the product `make test` runs
 
 - with the representative families the representative methods; they take turns with all other cases, so that every case
   runs on one of them,
 - with each other family one case, of a representative method where the law has any: the first family takes the first
   case, the next one the next, so that the families together take all of them.
 
-The life of a delta (`test_life`) is worth more: every representative method runs on every family. Every other cell is
-marked `slow` here. A law whose parameter is a family's name has chosen its few families itself, and is left alone.
+Every other cell is marked `slow` here. A law whose parameter is a family's name has chosen its few families itself,
+and is left alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from .families import FAMILIES, REPRESENTATIVE_FAMILIES, Family
 from .methods import REPRESENTATIVE_METHODS, Row
 
 FAMILY_NUMBERS = {name: number for number, name in enumerate(FAMILIES)}
-IN_FULL = ("test_life",)
-"""The laws that run with every representative method on every family."""
-
 Case = tuple[str, ...]
 
 
@@ -41,11 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 turns[_law(item)].setdefault(_case(item), []).append(family.name)
     chosen = {law: _turns(families) for law, families in turns.items()}
     for (law, family_name), of_family in cells.items():
-        in_full = law.rpartition("::")[2] in IN_FULL
         kept = [item for item in of_family if _is_representative(item)]
         if family_name in REPRESENTATIVE_FAMILIES:
             kept = [item for item in of_family if item in kept or chosen[law][_case(item)] in ("", family_name)]
-        elif not kept or not in_full:
+        else:
             choice = kept or of_family
             kept = [choice[(zlib.crc32(law.encode()) + FAMILY_NUMBERS[family_name]) % len(choice)]]
         for item in of_family:

@@ -53,13 +53,15 @@ TEXTS = (
 )  # fmt: skip
 
 QUICK_TEXTS = {
-    "gpt2": "apet(layernorm + lora(rank=2), parameters=40)", "llama": "prefix(length=2) + layernorm",
-    "t5": "prefix(length=2) + layernorm",
+    "bert": ("prefix(length=2) + layernorm", "apet(layernorm + lora(rank=2), parameters=40)", "prompt(length=2)",
+             "lora(rank=2)", "head"),
+    "gpt2": ("apet(layernorm + lora(rank=2), parameters=40)",), "llama": ("prefix(length=2) + layernorm",),
+    "t5": ("prefix(length=2) + layernorm",),
 }  # fmt: skip
-"""What `make test` tries on other families than BERT: attention and existing parameters, whole or in part."""
+"""What `make test` tries on each family: attention, inputs and existing parameters, whole and in part."""
 
 CELLS = [
-    pytest.param(name, role, text, marks=() if name == "bert" or text == QUICK_TEXTS[name] else pytest.mark.slow)
+    pytest.param(name, role, text, marks=() if text in QUICK_TEXTS[name] else pytest.mark.slow)
     for name, role, text in (
         *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
           if text != "bitfit" or FAMILIES[name].biases),
