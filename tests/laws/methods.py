@@ -125,7 +125,8 @@ REPRESENTATIVE_METHODS = {
     "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')": "edits hidden states, on every family",
     "prompt(length=3)": "makes the input longer, on every family",
 }
-"""The methods that `make test` tries on every family, each with what it stands for."""
+"""The methods that `make test` tries on all representative families, and one of them on every other family, each with
+what it stands for."""
 
 
 def crossed(*axes: Iterable[Any]) -> list[Any]:
