@@ -148,7 +148,7 @@ def test_the_table_of_methods(name: str) -> None:
     scalars, count = rows(REFERENCE)[name]
     assert scalars.replace("`", "") == registry.REGISTRY[name].scalars
     if count != "N":
-        assert f"{deltune.count(models.load_config('minilm'), name).method:,}" == count
+        assert f"{deltune.count(minilm(), name).method:,}" == count
 
 
 def test_the_short_table_of_methods() -> None:
