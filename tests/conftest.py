@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties that name no number of examples are tried on few in `make test`, on more in `make test-all`."""
+    settings.register_profile("everyday", max_examples=8)
+    settings.register_profile("all", max_examples=50)
+    settings.load_profile("everyday" if config.option.markexpr == "not slow" else "all")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from transformers import BertConfig
+from transformers import BertConfig, PreTrainedModel
 
 import deltune
+from deltune.anatomy.tracing import meta_model
 from deltune.methods.budget import solve
 from laws.methods import crossed
 
 CONFIG = BertConfig()
 BASE = 109_482_240
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """What is made of the configuration, observed once for all tests."""
+    return meta_model(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -26,9 +33,9 @@ BASE = 109_482_240
         ["0.5%", "0.1%", 400_000, 3_000_001],
     ),
 )
-def test_never_over_and_nothing_more_fits(method: str, budget: int | str) -> None:
-    result = solve(CONFIG, method, budget)
-    assert result.count == deltune.count(CONFIG, result.method).method <= result.budget
+def test_never_over_and_nothing_more_fits(method: str, budget: int | str, model: PreTrainedModel) -> None:
+    result = solve(model, method, budget)
+    assert result.count == deltune.count(model, result.method).method <= result.budget
     cheapest = 2 * 768 * 12  # one more of any of these sizes costs at least this
     assert result.left < 2 * cheapest + 2 * 768 * 12
 
@@ -40,25 +47,25 @@ def test_equal_shares_and_weights() -> None:
     assert uneven == deltune.parse("prefix(length=30) + parallel_adapter(rank=10)")
 
 
-def test_a_mask_fills_a_budget_exactly() -> None:
-    assert solve(CONFIG, "apet(lora, parameters=?)", "0.05%").left == 0
-    method = deltune.fit(CONFIG, "apet(lora, parameters=?)", "0.05%")
+def test_a_mask_fills_a_budget_exactly(model: PreTrainedModel) -> None:
+    assert solve(model, "apet(lora, parameters=?)", "0.05%").left == 0
+    method = deltune.fit(model, "apet(lora, parameters=?)", "0.05%")
     assert method == deltune.parse(f"apet(lora, parameters={BASE // 2000})")
 
 
-def test_a_mask_is_never_asked_for_more_than_there_is() -> None:
+def test_a_mask_is_never_asked_for_more_than_there_is(model: PreTrainedModel) -> None:
     """lora(rank=1) has 36,864 scalars; the rest of the budget goes to the other ?, or stays."""
-    assert solve(CONFIG, "apet(lora(rank=1), parameters=?)", 50_000).left == 50_000 - 36_864
-    result = solve(CONFIG, "apet(lora(rank=1), parameters=?) + prefix(length=?)", 500_000)
+    assert solve(model, "apet(lora(rank=1), parameters=?)", 50_000).left == 50_000 - 36_864
+    result = solve(model, "apet(lora(rank=1), parameters=?) + prefix(length=?)", 500_000)
     assert (
         repr(result.method)
         == "apet(lora(rank=1), parameters=36864, pattern='discrete', along='rows', seed=0) + prefix(length=25)"
     )
 
 
-def test_aligned_to_another_method() -> None:
+def test_aligned_to_another_method(model: PreTrainedModel) -> None:
     """UV table 2: on a base model MAM 16 + 16 counts as LoRA of rank 16."""
-    result = solve(CONFIG, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
+    result = solve(model, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
     assert (repr(result.method), result.left) == ("mam", 0)
 
 
@@ -74,9 +81,9 @@ def test_aligned_to_another_method() -> None:
         ("three_vectors + lora(rank=?, stack='decoder')", 5000, "encoder only"),
     ],
 )
-def test_mistakes(method: str, budget: int | str, message: str) -> None:
+def test_mistakes(method: str, budget: int | str, message: str, model: PreTrainedModel) -> None:
     with pytest.raises(deltune.DeltuneError, match=message):
-        deltune.fit(CONFIG, method, budget)
+        deltune.fit(model, method, budget)
 
 
 def test_an_open_size_is_told_where_it_is_not_solved() -> None:

@@ -175,6 +175,7 @@ def test_sums(one: Method, two: Method, three: Method) -> None:
 
 
 @given(RANKS, st.integers(1, 1000))
+@settings(max_examples=100)
 def test_alpha_is_a_scale(rank: int, alpha: int) -> None:
     method = deltune.parse(f"lora(rank={rank}, alpha={alpha})")
     scale = method.parts[0].compose  # type: ignore[union-attr]

@@ -128,7 +128,20 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
     assert sum(steps[-3:]) < sum(steps[:3])
 
 
-@pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)
+GOING_ON = {
+    ("tagging", "bert"),
+    ("generation", "gpt2"),
+    ("generation", "t5"),
+    ("language", "gpt2"),
+    ("classification", "gpt2"),
+}
+"""Of which `make test` tries to go on with a run; what it resumes is the same for every kind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "metric", "more"),
+    [pytest.param(*run, marks=() if run[:2] in GOING_ON else pytest.mark.slow) for run in RUNS],
+)
 def test_a_run_goes_on(
     kind: str, model: str, metric: str, more: Any, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +168,15 @@ def test_a_run_goes_on(
         assert one.read_text() == other.read_text()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("kind", "model", "metric", "more"), [("classification", "bert", "accuracy", {}), *RUNS])
+SMOOTHED = [
+    pytest.param(*run, smoothing, marks=() if number == 0 or number % 2 == (smoothing > 0) else pytest.mark.slow)
+    for number, run in enumerate((("classification", "bert", "accuracy", {}), *RUNS))
+    for smoothing in (0.0, 0.1)
+]
+"""`make test` tries the first with both losses, the others with the one and the other in turn."""
+
+
+@pytest.mark.parametrize(("kind", "model", "metric", "more", "smoothing"), SMOOTHED)
 def test_the_loss_of_a_step_is_that_of_its_rows(
     kind: str, model: str, metric: str, more: Any, smoothing: float, places: Path, tmp_path: Path
 ) -> None:

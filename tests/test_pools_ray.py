@@ -17,6 +17,7 @@ from test_engine import Here, drive, scores, study
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 
+@pytest.mark.slow  # a cluster starts a dozen processes
 def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     """A worker is killed in the middle, too."""
     from deltune.studies.engine.workers import RayPool

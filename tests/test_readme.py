@@ -9,6 +9,7 @@ Every file works in a folder of its own that looks like a checkout.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -20,9 +21,11 @@ from typing import Any
 
 import pytest
 import typer
+from transformers import PreTrainedModel
 
 import deltune
 from deltune import models
+from deltune.anatomy.tracing import meta_model
 from deltune.cli import app as cli
 from deltune.cli.train import train_app
 from deltune.methods import registry
@@ -132,6 +135,12 @@ def rows(page: str) -> dict[str, tuple[str, str]]:
 REFERENCE = "docs/reference/methods.md"
 
 
+@functools.cache
+def minilm() -> PreTrainedModel:
+    """What is made of the configuration, observed once for all methods."""
+    return meta_model(models.load_config("minilm"))
+
+
 @pytest.mark.parametrize("name", sorted({*registry.REGISTRY, *rows(REFERENCE)}))
 def test_the_table_of_methods(name: str) -> None:
     assert name in rows(REFERENCE), f"give {name} a row in {REFERENCE}"
@@ -139,7 +148,7 @@ def test_the_table_of_methods(name: str) -> None:
     scalars, count = rows(REFERENCE)[name]
     assert scalars.replace("`", "") == registry.REGISTRY[name].scalars
     if count != "N":
-        assert f"{deltune.count(models.load_config('minilm'), name).method:,}" == count
+        assert f"{deltune.count(minilm(), name).method:,}" == count
 
 
 def test_the_short_table_of_methods() -> None:

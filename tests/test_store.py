@@ -379,31 +379,38 @@ import torch
 from laws.specimens import specimen, stir
 import deltune
 tuned = stir(deltune.attach(specimen("bert"), "adapter(rank=64)"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-try:
-    tuned.save(sys.argv[1])
-except deltune.DeltuneError as error:
-    print("refused:", error)
+for target in sys.argv[1:]:
+    room = int(Path(target).parent.name.split()[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    try:
+        tuned.save(target)
+    except deltune.DeltuneError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print("refused:", error)
 """
 
 
-@pytest.mark.parametrize("room", [0, 1000, 50_000])
-@pytest.mark.parametrize("there", [False, True], ids=["new", "over another"])
-def test_no_space_left(saved: Path, tmp_path: Path, room: int, there: bool) -> None:
-    target = tmp_path / "out" / "delta"
-    if there:
-        shutil.copytree(saved, target)
+def test_no_space_left(saved: Path, tmp_path: Path) -> None:
+    """A new folder and one over another, each with three sizes that a file may have, which its path names."""
+    places = [f"{room} {there}" for room in (0, 1000, 50_000) for there in ("new", "over another")]
+    targets = [tmp_path / place / "delta" for place in places]
+    for target in targets:
+        if target.parent.name.endswith("over another"):
+            shutil.copytree(saved, target)
     before = tree(tmp_path)
     tests = Path(__file__).parent
     paths = os.pathsep.join([str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(target), str(room)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", FULL_DISK, *map(str, targets)], capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"refused: no space left for {target}; nothing was changed there")
+    refusals = done.stdout.splitlines()
+    assert len(refusals) == len(targets)
+    for refusal, target in zip(refusals, targets, strict=True):
+        assert refusal.startswith(f"refused: no space left for {target}; nothing was changed there")
+        assert target.exists() == target.parent.name.endswith("over another")
     assert tree(tmp_path) == before
-    assert not target.exists() or there
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

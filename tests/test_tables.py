@@ -60,7 +60,7 @@ def entries(made_grid: Table) -> dict[tuple[str, str], TableCell]:
     }
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=100)
 @given(JOBS)
 def test_every_outcome_is_in_its_cell_or_said_to_be_missing(jobs: list[tuple[str, str, int, float | None]]) -> None:
     table = build_table(TableSpec(), [cell(row, column, value, seed) for row, column, seed, value in jobs])
@@ -232,7 +232,7 @@ def test_numbers_as_they_are_shown(number_format: NumberFormat, value: float | N
     assert number_format.show(value) == shown
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=100)
 @given(JOBS)
 def test_csv_reads_back_to_the_same_numbers(jobs: list[tuple[str, str, int, float | None]]) -> None:
     table = build_table(TableSpec(rank=True), [cell(row, column, value, seed) for row, column, seed, value in jobs])
@@ -245,7 +245,7 @@ def test_csv_reads_back_to_the_same_numbers(jobs: list[tuple[str, str, int, floa
                 assert float(line[f"{column.text} std"]) == entry.std
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=100)
 @given(LABELS, LABELS, LABELS)
 def test_any_label_survives_every_format(row: str, column: str, reason: str) -> None:
     outcomes = [

@@ -312,12 +312,13 @@ def command(spec_file: Path, folder: Path) -> list[str]:
     return [sys.executable, "-m", "deltune", "train", str(spec_file), "--output", str(folder)]
 
 
+@pytest.mark.slow  # tests/kill has a small case
 @pytest.mark.parametrize(
     "changes",
     [
         {"epochs": 40, "patience": 30},
-        pytest.param({"steps": 200, "validate_every": 7}, marks=pytest.mark.slow),
-        pytest.param({"epochs": 10, "seeds": (0, 1), "search": {"lr": [1e-2, 1e-3]}}, marks=pytest.mark.slow),
+        {"steps": 200, "validate_every": 7},
+        {"epochs": 10, "seeds": (0, 1), "search": {"lr": [1e-2, 1e-3]}},
     ],
     ids=["epochs", "steps", "several"],
 )

@@ -192,7 +192,7 @@ def _step(tuned: deltune.Tuned, trained: int) -> None:
         model.zero_grad(set_to_none=True)
 
 
-quick = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+quick = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
 long = settings(deadline=None, max_examples=1500, suppress_health_check=list(HealthCheck))
 
 

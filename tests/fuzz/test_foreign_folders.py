@@ -95,11 +95,11 @@ def test_sound_folders_load(
 
 
 def test_mutated_peft_folders(peft: dict[str, list[Path]], benches: dict[str, Bench], tmp_path: Path) -> None:
-    assert fuzz(range(100), of_peft(peft), benches, tmp_path) == []
+    assert fuzz(range(60), of_peft(peft), benches, tmp_path) == []
 
 
 def test_mutated_adapterhub_folders(hubs: dict[str, Bench], tmp_path: Path) -> None:
-    assert fuzz(range(70), of_hub(), hubs, tmp_path) == []
+    assert fuzz(range(45), of_hub(), hubs, tmp_path) == []
 
 
 @pytest.mark.slow

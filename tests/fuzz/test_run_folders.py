@@ -133,7 +133,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(1000, 3000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1000, 3000), marks=pytest.mark.slow)])
 def test_a_run_with_any_damage_works_or_is_refused(seeds: range, folders: Folders, tmp_path: Path) -> None:
     outcomes = [one for seed in seeds for one in outcomes_of_damaged_run(seed, folders, tmp_path / "run")]
     assert set(outcomes) == {"fine", "refused"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from transformers import (
@@ -66,10 +67,26 @@ SIZES = (
 )  # fmt: skip
 
 
+DEEP = ("T5-v1.1 xxl", "mBART-cc25")
+"""Models that take seconds to observe; what is counted on them is counted on smaller ones too."""
+
+
+def cases(table: Iterable[Any], model: Callable[[Any], str] = lambda row: row[0]) -> list[Any]:
+    """The rows of a table as cases; those of the deep models are marked `slow`."""
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            id=None if isinstance(row, tuple) else str(row),
+            marks=pytest.mark.slow if model(row) in DEEP else (),
+        )
+        for row in table
+    ]
+
+
 SIZES_OF = {(model, denominator): size for model, denominator, size in SIZES}
 
 
-@pytest.mark.parametrize(("model", "denominator", "size"), SIZES)
+@pytest.mark.parametrize(("model", "denominator", "size"), cases(SIZES))
 def test_sizes(model: str, denominator: str, size: int) -> None:
     method = "layernorm(of='attention')"
     assert deltune.count(observed(model), method, denominator).denominator_size == size
@@ -196,7 +213,7 @@ COUNTED_OTHERWISE = (
 """model, method, ours, the paper's."""
 
 
-@pytest.mark.parametrize(("model", "method", "ours", "printed"), COUNTED_OTHERWISE)
+@pytest.mark.parametrize(("model", "method", "ours", "printed"), cases(COUNTED_OTHERWISE))
 def test_what_is_counted_otherwise(model: str, method: str, ours: int, printed: int) -> None:
     assert deltune.count(observed(model), method).method == ours != printed
 
@@ -210,7 +227,7 @@ def shown(percent: float, printed: str, how: str) -> str:
     return text if printed.startswith("0") else text.removeprefix("0")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", cases(ROWS, lambda row: row.model))
 def test_printed_counts(row: Golden) -> None:
     size = SIZES_OF.get((row.model, row.denominator)) or sum(p.numel() for p in observed(row.model).parameters())
     count = deltune.count(observed(row.model), row.method, size)

@@ -1,15 +1,15 @@
 """Which cells of the product of laws, families and methods `make test` runs; `make test-all` runs the whole product.
 
-A law about every family has a parameter that is a `Family`. Of its cases `make test` runs
+A law about every family has a parameter that is a `Family`. What else it is parametrised by, mostly a method,
+makes its cases. Of the product `make test` runs
 
-- for a representative family those of the representative methods; it takes the other methods in turn with the other
-  representative families, so that every method runs on one of them,
-- for each other family one case, of a representative method where the law has any: the first family takes the first
+- with the representative families the representative methods; they take turns with all other cases, so that every case
+  runs on one of them,
+- with each other family one case, of a representative method where the law has any: the first family takes the first
   case, the next one the next, so that the families together take all of them.
 
-The life of a delta (`test_life`) is worth more: it runs with every method on every representative family, and with
-every representative method on every family. Every other case is marked `slow` here. A law whose parameter is a family's
-name has chosen its few families itself, and is left alone.
+Every other cell is marked `slow` here. A law whose parameter is a family's name has chosen its few families itself,
+and is left alone.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from collections import defaultdict
 import pytest
 
 from .families import FAMILIES, REPRESENTATIVE_FAMILIES, Family
-from .methods import METHODS, REPRESENTATIVE_METHODS, Row
+from .methods import REPRESENTATIVE_METHODS, Row
 
 FAMILY_NUMBERS = {name: number for number, name in enumerate(FAMILIES)}
-METHOD_NUMBERS = {text: number for number, text in enumerate(METHODS)}
-IN_FULL = ("test_life",)
-"""The laws that run with every method on every representative family, and the other way round."""
+Case = tuple[str, ...]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
-    turns: dict[tuple[str, str], list[str]] = defaultdict(list)
+    cells: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    turns: dict[str, dict[Case, list[str]]] = defaultdict(dict)
     for item in items:
         family = _parameters(item).get("family")
         if isinstance(family, Family) and not item.get_closest_marker("slow"):
-            cases[_law(item), family.name].append(item)
-            if family.name in REPRESENTATIVE_FAMILIES and family.name not in turns[_law(item), _method(item)]:
-                turns[_law(item), _method(item)].append(family.name)
-    for (law, family_name), of_family in cases.items():
-        in_full = law.rpartition("::")[2] in IN_FULL
-        kept = [item for item in of_family if _method(item) in REPRESENTATIVE_METHODS]
+            cells[_law(item), family.name].append(item)
+            if family.name in REPRESENTATIVE_FAMILIES:
+                turns[_law(item)].setdefault(_case(item), []).append(family.name)
+    chosen = {law: _turns(families) for law, families in turns.items()}
+    for (law, family_name), of_family in cells.items():
+        kept = [item for item in of_family if _is_representative(item)]
         if family_name in REPRESENTATIVE_FAMILIES:
-            kept = [item for item in of_family if in_full or item in kept or _is_its_turn(item, turns)]
-        elif not kept or not in_full:
+            kept = [item for item in of_family if item in kept or chosen[law][_case(item)] in ("", family_name)]
+        else:
             choice = kept or of_family
             kept = [choice[(zlib.crc32(law.encode()) + FAMILY_NUMBERS[family_name]) % len(choice)]]
         for item in of_family:
@@ -51,12 +49,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def _is_its_turn(item: pytest.Item, turns: dict[tuple[str, str], list[str]]) -> bool:
-    method = _method(item)
-    families = turns[_law(item), method]
-    family = _parameters(item)["family"]
-    assert isinstance(family, Family)
-    return not method or families[METHOD_NUMBERS[method] % len(families)] == family.name
+def _turns(families: dict[Case, list[str]]) -> dict[Case, str]:
+    """The representative family that each case runs on; a law without cases runs on all of them.
+
+    After each round of the families the next one begins, so that the values of two parameters meet in other pairs.
+    """
+    if list(families) == [()]:
+        return {(): ""}
+    return {
+        case: having[(number + number // len(REPRESENTATIVE_FAMILIES)) % len(having)]
+        for number, (case, having) in enumerate(families.items())
+    }
 
 
 def _law(item: pytest.Item) -> str:
@@ -67,6 +70,14 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-def _method(item: pytest.Item) -> str:
+def _case(item: pytest.Item) -> Case:
+    """What a law is parametrised by besides the family, the same in every process."""
+    values = {name: value for name, value in _parameters(item).items() if name != "family"}
+    return tuple(
+        value.text if isinstance(value, Row) else getattr(value, "__name__", str(value)) for value in values.values()
+    )
+
+
+def _is_representative(item: pytest.Item) -> bool:
     row = _parameters(item).get("row")
-    return row.text if isinstance(row, Row) else ""
+    return isinstance(row, Row) and row.text in REPRESENTATIVE_METHODS

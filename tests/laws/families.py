@@ -311,4 +311,4 @@ REPRESENTATIVE_FAMILIES = {
     "llama": "a decoder: rotary positions, RMSNorms computed in float32, no bias, a gated FFN, grouped key-value heads",
     "bart": "an encoder and a decoder: cross attention, two tables of positions, norms and biases in both stacks",
 }
-"""The families on which `make test` tries every method, each with what it stands for."""
+"""The families among which `make test` spreads every method, each with what it stands for."""

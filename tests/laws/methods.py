@@ -125,7 +125,8 @@ REPRESENTATIVE_METHODS = {
     "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')": "edits hidden states, on every family",
     "prompt(length=3)": "makes the input longer, on every family",
 }
-"""The methods that `make test` tries on every family, each with what it stands for."""
+"""The methods that `make test` tries on all representative families, and one of them on every other family, each with
+what it stands for."""
 
 
 def crossed(*axes: Iterable[Any]) -> list[Any]:
@@ -138,9 +139,16 @@ def crossed(*axes: Iterable[Any]) -> list[Any]:
     cases = []
     for case in itertools.product(*values):
         others = sum(value != usual for value, usual in zip(case, first, strict=True))
-        name = ", ".join(" ".join(value) if isinstance(value, tuple) else str(value) for value in case)
+        name = ", ".join(map(_named, case))
         cases.append(pytest.param(*case, id=name, marks=pytest.mark.slow if others > 1 else ()))
     return cases
+
+
+def _named(value: Any) -> str:
+    """A value in the name of a case."""
+    if isinstance(value, Row):
+        return value.text
+    return " ".join(value) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
 
 
 def cells(*texts: str, families: Callable[[Family], bool] = lambda f: True) -> pytest.MarkDecorator:

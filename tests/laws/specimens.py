@@ -50,6 +50,11 @@ def config(family: Family, **changes: Any) -> PreTrainedConfig:
     return made
 
 
+def layers(family: Family, number: int) -> dict[str, int]:
+    """What changes in the configuration of a model that has so many layers in a stack."""
+    return {name: number for name in family.config if name.endswith("layers") or name == "n_layer"}
+
+
 def build(family: Family, role: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
     """A fresh model in eval mode, every weight moved a little so that biases and norms are not trivial.
 

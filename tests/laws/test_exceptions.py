@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 import deltune
 
 from .families import FAMILIES
+from .methods import crossed
 from .specimens import batch, build, equal, facts, forward, loss, run, stir
 
-ERRORS = (RuntimeError, MemoryError, KeyboardInterrupt, SystemExit)
-"""torch runs the hooks that are "always called" after an Exception only; the last two are none."""
+ERRORS = (KeyboardInterrupt, RuntimeError, MemoryError, SystemExit)
+"""torch runs the hooks that are "always called" after an Exception only; the first and the last are none."""
 
 TEXTS = {
     "a": "layernorm + parallel_adapter(rank=2) + prefix(length=2)",
@@ -69,9 +70,10 @@ def places(model: PreTrainedModel) -> list[str]:
     return list(dict.fromkeys([*paths, *(norm.path for norm in layer.norms), *anatomy.head]))
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("scope", ["plain", "rows", "disabled", "rows in rows", "disabled in rows"])
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "scope", "error"),
+    crossed(["bert", "gpt2"], ["rows", "plain", "disabled", "rows in rows", "disabled in rows"], ERRORS),
+)
 def test_raised_in_a_module(family: str, scope: str, error: type[BaseException]) -> None:
     tuned = tuned_model(family)
     model, inputs = tuned.model, batch(tuned.model, rows=3)

@@ -14,7 +14,7 @@ from deltune.errors import DeltuneError
 from deltune.runtime.frozen_layers import FrozenLayers
 
 from .families import FAMILIES, Family
-from .specimens import batch, build, differences, facts, main_role, roles, stir
+from .specimens import batch, build, differences, facts, layers, main_role, roles, stir
 
 UPPER = (
     "layernorm(layers='upper half')",
@@ -33,8 +33,7 @@ DECODER = ("layernorm(stack='decoder')", "adapter(rank=4, stack='decoder', layer
 
 def deep(family: Family, role: str) -> PreTrainedModel:
     """The family's model with four layers in a stack, and dropout wherever its sources have any."""
-    layers = {name: 4 for name, value in family.config.items() if name.endswith("layers") or name == "n_layer"}
-    model = build(family, role, torch.float64 if family.exact else torch.float32, **layers)
+    model = build(family, role, torch.float64 if family.exact else torch.float32, **layers(family, 4))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.2

@@ -26,7 +26,7 @@ SOURCES = str(Path(deltune.__file__).parent) + os.sep
 NAMES: list[str | None] = ["a", "b", None]
 
 
-POINTS, POINTS_SLOW = 8, 10**6
+POINTS, POINTS_SLOW = 5, 10**6
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import deltune
 from deltune.runtime.attention import MERGE_ABOVE, Block, How, finite_mask, kernel_for, merged_attention
 
 from .families import FAMILIES, Family
+from .methods import crossed
 from .specimens import batch, build, forward, loss, main_role, stir
 
 SOME = [FAMILIES[name] for name in ("bert", "gpt2", "llama", "bart")]
@@ -99,9 +100,12 @@ def test_mixed_batches(family: Family, left: bool) -> None:
     check(merged, joined, tolerance(family))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "added", "one query"])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("kv_heads", "kind", "dtype"),
+    crossed(
+        [4, 2], ["plain", "causal", "masked", "added", "one query"], [torch.float64, torch.float32, torch.bfloat16]
+    ),
+)
 def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
     """`merged` is attention over the joined keys; in float64 its gradients are also those of finite differences."""
     made = torch.Generator().manual_seed(0)

@@ -35,9 +35,9 @@ SOON = 0.3
 TEXTS = ("layernorm + parallel_adapter(rank=2)", "layernorm + lora(rank=2)")
 
 
-def tuned_model(family: str = "bert", role: str = "sequence") -> deltune.Tuned:
+def tuned_model(family: str = "bert", role: str = "sequence", **changes: Any) -> deltune.Tuned:
     """A model with two deltas that train its own tensors; the second is in use."""
-    model = build(FAMILIES[family], role)
+    model = build(FAMILIES[family], role, **changes)
     for number, text in enumerate(TEXTS):
         tuned = stir(deltune.attach(model, text, name=f"d{number}"), seed=number)
     return tuned
@@ -588,7 +588,7 @@ def test_a_block_that_was_dropped_leaves_nothing() -> None:
 
 def test_compiled_in_an_event_loop() -> None:
     """The results are right, during it and afterwards; it is refused where a whole graph is demanded."""
-    tuned = tuned_model()
+    tuned = tuned_model(num_hidden_layers=1)
     model, inputs = tuned.model, batch(tuned.model)
     expected = answers(model, inputs)
     torch.compiler.reset()

@@ -27,12 +27,12 @@ TERMS = st.one_of(
 )
 SUMS = st.lists(TERMS, min_size=1, max_size=4).map(" + ".join).filter(lambda text: text.count("layernorm") < 2)
 """A selection that another one holds whole is refused."""
-slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "t5"))])
 @given(text=SUMS)
-@slow
+@unhurried
 def test_what_is_counted_is_what_is_attached(name: str, text: str) -> None:
     model = specimen(name)
     inputs = batch(model)
@@ -54,7 +54,7 @@ def test_what_is_counted_is_what_is_attached(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @given(text=SUMS, share=st.floats(0.001, 1), pattern=st.sampled_from(["discrete", "adjacent"]), seed=st.integers(0, 9))
-@slow
+@unhurried
 def test_a_mask_has_exactly_n_ones(name: str, text: str, share: float, pattern: str, seed: int) -> None:
     model = specimen(name)
     expected = int(deltune.count(model, text).method * share)
@@ -72,7 +72,7 @@ OPEN = st.sampled_from(["prefix(length=?)", "lora(rank=?)", "adapter(rank=?, bia
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @given(opened=st.lists(OPEN, min_size=1, max_size=3), fixed=SUMS, budget=st.integers(1, 100_000), even=st.booleans())
-@slow
+@unhurried
 def test_a_budget_is_never_passed(name: str, opened: list[str], fixed: str, budget: int, even: bool) -> None:
     model = specimen(name)
     text = " + ".join([*opened, fixed])

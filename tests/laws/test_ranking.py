@@ -118,6 +118,7 @@ def test_the_side_of_padding_changes_nothing() -> None:
 TOKENS = some.lists(some.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
 
+@settings(max_examples=100)
 @given(some.lists(TOKENS, min_size=1, max_size=8))
 def test_every_candidate_is_told_once_by_few_sequences(candidates: list[tuple[int, ...]]) -> None:
     """What a sequence tells of a candidate is what the candidate says alone, and no two sequences could be one."""

@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 import deltune
 from deltune.runtime.model_methods import METHODS, Refused
 
-from .families import FAMILIES, Family
-from .methods import Row, cells
+from .families import FAMILIES
+from .methods import REPRESENTATIVE_METHODS, ROWS, Row, crossed
 from .specimens import (
     Outputs,
     batch,
@@ -39,6 +39,7 @@ from .specimens import (
     equal,
     facts,
     forward,
+    layers,
     loss,
     main_role,
     run,
@@ -51,11 +52,16 @@ TEXTS = (
     "apet(layernorm + lora(rank=2), parameters=40)", "parallel_adapter(rank=2)", "prompt(length=2)",
 )  # fmt: skip
 
-QUICK_TEXTS = ("prefix(length=2) + layernorm", "apet(layernorm + lora(rank=2), parameters=40)")
-"""What `make test` tries on other families than BERT: attention and existing parameters, whole and in part."""
+QUICK_TEXTS = {
+    "bert": ("prefix(length=2) + layernorm", "apet(layernorm + lora(rank=2), parameters=40)", "prompt(length=2)",
+             "lora(rank=2)", "head"),
+    "gpt2": ("apet(layernorm + lora(rank=2), parameters=40)",), "llama": ("prefix(length=2) + layernorm",),
+    "t5": ("prefix(length=2) + layernorm",),
+}  # fmt: skip
+"""What `make test` tries on each family: attention, inputs and existing parameters, whole and in part."""
 
 CELLS = [
-    pytest.param(name, role, text, marks=() if name == "bert" or text in QUICK_TEXTS else pytest.mark.slow)
+    pytest.param(name, role, text, marks=() if text in QUICK_TEXTS[name] else pytest.mark.slow)
     for name, role, text in (
         *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
           if text != "bitfit" or FAMILIES[name].biases),
@@ -587,7 +593,7 @@ QUICK = {"before": "prefix(length=2) + layernorm", "after": "apet(", "in place":
 def test_compiled(family: str, role: str, text: str, when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
     torch._dynamo.reset()
-    model = build(FAMILIES[family], role)
+    model = build(FAMILIES[family], role, **layers(FAMILIES[family], 1))
     inputs, compiled = batch(model), model
     before = run(model, inputs)
     if when == "before":
@@ -681,7 +687,7 @@ def test_quantised_weights_are_refused(name: str, kind: str, tmp_path: Path) -> 
 
 
 EXPORTED = (
-    "merged", "lora(rank=2) + layernorm", "prefix(length=2)", "adapter(rank=2)", "prompt(length=2)",
+    "lora(rank=2) + layernorm", "merged", "prefix(length=2)", "adapter(rank=2)", "prompt(length=2)",
     "apet(layernorm + lora(rank=2), parameters=40)", "disabled", "rows",
 )  # fmt: skip
 """What a model is when it is exported: with a delta merged or in use, with none in use, or with one for each row."""
@@ -690,7 +696,7 @@ EXPORTED = (
 @contextlib.contextmanager
 def exported_as(name: str, what: str) -> Iterator[tuple[PreTrainedModel, dict[str, Any], Outputs]]:
     """A model, its inputs and what it gives, in the state that it is exported in."""
-    model = build(FAMILIES[name], "sequence", torch.float32)
+    model = build(FAMILIES[name], "sequence", torch.float32, **layers(FAMILIES[name], 1))
     named = what if "(" in what else "lora(rank=2) + layernorm"
     tuned = stir(deltune.attach(model, named), size=0.05)
     scopes: dict[str, Callable[[], Any]] = {
@@ -703,9 +709,7 @@ def exported_as(name: str, what: str) -> Iterator[tuple[PreTrainedModel, dict[st
         yield model, inputs, run(model, inputs)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["as it runs", "strict"])
-@pytest.mark.parametrize("what", EXPORTED)
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize(("name", "what", "strict"), crossed(["bert", "gpt2"], EXPORTED, [False, True]))
 def test_exported(name: str, what: str, strict: bool) -> None:
     """torch.export takes the model as it is, and leaves it as it was."""
     with exported_as(name, what) as (model, inputs, outputs):
@@ -753,7 +757,12 @@ class Logits(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("bert", "merged"), ("gpt2", "merged"), ("bert", "prefix(length=2)"), ("gpt2", "rows")]
+    ("name", "what"),
+    [
+        *(pytest.param(name, "merged", marks=pytest.mark.slow) for name in ("bert", "gpt2")),
+        ("bert", "prefix(length=2)"),
+        ("gpt2", "rows"),
+    ],
 )
 def test_exported_to_onnx(name: str, what: str) -> None:
     """What torch.onnx writes gives the same logits by ONNX's own evaluator."""
@@ -770,11 +779,15 @@ def test_exported_to_onnx(name: str, what: str) -> None:
     assert torch.allclose(torch.from_numpy(logits), outputs["logits"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["attach", "load"])
-@cells(families=lambda family: family.name == "bert")
-def test_made_in_inference_mode(family: Family, row: Row, way: str, tmp_path: Path) -> None:
+OF_BERT = sorted(
+    (row for row in ROWS if not row.lacking(FAMILIES["bert"])), key=lambda row: row.text not in REPRESENTATIVE_METHODS
+)
+
+
+@pytest.mark.parametrize(("row", "way"), crossed(OF_BERT, ["attach", "load"]))
+def test_made_in_inference_mode(row: Row, way: str, tmp_path: Path) -> None:
     """Nothing that is kept is made in inference mode, so that it trains outside, and so does the model afterwards."""
-    model = build(family, main_role(family))
+    model = build(FAMILIES["bert"], "sequence")
     inputs = batch(model)
     before = run(model, inputs)
     if way == "load":

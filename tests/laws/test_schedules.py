@@ -45,8 +45,8 @@ WAYS: dict[str, Way] = {
 SCOPES = [way for way in WAYS if way != "the delta in use"]
 
 
-def tuned_model() -> deltune.Tuned:
-    model = build(FAMILIES["bert"], "sequence")
+def tuned_model(**changes: Any) -> deltune.Tuned:
+    model = build(FAMILIES["bert"], "sequence", **changes)
     for name, text in TEXTS.items():
         tuned = stir(deltune.attach(model, text, name=name), seed=ord(name))
     return tuned.use("a")
@@ -432,7 +432,7 @@ def test_a_compiled_pass_beside_a_scope(whole: bool) -> None:
     """While other tensors stand in the model for another thread, a graph cannot wait for them: it is refused. Where
     torch then runs the model without a graph, the pass takes its turn."""
     torch._dynamo.reset()
-    tuned = tuned_model()
+    tuned = tuned_model(num_hidden_layers=1)
     inputs = batch(tuned.model)
     expected = run(tuned.model, inputs)
     compiled = torch.compile(tuned.model, backend="eager", fullgraph=whole)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 import deltune
 
 from .families import FAMILIES, Family
-from .methods import Row, cells
+from .methods import Row, cells, crossed
 from .specimens import Outputs, batch, build, config, differences, equal, facts, forward, loss, run, specimen, stir
 
 ROUNDS = 6
@@ -168,13 +168,15 @@ def by_rows(
 
 
 @pytest.mark.parametrize(
-    ("family", "role"),
-    [("bert", "sequence"), ("gpt2", "causal"), ("llama", "causal"), ("t5", "seq2seq"), ("modernbert", "sequence")],
+    ("of", "used"),
+    crossed(
+        [("bert", "sequence"), ("gpt2", "causal"), ("llama", "causal"), ("t5", "seq2seq"), ("modernbert", "sequence")],
+        ["d0", "d3", None],
+    ),
 )
-@pytest.mark.parametrize("used", ["d0", "d3", None])
-def test_rows_hold_for_the_thread_that_entered_them(family: str, role: str, used: str | None) -> None:
+def test_rows_hold_for_the_thread_that_entered_them(of: tuple[str, str], used: str | None) -> None:
     """Beside them passes with the delta in use, disabled ones, and somebody who counts, saves and attaches others."""
-    tuned = several(family, role)
+    tuned = several(*of)
     model = tuned.use(used).model
     inputs = batch(model, rows=3)
     plain = run(model, inputs)
@@ -262,13 +264,14 @@ def test_what_cannot_wait_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 3}, {"use_cache": False}, {"do_sample": True, "top_k": 1}], ids=str
+    ("of", "options"),
+    crossed(
+        [("gpt2", "causal"), ("llama", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq")],
+        [{}, {"num_beams": 3}, {"use_cache": False}, {"do_sample": True, "top_k": 1}],
+    ),
 )
-@pytest.mark.parametrize(
-    ("family", "role"), [("gpt2", "causal"), ("llama", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq")]
-)
-def test_generation_beside_generation(family: str, role: str, options: dict[str, Any]) -> None:
-    tuned = several(family, role)
+def test_generation_beside_generation(of: tuple[str, str], options: dict[str, Any]) -> None:
+    tuned = several(*of)
     model = tuned.use("d1").model
     inputs = {k: v for k, v in batch(model, rows=3, pad=0).items() if k != "decoder_input_ids"}
     ways = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, **options}

@@ -33,7 +33,12 @@ def tickets() -> loading.TaskData:
 
 @pytest.mark.parametrize(
     ("method", "alone"),
-    [("prefix(length=8) + layernorm", True), ("lora", False), ("prompt(length=5)", True), ("adapter", False)],
+    [
+        ("prefix(length=8) + layernorm", True),
+        ("lora", False),
+        pytest.param("prompt(length=5)", True, marks=pytest.mark.slow),
+        pytest.param("adapter", False, marks=pytest.mark.slow),
+    ],
 )
 def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskData, tmp_path: Path) -> None:
     """A stock Trainer lowers the loss, its checkpoint resumes, and a pipeline answers with the delta's labels.
@@ -91,7 +96,13 @@ def test_save_pretrained_holds_base_and_delta(tickets: loading.TaskData, tmp_pat
     assert {k for k in saved if not k.startswith("deltune.")} == keys
 
 
-@pytest.mark.parametrize("method", ["prefix(length=8) + layernorm", "lora(rank=8, at=('query', 'value', 'ffn'))"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "prefix(length=8) + layernorm",
+        pytest.param("lora(rank=8, at=('query', 'value', 'ffn'))", marks=pytest.mark.slow),
+    ],
+)
 def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> None:
     """A real small BART learns British pronunciation: exact match rises under generate, detach restores it exactly."""
     folder = shared / "models" / "g2p-en-us-bart"

@@ -59,12 +59,12 @@ def compare(whole: RunDir, other: RunDir) -> None:
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "layernorm": {"method": "layernorm"},
-    "lora": {"method": "lora(rank=4)", "lr": 1e-2},
     "prefix": {"method": "prefix(length=4) + layernorm", "device_batch_size": 1},
     "trunk": {"method": "layernorm(layers='upper half')", "trunk_dropout": "off", "device_batch_size": 1},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "layernorm": {"method": "layernorm"},
+    "lora": {"method": "lora(rank=4)", "lr": 1e-2},
     "full": {"method": "full", "lr": 1e-3},
     "bitfit": {"method": "bitfit", "lr": 1e-2, "batch_size": 32, "batch_tokens": 70},
     "frozen head": {"method": "adapter(rank=4)", "head": "freeze", "lr": 1e-2},
