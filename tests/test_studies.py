@@ -193,17 +193,27 @@ def test_small_says_what_to_give(tmp_path: Path) -> None:
 def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
     (tmp_path / "sick").mkdir()
     place = StudySetup("paper", str(tmp_path))
-    assert place.task("sick")["data_root"] == str(tmp_path) and "data_root" not in place.task("sst2")
+    located = {task: place.roots.locate(place.task(task)) for task in ("sick", "sst2")}
+    assert located == {"sick": {"task": "sick", "data_root": str(tmp_path)}, "sst2": {"task": "sst2"}}
 
 
-@pytest.mark.parametrize("root", ["model_root", "data_root"])
-def test_works_are_the_same_from_wherever_their_folders_are_named(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    named = {"model_root": ("models", tmp_path / "models"), "data_root": ("data", tmp_path / "data")}[root]
-    assert len({StudySetup("small", **{root: str(folder)}).model("minilm-d128") for folder in named}) == 1
+def test_jobs_are_the_same_wherever_models_and_data_are(place: StudySetup, tmp_path: Path) -> None:
+    """Nothing in the spec of a job is of this machine, and no folder need be there to say what is stored."""
+    anywhere = StudySetup("small", runs=False)
+    for name in STUDIES:
+        here, there = (STUDIES[name](setup).jobs({}) for setup in (place, anywhere))
+        assert [job.name for job in here] == [job.name for job in there]
+        assert str(place.data_root) not in json.dumps([job.spec for job in here])
+        if name != "ln/time":
+            located = here[0].roots.locate(here[0].spec)
+            run = located.get("run", located)
+            assert run["data_root"] == place.data_root and Path(run["model"]).is_dir()
+
+
+def test_models_in_the_working_folder_keep_their_names(place: StudySetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [job.name for job in STUDIES["ln/unified"](place).jobs({})]
+    monkeypatch.chdir(str(place.models))
+    assert [job.name for job in STUDIES["ln/unified"](place).jobs({})] == expected
 
 
 @pytest.mark.parametrize(("method", "rate"), [

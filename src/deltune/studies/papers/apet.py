@@ -21,7 +21,7 @@ from ..scales import (
     method_variants,
     small_scale_rate,
 )
-from ..study import CellPlan, PlannedCell, Records, Study
+from ..study import PINNED_OPTIONS, CellPlan, PlannedCell, Records, Study
 from ..thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
 
 PARITY = 1.0
@@ -424,7 +424,7 @@ def _threshold_searches(setup: StudySetup, label: str, model: str, task: str) ->
     lora = family.models[model].sizes[2] // 8 * rank  # counts grow with the rank
     sizes = {"lora": powers_of_two(lora), "adapter": powers_of_two(lora)}  # an adapter's 4dr is LoRA's
     setup.check([family.models[model].hub_id], [task])
-    base: dict[str, Any] = {"model": setup.model(family.models[model].hub_id), **setup.task(task)}
+    base: dict[str, Any] = {"model": family.models[model].hub_id, **setup.task(task), **PINNED_OPTIONS}
     base |= {**SMALL_OPTIONS, "max_train_rows": 600, "validation_rows": 100} if setup.small else {"protocol": "ap"}
     base |= {"answer": "words"} if family.answers_in_words else {"head": "freeze"}
     cell: Cell = {"family": label, "model": model, "task": task}
@@ -436,10 +436,10 @@ def _threshold_searches(setup: StudySetup, label: str, model: str, task: str) ->
 
     def search(name: str, seed: int) -> ThresholdSearch:
         def run(n: int) -> Any:
-            return run_job(spec(f"apet({inner[name]}, parameters={n})", seed))
+            return run_job(spec(f"apet({inner[name]}, parameters={n})", seed), setup.roots)
 
         return ThresholdSearch(
-            {**cell, "method": name, "seed": seed}, sizes[name], run, run_job(spec("full", seed)), chance
+            {**cell, "method": name, "seed": seed}, sizes[name], run, run_job(spec("full", seed), setup.roots), chance
         )
 
     return [search(name, seed) for name in inner for seed in SEEDS]
@@ -491,7 +491,8 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
             PlannedCell(
-                {**planned.cell, "target": target}, transfer_job(RunConfig.from_flat(**planned.job.spec), other)
+                {**planned.cell, "target": target},
+                transfer_job(RunConfig.from_flat(**planned.job.spec), other, setup.roots),
             )
             for planned in runs(records)
             if planned.job is not None
@@ -501,7 +502,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     return plan_cells
 
 
-TARGET_FIELDS = ("task", "data_root", "relabel")
+TARGET_FIELDS = ("task", "relabel")
 """Fields of a spec that name the target task; the others are the run's own."""
 
 AP_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {

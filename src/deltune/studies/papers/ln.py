@@ -297,7 +297,7 @@ def time(setup: StudySetup) -> Study:
         options = {"rows": 32, "tokens": 128, "repeats": 30}
     setup.check(models.values(), ())
     jobs = {
-        model: timing_job(setup.model(models[model]), expressions, kind=kind, **options)
+        model: timing_job(models[model], expressions, setup.roots, kind=kind, **options)
         for model, (kind, expressions) in timed.items()
     }
 
@@ -367,7 +367,7 @@ def terms(setup: StudySetup) -> Study:
         return [
             PlannedCell(
                 {axis: label for axis, label in planned.cell.items() if axis != "method"},
-                None if planned.job is None else _term_change_job(planned.job),
+                None if planned.job is None else _term_change_job(planned.job, setup),
             )
             for planned in runs(records)
         ]
@@ -385,8 +385,8 @@ def terms(setup: StudySetup) -> Study:
     )  # fmt: skip
 
 
-def _term_change_job(job: Job) -> Job:
-    return term_change_job(RunConfig.from_flat(**job.spec))
+def _term_change_job(job: Job, setup: StudySetup) -> Job:
+    return term_change_job(RunConfig.from_flat(**job.spec), setup.roots)
 
 
 ABLATIONS = {

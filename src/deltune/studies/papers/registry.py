@@ -16,3 +16,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {**LN_CLAIMS, **UV_CLAIMS, **AP_CLAIMS}
 
 STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDIES, **AP_STUDIES}
 """Name -> the function that builds the study. Building one loads nothing and does not use the hub."""
+
+FIRST = (
+    "uv/integration", "uv/full", "uv/glue", "ap/gap", "ap/all", "ln/unified", "ln/nlg", "uv/budget",
+    "uv/representation", "ln/nlu",
+)  # fmt: skip
+BY_IMPORTANCE: tuple[str, ...] = (*FIRST, *(name for name in STUDIES if name not in FIRST))
+"""Every study in the order in which `deltune study run all` runs them: the papers' main results come first."""
