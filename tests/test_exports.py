@@ -1,4 +1,4 @@
-"""Results as text: nothing is lost, lines stay where they are; when two results of a job are the same; those committed."""
+"""Results as text: nothing is lost and lines stay in order; which results of a job are the same; what is committed."""
 
 from __future__ import annotations
 

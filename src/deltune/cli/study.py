@@ -250,12 +250,12 @@ def export(
     """Write the results of studies as text, a line for each job, to be kept in a repository."""
     from ..studies.engine.results import write_results
 
-    to, rows, written = user_path(to, "--to"), _rows(store), 0
-    for study in studies(names, scale, None, None):
+    to, rows, requested, written = user_path(to, "--to"), _rows(store), studies(names, scale, None, None), 0
+    for study in requested:
         if records := _records_of(study, rows):
             path, written = write_results(to, study.name, records), written + 1
             print(f"{len(records)} jobs in {path}", file=sys.stderr)
-    console.print(f"{written} of {len(names)} studies have results; they are in {to}")
+    console.print(f"{written} of {len(requested)} studies have results; they are in {to}")
 
 
 @app.command("import")
@@ -272,10 +272,15 @@ def import_results(
         raise DeltuneError(f"there is no folder {folder}; `deltune study export … --to {folder}` makes it")
     records = read_results(folder)
     with ResultStore(store) as stored:
-        fresh = [record for record in records if (before := stored.get(record.name)) is None or before.result is None]
+        fresh = [record for record in records if _is_news(record, stored.get(record.name))]
         for record in fresh:
             stored.put(record)
     console.print(f"{len(fresh)} jobs are new in {store}, {len(records) - len(fresh)} were there")
+
+
+def _is_news(record: JobRecord, before: JobRecord | None) -> bool:
+    """Whether a record says more than the one that is stored: it is the first, or a result in place of an error."""
+    return before is None or (before.result is None and record.result is not None)
 
 
 @app.command()
