@@ -587,9 +587,9 @@ def apet(
         method: Any method or sum, or one of the paper's operations: "add" (vectors on the sub-layers' outputs, eq. 14),
             "concatenate" (prompt vectors and low rank, eq. 15) or "plugin" (adapters, eq. 16).
         parameters: N, or a share of the base model such as "0.05%".
-        pattern: "discrete" (drawn so that each of them can change the output), "uniform" (every scalar of a weight is as
-            likely as any other, so that one whose partners in a product were not drawn changes nothing) or "adjacent"
-            (consecutive rows or columns).
+        pattern: "discrete" (drawn so that each of them can change the output), "uniform" (every scalar of a weight is
+            as likely as any other, so that one whose partners in a product were not drawn changes nothing) or
+            "adjacent" (consecutive rows or columns).
         along: "rows" or "columns", for the adjacent pattern.
         seed: The seed of the draw.
 

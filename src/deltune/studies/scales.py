@@ -12,7 +12,7 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..tasks.registry import TASKS
 from .engine.jobs import Cell, Roots
-from .study import CellPlan, PlannedCell, Records, Sweep, plan_sweep
+from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, plan_sweep
 
 Values = Mapping[str, Any]
 """Fields of a run's spec."""
@@ -134,6 +134,7 @@ class StudySetup:
 
 def small_scale_rate(method: str | Method) -> float:
     """Return a method's learning rate at small scale: the smallest of its terms, so that none of them diverges."""
+    method = method.replace(SEED_PLACEHOLDER, "0") if isinstance(method, str) else method
     return min(_term_rate(term) for term in parse(method).terms)
 
 

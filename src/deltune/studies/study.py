@@ -41,6 +41,8 @@ SWEEP_AXES = ("model", "task", "method", "seed", "seeds")
 PINNED_OPTIONS: Values = {"linear_backend": "torch"}
 """Fields of every run that sets none: no measurement of the machine may choose between products that round in another
 way."""
+SEED_PLACEHOLDER = "{seed}"
+"""In a method: the seed of the run."""
 FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories that no label may contain: control characters, surrogates, line separators."""
 
@@ -51,6 +53,7 @@ class Sweep(BaseModel):
     Each entry of models, tasks, axes and methods maps a label to fields of a run's spec; where several set the same
     field, the axes win over methods, methods over tasks, tasks over models, and models over options. A list is short
     for labels that are the values themselves: models: [minilm], tasks: [sick, cb], methods: [bitfit, "lora(rank=8)"].
+    In a method {seed} stands for the seed of the run, as in "apet(lora, parameters=1000, seed={seed})".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -161,6 +164,8 @@ class Sweep(BaseModel):
             layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
             for layer in (*layers, {"seed": seed}):
                 values = merge_values(values, flatten(layer))
+            if isinstance(values.get("method"), str):
+                values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
             try:
                 runs.append(PlannedRun(cell, RunConfig.from_flat(**self._solve_size(values)), roots))
             except DeltuneError as error:

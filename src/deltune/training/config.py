@@ -379,6 +379,9 @@ class RunConfig(BaseModel):
                 flat = apply_preset(flat)
             except DeltuneError as error:
                 problems.append(str(error))
+        task, options = flat.get("task"), flat.get("metric_options")
+        if flat.get("data") is None and isinstance(task, str) and task in TASKS and isinstance(options, Mapping | None):
+            flat["metric_options"] = {**TASKS[task].metric_options, **(options or {})}
         search = flat.get("search")
         if flat.get("lr") is None and not (isinstance(search, Mapping) and {"method", "method.expression"} & {*search}):
             flat["lr"] = default_rate(flat.get("method"))
