@@ -71,6 +71,20 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
+def studies() -> str:
+    """Return the report of the papers' studies: tables, figures and findings of the results that are committed."""
+    from deltune.studies.engine.results import exported_studies, read_results
+    from deltune.studies.papers.registry import BY_IMPORTANCE, CLAIMS, STUDIES
+    from deltune.studies.report.page import render_page
+    from deltune.studies.scales import StudySetup
+    from deltune.studies.sections import build_section
+
+    records = {record.name: record for record in read_results(ROOT / "results")}
+    names, setup = exported_studies(ROOT / "results"), StudySetup("small", runs=False)
+    made = [STUDIES[name](setup) for name in BY_IMPORTANCE if name in names]
+    return render_page([build_section(study, records, CLAIMS.get(study.name, ())) for study in made])
+
+
 def _command(name: str, command: Any) -> list[str]:
     """Return the section of one command."""
     arguments = [p for p in command.params if not p.opts[0].startswith("-")]
@@ -129,6 +143,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "contributing.md": contributing,
     "reference/cli.md": command_line,
     "reference/config.md": configuration,
+    "studies.html": studies,
 }
 """Pages that are no files of docs/."""
 

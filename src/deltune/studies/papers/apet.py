@@ -419,8 +419,8 @@ def thresholds(setup: StudySetup) -> Study:
         "accuracy",
         ("600 rows. The head is frozen as drawn, for full tuning too: else N = 0 is above chance. " if setup.small
          else "BERT's head is frozen as it was drawn, T5 answers in words. ")
-        + "A run that diverges has not reached a threshold. Each seed has a bisection of its own, so that seeds differ in "
-        "the N that they met; what one seed did not meet is noted. " + _note(setup),
+        + "A run that diverges has not reached a threshold. Each seed has a bisection of its own, so that seeds differ "
+        "in the N that they met; what one seed did not meet is noted. " + _note(setup),
         threshold_outcomes,
     )  # fmt: skip
 
