@@ -88,6 +88,9 @@ def test_results_as_text_are_the_results(place: Path) -> None:
     assert "0 run, 6 were there" in run.stdout
     for file in ("tiny.jsonl", "environments.json"):
         assert (place / "twice" / file).read_bytes() == (folder / file).read_bytes()
+    (environment,) = json.loads((folder / "environments.json").read_text()).values()
+    assert {"commit", "packages", "processor", "python"} <= environment.keys()
+    assert (environment["threads"], environment["linear_backend"]) == (1, "torch"), "whatever the machine has"
     message = deltune("run", mine, "--store", folder, code=2).stderr
     assert "is a folder; runs need a file" in message
 
