@@ -135,8 +135,8 @@ def test_verdicts(accuracy: float, environment: Any, verdict: str) -> None:
 
 def test_other_data_and_failures_differ() -> None:
     now = {LORA[0].name: record(LORA[0], 0.5, HERE, data="other"), LORA[1].name: replace(RECORDS[7], name=LORA[1].name)}
-    elsewhere, failed, absent = compare(LORA, STORED, now)
-    assert elsewhere.verdict == "equal" and elsewhere.data_changed, "equal scores are equal"
+    moved, failed, absent = compare(LORA, STORED, now)
+    assert moved.verdict == "equal" and moved.data_changed, "equal scores are equal"
     assert (failed.verdict, failed.error) == ("differs", "it broke") and absent.error == "it was not run"
 
 

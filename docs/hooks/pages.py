@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,16 +74,15 @@ def configuration() -> str:
 
 def studies() -> str:
     """Return the report of the papers' studies: tables, figures and findings of the results that are committed."""
-    from deltune.studies.engine.results import exported_studies, read_results
-    from deltune.studies.papers.registry import BY_IMPORTANCE, CLAIMS, STUDIES
-    from deltune.studies.report.page import render_page
-    from deltune.studies.scales import StudySetup
-    from deltune.studies.sections import build_section
+    from deltune.cli.study import report
+    from deltune.studies.engine.results import exported_studies
 
-    records = {record.name: record for record in read_results(ROOT / "results")}
-    names, setup = exported_studies(ROOT / "results"), StudySetup("small", runs=False)
-    made = [STUDIES[name](setup) for name in BY_IMPORTANCE if name in names]
-    return render_page([build_section(study, records, CLAIMS.get(study.name, ())) for study in made])
+    names = exported_studies(ROOT / "results")
+    if not names:
+        return "<!doctype html><title>Studies</title><p>No results of the papers' studies are committed yet.</p>"
+    with tempfile.TemporaryDirectory() as folder:
+        report(names, store=ROOT / "results", html=Path(folder) / "studies.html")
+        return (Path(folder) / "studies.html").read_text(encoding="utf-8")
 
 
 def _command(name: str, command: Any) -> list[str]:

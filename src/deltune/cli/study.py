@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,7 @@ def studies(
     Raises:
         DeltuneError: A folder or a study does not exist, or a file is wrong.
     """
-    from ..studies.papers.registry import BY_IMPORTANCE, STUDIES
+    from ..studies.papers.registry import FIRST, STUDIES
     from ..studies.scales import StudySetup
     from ..studies.study import select_cells, study_from_file
 
@@ -67,7 +68,7 @@ def studies(
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
     setup = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)), runs=runs)
-    names = list(dict.fromkeys(one for name in names for one in (BY_IMPORTANCE if name == "all" else (name,))))
+    names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
         unknown_name("study", name, (*STUDIES, "all")) for name in names if name not in STUDIES and name not in files
@@ -321,17 +322,14 @@ def verify(
         ProgressDisplay(not quiet) as bar,
     ):
         repeated = run_jobs(lambda _: jobs, stored, workers, threads, "local", False, bar).records
-    found = compare(jobs, rows, repeated)
+    verifications = compare(jobs, rows, repeated)
     if as_json:
-        console.print_json(data=[_verification_facts(one) for one in found])
+        console.print_json(data=[_verification_facts(one) for one in verifications])
     else:
-        console.print("\n".join(_verification_text(one) for one in found))
-        counts = {
-            verdict: sum(one.verdict == verdict for one in found)
-            for verdict in dict.fromkeys(one.verdict for one in found)
-        }
-        console.print("; ".join(f"{count} of {len(found)} {verdict}" for verdict, count in counts.items()))
-    if any(one.verdict == "differs" for one in found):
+        console.print("\n".join(_verification_text(one) for one in verifications))
+        counts = Counter(one.verdict for one in verifications)
+        console.print("; ".join(f"{count} of {len(verifications)} {verdict}" for verdict, count in counts.items()))
+    if any(one.verdict == "differs" for one in verifications):
         raise typer.Exit(1)
 
 

@@ -11,15 +11,14 @@ from .apet import AP_CLAIMS, AP_STUDIES
 from .ln import LN_CLAIMS, LN_STUDIES
 from .uv import UV_CLAIMS, UV_STUDIES
 
+FIRST = (
+    "uv/integration", "uv/full", "uv/glue", "ap/gap", "ap/all", "ln/unified", "ln/nlg", "uv/budget",
+    "uv/representation", "ln/nlu",
+)  # fmt: skip
+"""The studies that `deltune study run all` runs before the others, in this order: the papers' main results."""
+
 CLAIMS: dict[str, tuple[Claim, ...]] = {**LN_CLAIMS, **UV_CLAIMS, **AP_CLAIMS}
 """Name of a study -> the claims that it decides."""
 
 STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDIES, **AP_STUDIES}
 """Name -> the function that builds the study. Building one loads nothing and does not use the hub."""
-
-FIRST = (
-    "uv/integration", "uv/full", "uv/glue", "ap/gap", "ap/all", "ln/unified", "ln/nlg", "uv/budget",
-    "uv/representation", "ln/nlu",
-)  # fmt: skip
-BY_IMPORTANCE: tuple[str, ...] = (*FIRST, *(name for name in STUDIES if name not in FIRST))
-"""Every study in the order in which `deltune study run all` runs them: the papers' main results come first."""
