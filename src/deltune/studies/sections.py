@@ -13,7 +13,6 @@ from .engine.jobs import Outcome
 from .report.aggregate import cell_label
 from .report.charts import draw, save
 from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
-from .report.findings import PAPER_HEADINGS, paper_rows, small_headings, small_rows
 from .report.page import Section
 from .report.tables import build_table, escape_markdown, to_csv, to_latex, to_markdown
 from .study import Records, Study
@@ -93,9 +92,10 @@ def section_markdown(section: Section) -> str:
     lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(text) + "\n" for text in paragraphs)]
     for table in section.tables:
         lines += [to_markdown(table), ""]
-    for heading, intro, rows in finding_tables(section):
-        lines += [f"### {heading}", "", escape_markdown(intro), ""]
-        lines += [_markdown_row(rows[0]), "|" + "---|" * len(rows[0]), *map(_markdown_row, rows[1:]), ""]
+    for found in section.finding_tables:
+        lines += [f"### {found.title}", "", escape_markdown(found.intro), ""]
+        rows = [_markdown_row(row.cells) for row in found.rows]
+        lines += [_markdown_row(found.columns), "|" + "---|" * len(found.columns), *rows, ""]
     if section.choices:
         lines += ["### Where the paper disagrees with itself", "", *(f"- {escape_markdown(c)}" for c in section.choices), ""]
     lines += [f"- not there: {escape_markdown(text)}" for text in section.missing]

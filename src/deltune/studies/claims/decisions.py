@@ -118,6 +118,41 @@ class Resolution:
 
 
 @dataclass(frozen=True)
+class UndecidedEffect:
+    """An effect that was tested and not decided.
+
+    Attributes:
+        estimate: Its estimate.
+        borders: The borders of the region in which the claim is true.
+        alpha: The level of the test.
+        seeds: How many seeds each setting has.
+        rows: How many rows a test split has on average; None if rows play no part.
+        printed: The paper's effect, if it prints one that agrees with the claim.
+        unit: The unit of the effect.
+    """
+
+    estimate: Estimate
+    borders: tuple[float, ...]
+    alpha: float
+    seeds: int
+    rows: float | None
+    printed: float | None
+    unit: str
+
+    def resolution(self) -> Resolution | None:
+        """Return what a run of this size can decide; None if nothing is known about the spread."""
+        smallest = self.estimate.smallest_decidable(self.alpha, POWER)
+        if not math.isfinite(smallest):
+            return None
+        effect = self.estimate.mean if self.printed is None else self.printed
+        target = min(abs(effect - border) for border in self.borders)
+        size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
+        rows = round(size[1] * self.rows) if size and self.rows else None
+        is_printed = self.printed is not None
+        return Resolution(smallest, self.alpha, target, is_printed, size[0] if size else None, rows, self.unit)
+
+
+@dataclass(frozen=True)
 class Finding:
     """What a study says of a claim.
 
@@ -138,7 +173,7 @@ class Finding:
         comparisons: All comparisons.
         deciding: The comparison that decides.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
-        resolution: What this run could have decided; None if the claim is decided or nothing was tested.
+        undecided: What is known of an effect that was tested and not decided.
     """
 
     claim: Claim
@@ -153,7 +188,12 @@ class Finding:
     comparisons: tuple[ComparisonResult, ...] = ()
     deciding: ComparisonResult | None = None
     parts: tuple[PartVerdict, ...] = ()
-    resolution: Resolution | None = None
+    undecided: UndecidedEffect | None = None
+
+    @property
+    def resolution(self) -> Resolution | None:
+        """What this run could have decided; None if the claim is decided or nothing is known about the spread."""
+        return None if self.undecided is None else self.undecided.resolution()
 
 
 @dataclass(frozen=True)
@@ -433,8 +473,17 @@ def _finding(
         (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
         if test.has_scores and counts
         else (),
-        _resolution(test, share, printed) if scores and score == "undecided" else None,
+        _undecided_effect(test, share, printed) if scores and score == "undecided" else None,
     )
+
+
+def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None) -> UndecidedEffect:
+    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
+    effect = printed.deciding.effect if printed is not None and printed.agrees and printed.deciding else None
+    seeds = min(len(numbers) for numbers in check.effects.values())
+    rows = [len(n.examples) for numbers in check.effects.values() for n in numbers.values() if n.examples is not None]
+    mean_rows = sum(rows) / len(rows) if rows else None
+    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, mean_rows, effect, check.unit)
 
 
 def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
@@ -452,26 +501,4 @@ def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alph
         check.subject,
         check.is_difference,
         tuple(by_setting),
-    )
-
-
-def _resolution(test: _Test, alpha: float, printed: PrintedFinding | None) -> Resolution | None:
-    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
-    smallest = estimate.smallest_decidable(alpha, POWER)
-    if not math.isfinite(smallest):
-        return None
-    is_printed = printed is not None and printed.agrees is True and printed.deciding is not None
-    effect = printed.deciding.effect if is_printed and printed and printed.deciding else estimate.mean
-    target = min(abs(effect - border) for border in _borders(check))
-    seeds = min(len(numbers) for numbers in check.effects.values())
-    size = estimate.sample_size(target, seeds, alpha, POWER)
-    rows = [len(n.examples) for numbers in check.effects.values() for n in numbers.values() if n.examples is not None]
-    return Resolution(
-        smallest,
-        alpha,
-        target,
-        is_printed,
-        size[0] if size else None,
-        round(size[1] * sum(rows) / len(rows)) if size and rows else None,
-        check.unit,
     )

@@ -72,8 +72,11 @@ class Estimate:
         if not self.parts:
             return 0.0
         error = np.sqrt(sum(variance for variance, _ in self.parts))
+        if len(self.parts) == 1:
+            ((_, df),) = self.parts
+            return float(stats.nct.sf(special.stdtrit(df, 1 - alpha / 2), df, (distance - self.slack) / error))
         squares = np.zeros(())
-        for (variance, df), n in zip(self.parts, (400,) if len(self.parts) == 1 else (64, 16), strict=True):
+        for (variance, df), n in zip(self.parts, (64, 16), strict=True):
             ratios = 2 * special.gammaincinv(df / 2, (np.arange(n) + 0.5) / n) / df  # quantiles of χ²/df
             squares = np.add.outer(squares, special.stdtrit(df, alpha / 2) ** 2 * variance * ratios)
         return float(special.ndtr((distance - self.slack - np.sqrt(squares)) / error).mean())
