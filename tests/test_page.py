@@ -144,7 +144,9 @@ def test_the_page_says_everything(text: str) -> None:
 
 def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
     outcomes = [made.outcome({"method": "a", "model": "m", "task": "cb", "seed": 0}, {"accuracy": 0.5})]
-    small = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), small=True, names={"m": "Mini"})
+    small = Section(
+        "ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), small=True, names={"m": "Mini"}
+    )
     about, seen = small.finding_tables
     assert (about.title, seen.title) == ("About the paper", "In this miniature")
     assert "Nothing here was run at the paper's scale" in about.intro and "Mini, on cb" in seen.intro
@@ -153,7 +155,9 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
     for row, one in zip(seen.rows, FOUND, strict=True):
         assert one.verdict not in row.cells and row.cells[5] == f"“{one.claim.text}”"
     text = Reader(render_page([small])).visible_text()
-    assert "+1.7 points (LN − BitFit: accuracy; table 1)" in text and "✓ seen here" in text and "✗ not seen here" in text
+    assert (
+        "+1.7 points (LN − BitFit: accuracy; table 1)" in text and "✓ seen here" in text and "✗ not seen here" in text
+    )
     (whole,) = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes)).finding_tables
     assert [row.cells[whole.verdict_column] for row in whole.rows] == [one.verdict for one in FOUND]
 

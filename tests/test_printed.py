@@ -49,7 +49,9 @@ def test_the_printed_tables_give_the_papers_verdicts(study: str) -> None:
     printed = checked(study)
     assert "".join({True: "+", False: "-", None: "."}[one.agrees] for one in printed) == VERDICTS[study]
     for one in printed:
-        assert one.agrees is not False or one.claim.contradiction, f"{one.claim.text}: a contradiction without its reason"
+        assert one.agrees is not False or one.claim.contradiction, (
+            f"{one.claim.text}: a contradiction without its reason"
+        )
         assert (one.agrees is None) == (one.deciding is None) == (not one.source)
 
 
@@ -64,7 +66,9 @@ def test_contradictions_inside_a_paper() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "width", "layers", "size"), [("bert-base", 768, 12, "8"), ("bert-large", 1024, 24, "16")])
+@pytest.mark.parametrize(
+    ("model", "width", "layers", "size"), [("bert-base", 768, 12, "8"), ("bert-large", 1024, 24, "16")]
+)
 def test_by_the_sizes_of_the_text_mam_trains_fewer_than_prefix_and_norms(
     model: str, width: int, layers: int, size: str
 ) -> None:
@@ -97,7 +101,9 @@ def test_the_rank_column_of_ln_table_2_does_not_follow_from_its_numbers() -> Non
     values = np.array([[LN_TABLE2[method, *column] for method in methods] for column in columns])
     ranks = average_ranks(values, [METRICS[metric].better == "lower" for _, metric in columns])
     ours, printed = dict(zip(methods, ranks, strict=True)), {m: LN_TABLE2[m, "rank"] for m in methods}
-    assert len(columns) == 14 and sum(printed.values()) == pytest.approx(36, abs=0.05) == pytest.approx(sum(ranks), abs=0.05)
+    assert len(columns) == 14 and sum(printed.values()) == pytest.approx(36, abs=0.05) == pytest.approx(
+        sum(ranks), abs=0.05
+    )
     assert ours["prefix_layernorm"] == pytest.approx(2.46, abs=0.005) and ours["full"] == pytest.approx(2.71, abs=0.005)
     assert min(printed, key=printed.__getitem__) == "full" != min(ours, key=ours.__getitem__)
 

@@ -209,7 +209,9 @@ def test_the_smallest_decidable_effect_is_decided_as_often_as_said(
 ) -> None:
     effect = exact(spread, seeds, examples).smallest_decidable(alpha=0.05, power=0.8)
     generator = np.random.default_rng(0)
-    estimates = [paired_estimate([d + effect for d in study(generator, 1, seeds, examples, spread)]) for _ in range(TIMES)]
+    estimates = [
+        paired_estimate([d + effect for d in study(generator, 1, seeds, examples, spread)]) for _ in range(TIMES)
+    ]
     decided = sum(estimate.interval(0.05)[0] > 0 for estimate in estimates) / TIMES
     assert abs(decided - 0.8) <= 4 * np.sqrt(0.8 * 0.2 / TIMES)
 
@@ -222,7 +224,7 @@ def test_the_power_of_one_part_is_that_of_students_test(n: int) -> None:
     estimate = Estimate(0.0, ((1.0 / n, n - 1.0),))
     for effect in (1.0, 1.5):
         theirs = TTestPower().power(effect, nobs=n, alpha=0.05, alternative="two-sided")
-        assert theirs - 0.01 < estimate.power(effect, 0.05) <= theirs
+        assert theirs - 0.01 < estimate.power(effect, 0.05) <= theirs + 1e-9
     smallest = estimate.smallest_decidable(0.05, 0.8)
     assert estimate.power(smallest, 0.05) == pytest.approx(0.8, abs=1e-4)
 

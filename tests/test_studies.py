@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.studies.engine.jobs import Job, Outcome, run_job
+from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES

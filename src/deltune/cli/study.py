@@ -236,7 +236,10 @@ def report(
     to = None if to is None else user_path(to, "--to")
     requested = studies(names, scale, data_root, model_root, only)
     rows = _rows(store)
-    parts = [sections.build_section(study, rows, paper_statements(study.name), paper, scale == "small") for study in requested]
+    parts = [
+        sections.build_section(study, rows, paper_statements(study.name), paper, scale == "small")
+        for study in requested
+    ]
     if html is not None:
         html = user_path(html, "--html")
         with explain_write_errors(html):

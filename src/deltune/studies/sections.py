@@ -21,7 +21,7 @@ from .study import Records, Study
 def build_section(
     study: Study,
     records: Records,
-    statements: PaperStatements = PaperStatements(),
+    statements: PaperStatements | None = None,
     paper: bool = False,
     small: bool = False,
 ) -> Section:
@@ -30,10 +30,11 @@ def build_section(
     Args:
         study: The study.
         records: The records of finished jobs.
-        statements: What the paper says; its claims are decided.
+        statements: What the paper says; its claims are decided. Default: there is no paper.
         paper: Whether the paper's own numbers stand beside ours.
         small: Whether the study is of small scale, whose findings are not about the paper.
     """
+    statements = statements or PaperStatements()
     outcomes = study.outcomes(records)
     tables = [view if paper else replace(view, published={}) for view in study.views if isinstance(view, TableSpec)]
     figures = [view for view in study.views if isinstance(view, FigureSpec)]
@@ -97,7 +98,12 @@ def section_markdown(section: Section) -> str:
         rows = [_markdown_row(row.cells) for row in found.rows]
         lines += [_markdown_row(found.columns), "|" + "---|" * len(found.columns), *rows, ""]
     if section.choices:
-        lines += ["### Where the paper disagrees with itself", "", *(f"- {escape_markdown(c)}" for c in section.choices), ""]
+        lines += [
+            "### Where the paper disagrees with itself",
+            "",
+            *(f"- {escape_markdown(c)}" for c in section.choices),
+            "",
+        ]
     lines += [f"- not there: {escape_markdown(text)}" for text in section.missing]
     return "\n".join(lines).rstrip() + "\n"
 

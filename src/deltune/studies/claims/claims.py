@@ -21,7 +21,6 @@ from .comparisons import (
     Effects,
     Exact,
     Measurement,
-    MetricChoice,
     MissingCells,
     Number,
     Term,
@@ -32,7 +31,6 @@ from .comparisons import (
     trend_weights,
     weighted_effects,
     weighted_sum,
-    with_derived_axes,
 )
 from .selectors import EVERY, CellSelector, Key, describe_cell, describe_difference
 
@@ -112,7 +110,7 @@ class Between:
 
         effects = weighted_effects(cells, [self.what], terms, self.measurement)
         text = cells.describe(self.what)
-        return [_comparison(cells, text, effects, self.low, self.high, self.measurement, is_difference=False)]
+        return [_comparison(text, effects, self.low, self.high, self.measurement, is_difference=False)]
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class Rises:
         effects = weighted_effects(
             cells, [{**selector, self.axis: EVERY} for selector in selectors], terms, self.measurement
         )
-        return _slope(cells, text, effects, low, high, self.measurement, self.axis)
+        return _slope(text, effects, low, high, self.measurement, self.axis)
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ class GapShrinks:
         if reasons:
             raise MissingCells(reasons)
         text = f"best − worst {self.over}"
-        return [_slope(cells, text, effects, -math.inf, 0.0, self.measurement, self.along)]
+        return [_slope(text, effects, -math.inf, 0.0, self.measurement, self.along)]
 
     def _slopes(
         self, cells: Cells, selector: CellSelector, members: Sequence[Outcome], setting: Key
@@ -340,14 +338,12 @@ class DropsLess:
         ]
 
         def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-            return [
-                term for w, selector in weights for term in mean_terms(cells.select(selector, members, setting), w)
-            ]
+            return [term for w, selector in weights for term in mean_terms(cells.select(selector, members, setting), w)]
 
         effects = weighted_effects(cells, [selector for _, selector in weights], terms, self.measurement)
         step = f"from the {self.start} to the {self.end} {self.axis}"
         text = f"loss {step}: {describe_difference(self.more, self.less, cells.names)}"
-        return [_comparison(cells, text, effects, 0.0, math.inf, self.measurement)]
+        return [_comparison(text, effects, 0.0, math.inf, self.measurement)]
 
 
 @dataclass(frozen=True)
@@ -387,7 +383,7 @@ class InEach:
                 key = tuple((axis, label) for axis, label in setting if not self.axes or axis in self.axes)
                 groups.setdefault(key, {})[setting] = seeds
             for key, effects in groups.items():
-                where = f", {cells.describe(dict(key))}" if key else ""
+                where = f", {cells.describe_setting(key)}" if key else ""
                 checks.append(replace(check, text=check.text + where, effects=effects))
         return checks
 
@@ -428,15 +424,9 @@ def _all_checks(cells: Cells, forms: Sequence[Form]) -> list[Check]:
 
 
 def _comparison(
-    cells: Cells,
-    text: str,
-    effects: Effects,
-    low: float,
-    high: float,
-    measurement: Measurement,
-    is_difference: bool = True,
+    text: str, effects: Effects, low: float, high: float, measurement: Measurement, is_difference: bool = True
 ) -> Comparison:
-    return Comparison(text, effects, low, high, measurement.unit, cells.subject(measurement), is_difference)
+    return Comparison(text, effects, low, high, measurement.unit, measurement.name, is_difference)
 
 
 def _difference(
@@ -445,15 +435,13 @@ def _difference(
     """Compare two selections; where lower is better the difference is the other way round, and so are its words."""
     effects = paired_differences(cells, one, other, measurement)
     first, second = (other, one) if measurement.lower else (one, other)
-    return _comparison(cells, describe_difference(first, second, cells.names), effects, low, high, measurement)
+    return _comparison(describe_difference(first, second, cells.names), effects, low, high, measurement)
 
 
-def _slope(
-    cells: Cells, text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str
-) -> Comparison:
+def _slope(text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str) -> Comparison:
     size = "the model's size" if axis == "model" else f"the {axis}"
     slope = f"slope over {size}" + (f": {text}" if text != "all" else "")
-    comparison = _comparison(cells, slope, effects, low, high, measurement)
+    comparison = _comparison(slope, effects, low, high, measurement)
     return replace(comparison, unit=f"{measurement.unit} per factor of 10")
 
 
@@ -462,5 +450,3 @@ def _same_axes(one: CellSelector, other: CellSelector) -> None:
         raise DeltuneError(
             f"both sides of a comparison must name the same axes: {describe_cell(one)!r}, {describe_cell(other)!r}."
         )
-
-

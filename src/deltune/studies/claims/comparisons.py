@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,7 +167,9 @@ def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
         outcomes = [group[i] for i in members]
         lacking = [str(o.cell.get("method")) for o in outcomes if any(name not in o.scores for name in names[task])]
         if lacking or not names[task]:
-            ranks: list[Number | str] = [f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"] * len(members)
+            ranks: list[Number | str] = [f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"] * len(
+                members
+            )
         else:
             values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
             lower = [METRICS[name].better == "lower" for name in names[task]]
@@ -360,11 +362,24 @@ class Cells:
         """Describe a cell or a selection of cells in the study's words."""
         return describe_cell(cell, self.names)
 
-    def subject(self, measurement: Measurement) -> str:
-        """Return what a measurement measures, such as "entity F1 and accuracy"."""
-        if measurement.name:
-            return measurement.name
-        metrics = dict.fromkeys(self.metric.for_outcome(outcome) for outcome in self.outcomes if not outcome.error)
+    def describe_setting(self, setting: Key) -> str:
+        """Describe labels that are not compared, without those that follow from others, such as a task's only model."""
+        labels = dict(setting)
+        for axis in ("family", "kind", "model"):
+            rest = [other for other in labels if other != axis]
+            seen = {(self._key(o.cell, rest), o.cell[axis]) for o in self.outcomes if axis in labels and axis in o.cell}
+            if len({others for others, _ in seen}) == len(seen) and rest:
+                labels.pop(axis, None)
+        return self.describe(labels)
+
+    def metrics(self, settings: Iterable[Key]) -> str:
+        """Return the scores that count in some settings, such as "entity F1 and accuracy"."""
+        tasks = {dict(setting).get("target", dict(setting).get("task")) for setting in settings}
+        metrics = dict.fromkeys(
+            self.metric.for_outcome(outcome)
+            for outcome in self.outcomes
+            if None in tasks or outcome.cell.get("target", outcome.cell.get("task")) in tasks
+        )
         return " and ".join(self.names.get(name, name) for name in metrics)
 
     def labels(self, axis: str, selector: CellSelector) -> list[Any]:
@@ -510,7 +525,7 @@ class Comparison:
         low: The lower bound.
         high: The upper bound.
         unit: The unit of the effects.
-        subject: What is measured.
+        subject: What is measured; empty for the score that counts.
         is_difference: Whether an effect is a difference, as opposed to a number of one side.
     """
 

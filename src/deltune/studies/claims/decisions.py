@@ -95,6 +95,7 @@ class Resolution:
             times as many test rows does.
         rows: How many rows of each test split these seeds need; None if rows play no part.
         unit: The unit of the distances.
+        margin: What a distance is from: "" for zero.
     """
 
     smallest: float
@@ -104,16 +105,19 @@ class Resolution:
     seeds: int | None
     rows: int | None
     unit: str
+    margin: str = ""
 
     @property
     def text(self) -> str:
         """Both in a sentence."""
-        whose = "as far from it as the paper's" if self.target_is_printed else "as far from it as this one"
+        smallest = f"{self.smallest:.3g}{f' {self.unit}' if self.unit else ''}"
+        effect = f"{smallest} beyond {self.margin}" if self.margin else f"of {smallest}"
+        whose = "the paper's" if self.target_is_printed else "the one measured"
         size = f"{self.seeds} seeds" + (f" × {self.rows:,} test rows" if self.rows else "")
-        needs = "not by 1,000 seeds and 1,000 times the rows" if self.seeds is None else f"by {size}"
+        needs = "more than 1,000 seeds" if self.seeds is None else size
         return (
-            f"a run of this size decides an effect {self.smallest:.2g} {self.unit} from the border in "
-            f"{100 * POWER:.0f} % of cases (α = {self.alpha:.2g}); one {whose} ({self.target:.2g}) is decided {needs}"
+            f"a run of this size decides an effect {effect} in {100 * POWER:.0f} % of cases (α = {self.alpha:.2g}); "
+            f"one as large as {whose} ({self.target:.2g}) takes {needs}"
         )
 
 
@@ -148,8 +152,9 @@ class UndecidedEffect:
         target = min(abs(effect - border) for border in self.borders)
         size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
         rows = round(size[1] * self.rows) if size and self.rows else None
-        is_printed = self.printed is not None
-        return Resolution(smallest, self.alpha, target, is_printed, size[0] if size else None, rows, self.unit)
+        seeds = size[0] if size else None
+        margin = "" if self.borders == (0.0,) else " or ".join(f"{border:g}" for border in self.borders)
+        return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, rows, self.unit, margin)
 
 
 @dataclass(frozen=True)
@@ -273,15 +278,14 @@ def _printed_result(check: Check, cells: Cells) -> ComparisonResult:
         setting: float(np.mean([number.value for number in seeds.values()])) for setting, seeds in check.effects.items()
     }
     settings = tuple(
-        SettingResult(cells.describe(dict(setting)), effect, (effect, effect), check.low < effect < check.high)
+        SettingResult(cells.describe_setting(setting), effect, (effect, effect), check.low < effect < check.high)
         for setting, effect in by_setting.items()
     )
     # Printed decimals have no sum in binary fractions: 79.8 − 78.8 is not 1.
     effect = round(float(np.mean(list(by_setting.values()))), 9)
     several = settings if len(settings) > 1 else ()
-    return ComparisonResult(
-        check.text, effect, None, check.unit, region, check.subject, check.is_difference, several
-    )
+    subject = check.subject or cells.metrics(check.effects)
+    return ComparisonResult(check.text, effect, None, check.unit, region, subject, check.is_difference, several)
 
 
 def _room(result: ComparisonResult) -> float:
@@ -365,7 +369,7 @@ def _test(claim: Claim, cells: Cells) -> _Test:
     counts = tuple(check for check in checks if isinstance(check, Exact))
     comparisons = tuple(check for check in checks if isinstance(check, Comparison))
     for setting in dict.fromkeys(s for check in comparisons for s, seeds in check.effects.items() if len(seeds) < 2):
-        where = f" {cells.describe(dict(setting))}" if setting else ""
+        where = f" {cells.describe_setting(setting)}" if setting else ""
         reasons = [*reasons, f"one seed{where}: no claim from one seed"]
     if reasons:
         return _Test(True, (), (), counts, None, 0, False, str(MissingCells(reasons)))
@@ -457,7 +461,6 @@ def _finding(
     worst = min(counts, key=_room, default=None)
     deciding = scores[test.decides] if scores else worst
     verdict = score if test.has_scores and count == "holds" else count
-    several = len(scores) > 1 and deciding is not None
     return Finding(
         claim,
         verdict,
@@ -467,7 +470,7 @@ def _finding(
         test.p,
         adjusted,
         max((sum(len(seeds) for seeds in check.effects.values()) for check in test.comparisons), default=0),
-        f"{test.note}; the one that decides: {deciding.text}" if several and deciding else test.note,
+        test.note,
         (*scores, *counts),
         deciding,
         (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
@@ -491,14 +494,14 @@ def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alph
     for setting, seeds in check.effects.items() if len(check.effects) > 1 else ():
         one = _estimate(replace(check, effects={setting: seeds}))
         agrees = check.low < one.mean < check.high
-        by_setting.append(SettingResult(cells.describe(dict(setting)), one.mean, one.interval(), agrees))
+        by_setting.append(SettingResult(cells.describe_setting(setting), one.mean, one.interval(), agrees))
     return ComparisonResult(
         check.text,
         estimate.mean,
         estimate.interval(alpha),
         check.unit,
         (check.low, check.high),
-        check.subject,
+        check.subject or cells.metrics(check.effects),
         check.is_difference,
         tuple(by_setting),
     )

@@ -36,7 +36,8 @@ Names = Mapping[str, str]
 PHRASES = {
     "structure": "{}", "method": "{}", "insertion": "{}", "group": "as many parameters as {}", "pair": "{}",
     "layers": "{}", "term": "{}", "module": "{}", "site": "at {}", "budget": "with {} % of the parameters",
-    "task": "on {}", "target": "tested on {}", "model": "on {}", "family": "{}", "kind": "in {}", "seed": "seed {}", "N": "N = {}",
+    "task": "on {}", "target": "tested on {}", "model": "on {}", "family": "{}", "kind": "in {}", "seed": "seed {}",
+    "N": "N = {}",
 }  # fmt: skip
 """Axis -> how one of its labels is put into words, in the order of a description."""
 
@@ -61,9 +62,7 @@ def describe_cell(cell: Mapping[str, Any], names: Names | None = None) -> str:
     return ", ".join(phrases) or "all"
 
 
-def describe_difference(
-    one: CellSelector, other: CellSelector, names: Names | None = None, operator: str = "−"
-) -> str:
+def describe_difference(one: CellSelector, other: CellSelector, names: Names | None = None, operator: str = "−") -> str:
     """Describe a difference or ratio, with what both sides share said once: "LoRA − prefix, at attention"."""
     shared = {axis: label for axis, label in one.items() if label is not EVERY and other.get(axis) == label}
     sides = [

@@ -81,7 +81,7 @@ AP_CLAIMS: dict[str, tuple[Claim, ...]] = {
               AllOf(tuple(Within({"structure": "adjacent", "group": group, "model": LARGEST},
                                  {"structure": "full", "group": "full", "model": LARGEST}, PARITY)
                           for group in METHODS)), exclude=LARGE_ENOUGH,
-              contradiction="In table 2 the means over T5-xxl's eleven tasks lie up to 2.0 points below full tuning's."),
+              contradiction="In table 2 means over T5-xxl's eleven tasks lie up to 2.0 points below full tuning's."),
         Claim("the lead of full tuning over adjacent parameters shrinks as models grow", "appendix D, table 2",
               Falls("model", {"structure": "full", "group": EVERY}, minus={"structure": "adjacent", "group": EVERY})),
     ),
@@ -282,9 +282,7 @@ def gap(setup: StudySetup) -> Study:
     for label, family in _families(setup).items():
         tasks = ("sst2",) if setup.small else (*CLASSES, *(GENERATED if family.answers_in_words else ()))
         limits = {"max_train_rows": 400, "validation_rows": 100, "test_rows": 400} if setup.small else {}
-        variants = {
-            model: method_variants({"full": "full", **family.methods_of(model)}) for model in family.models
-        }
+        variants = {model: method_variants({"full": "full", **family.methods_of(model)}) for model in family.models}
         plans += [_plan(setup, "ap/gap", label, model, tasks, variants[model], **limits) for model in family.models]
     return Study(
         "ap/gap",

@@ -122,8 +122,8 @@ LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
               InEach(Beats({"method": "bias"}, {"method": "gain"}), axes=("model",))),
         Claim("the norm of attention alone beats that of the FFN alone", "§5",
               Beats({"method": "attention norm"}, {"method": "ffn norm"}),
-              contradiction="Table 5 says the reverse, on either model: the norms of the FFN alone 75.0 and 73.6, those "
-              "of attention alone 74.6 and 73.3."),
+              contradiction="Table 5 says the reverse, on either model: the norms of the FFN alone 75.0 and 73.6, "
+              "those of attention alone 74.6 and 73.3."),
         Claim("leaving out layers costs more than leaving out modules", "§5, table 5",
               Beats({"method": ("attention norm", "ffn norm")}, {"method": ("lower half", "upper half")})),
         Claim("in the smaller model the lower half beats the upper half", "§5, table 5",
@@ -155,8 +155,8 @@ SMALL_TWO = ("sst2", "conll04")
 CHOICE = ("commonsense_qa", "social_iqa")
 SCORE = ("entity_f1", "accuracy")
 DISTILLED = (
-    "Small encoders distilled from MiniLM-L6, sub-samples of the data, and one learning rate a method, chosen before on "
-    "other seeds, instead of a search."
+    "Small encoders distilled from MiniLM-L6, sub-samples of the data, and one learning rate a method, chosen before "
+    "on other seeds, instead of a search."
 )
 
 NAMES = {
@@ -168,7 +168,7 @@ NAMES = {
     "e2e_nlg": "E2E", "samsum": "SAMSum", "dart": "DART", "all": "LN, whole", "gain": "only gain", "bias": "only bias",
     "ffn norm": "only FFN", "attention norm": "only MHA", "lower half": "only lower half",
     "upper half": "only upper half", "rouge1_pltrdy": "R-1", "rouge2_pltrdy": "R-2", "rougeL_pltrdy": "R-L",
-    "stories260k": "stories 260k", "train": "training step, % of full tuning",
+    "stories260k": "stories 260k", "stories260k-llama": "stories 260k", "train": "training step, % of full tuning",
     "inference": "inference, % of full tuning", "forward": "forward alone, % of full tuning",
     "adapter_text": "Adapter, sizes of the text", "prefix_text": "Prefix, sizes of the text",
     "mam_text": "MAM, sizes of the text", "prefix_layernorm_text": "Prefix+LN, sizes of the text",
@@ -333,6 +333,7 @@ PHASES = {"step": "train", "forward": "forward", "inference": "inference"}
 
 def time(setup: StudySetup) -> Study:
     """Return the study of LN figures 2 and 4."""
+
     def timed_methods(methods: Mapping[str, str]) -> dict[str, str]:
         """Leave out 3V, which the paper does not time, and second sizes."""
         return {n: method for n, method in methods.items() if n != "three_vectors" and not n.endswith("_text")}

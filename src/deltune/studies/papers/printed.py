@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...metrics.registry import METRICS
 from ..claims.comparisons import points
 from ..claims.decisions import PrintedTable
 from ..engine.jobs import Outcome
@@ -24,7 +23,14 @@ from .published import (
     Published,
 )
 
-SIZES = {"bert-base": 1.1e8, "bert-large": 3.4e8, "bert-small": 2.9e7, "t5-small": 7.7e7, "t5-base": 2.5e8, "t5-xxl": 1.1e10}
+SIZES = {
+    "bert-base": 1.1e8,
+    "bert-large": 3.4e8,
+    "bert-small": 2.9e7,
+    "t5-small": 7.7e7,
+    "t5-base": 2.5e8,
+    "t5-xxl": 1.1e10,
+}
 """Model -> about how many parameters it has."""
 
 AVERAGES = ("average", "rank")
@@ -99,7 +105,9 @@ def _legible(outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
     """Leave out the tasks of a family of which a number is missing, so that a trend is over the same models for all."""
     rows: dict[tuple[str, str], int] = {}
     for outcome in outcomes:
-        rows[outcome.cell["family"], outcome.cell["task"]] = rows.get((outcome.cell["family"], outcome.cell["task"]), 0) + 1
+        rows[outcome.cell["family"], outcome.cell["task"]] = (
+            rows.get((outcome.cell["family"], outcome.cell["task"]), 0) + 1
+        )
     most = max(rows.values())
     return tuple(o for o in outcomes if rows[o.cell["family"], o.cell["task"]] == most)
 
@@ -144,7 +152,9 @@ PRINTED: Mapping[str, tuple[PrintedTable, ...]] = {
     "uv/composition": (PrintedTable("table 5", _outcomes(UV_TABLE5, _by_method), XSUM_ENRO),),
     "uv/integration": (
         PrintedTable("table 6", TABLE6, XSUM_ENRO),
-        PrintedTable("table 6, LoRA's BLEU from table 12", _outcomes({**UV_TABLE6, **LORA_BLEU}, _by_method), XSUM_ENRO),
+        PrintedTable(
+            "table 6, LoRA's BLEU from table 12", _outcomes({**UV_TABLE6, **LORA_BLEU}, _by_method), XSUM_ENRO
+        ),
     ),
     "uv/full": (PrintedTable("table 12", _outcomes(UV_TABLE12_BY_BUDGET, _by_budget), XSUM_ENRO),),
     "uv/glue": (PrintedTable("table 2", _outcomes(UV_TABLE2, _by_accuracy), "accuracy"),),

@@ -94,8 +94,8 @@ LN_TABLE2 = parse_table({
     "layernorm": "0.03 64.07 8.34 43.63 67.97 2.35 42.77 18.80 39.53 38.47 33 55 64 93 .36 6.36",
     "prefix_layernorm": "0.16 65.24 8.57 43.75 68.43 2.39 43.88 20.03 41.07 39.16 34 54 65 93 .38 3.43",
 }, "", GENERATED)  # fmt: skip
-"""LN table 2: (method, task, metric). The third task, which it calls WebNLG and the text DART, has its four metrics in [0, 1]
-times 100, as we show them."""
+"""LN table 2: (method, task, metric). The third task, which it calls WebNLG and the text DART, has its four metrics in
+[0, 1] times 100, as we show them."""
 
 XSUM = ("percent", "xsum.rouge1", "xsum.rouge2", "xsum.rougeL", "wmt16_en_ro.bleu")
 UV_TABLE3 = {
@@ -177,8 +177,8 @@ UV_TABLE12 = {
 
 XSUM_AND_MT = {("xsum", "rouge2"): "xsum", ("wmt16_en_ro", "bleu"): "wmt16_en_ro"}
 UV_TABLE12_BY_BUDGET = {
-    (method, site, XSUM_AND_MT[task, metric], "6.1" if method == "lora" else {"200": "3", "512": "8", "1024": "12"}[size]):
-        number
+    (method, site, XSUM_AND_MT[task, metric],
+     "6.1" if method == "lora" else {"200": "3", "512": "8", "1024": "12"}[size]): number
     for (site, method, size, *column), number in UV_TABLE12.items() if column != ["percent"]
     for task, metric in (column,) if (task, metric) in XSUM_AND_MT
 }  # fmt: skip
@@ -246,9 +246,9 @@ AP_TABLE2 = {
 }  # fmt: skip
 """AP table 2: (model, group, task), APET with adjacent parameters, as many as the group's method has.
 
-Our copy has lost most decimal points: three digits are read with one before the last. Five numbers of full tuning cannot
-be read and are absent: SAMSum of T5-small ("4238"), SST-2 and QQP of BERT-small ("81", "8538"), IMDB and Rotten Tomatoes
-of BERT-base ("8.0", "8.7"). "9L1" is read as 91.1, twice.
+Our copy has lost most decimal points: three digits are read with one before the last. Five numbers of full tuning
+cannot be read and are absent: SAMSum of T5-small ("4238"), SST-2 and QQP of BERT-small ("81", "8538"), IMDB and Rotten
+Tomatoes of BERT-base ("8.0", "8.7"). "9L1" is read as 91.1, twice.
 """
 
 AP_LOW_THRESHOLDS: Mapping[str, tuple[float, float]] = {
@@ -271,18 +271,18 @@ class Choice:
 
 
 RULE = (
-    "Where a paper disagrees with itself about a size, what stands nearest to the printed score counts: first a size in the "
-    "name of the table's row; then the row's percentage or number of parameters, if the text's size misses it by more "
-    "than a tenth; then the text. Where the text is silent, the whole size nearest to the percentage counts."
+    "Where a paper disagrees with itself about a size, what stands nearest to the printed score counts: first a size in "
+    "the name of the table's row; then the row's percentage or number of parameters, if the text's size misses it by "
+    "more than a tenth; then the text. Where the text is silent, the whole size nearest to the percentage counts."
 )
 CHOICES = (
-    Choice(("ln/nlu",), "MAM on BERT: appendix A has l = r = 8 for BERT-base and l = 8, r = 16 for BERT-large, which is "
-           "0.27 % and 0.35 %; table 1 prints 0.56 % and 0.66 %, the sum of its rows of prefix and adapter. MAM has "
+    Choice(("ln/nlu",), "MAM on BERT: appendix A has l = r = 8 for BERT-base and l = 8, r = 16 for BERT-large, which "
+           "is 0.27 % and 0.35 %; table 1 prints 0.56 % and 0.66 %, the sum of its rows of prefix and adapter. MAM has "
            "their sizes, l = r = 16 and l = r = 24 (0.54 % and 0.70 %); a second row has those of the text."),
     Choice(("ln/nlu",), "Adapter and prefix on BERT-large: 24 in the text is 0.36 % and 0.35 %, table 1 prints 0.33 %. "
            "That is within a tenth: they have 24."),
-    Choice(("ln/nlu",), "LoRA on BERT: the text gives no rank, and the printed 0.33 % is that of no whole one. Its ranks "
-           "are 10 on BERT-base (0.34 %) and 11 on BERT-large (0.32 %)."),
+    Choice(("ln/nlu",), "LoRA on BERT: the text gives no rank, and the printed 0.33 % is that of no whole one. Its "
+           "ranks are 10 on BERT-base (0.34 %) and 11 on BERT-large (0.32 %)."),
     Choice(("ln/nlg",), "Adapter and prefix, alone and with LN, on GPT-2: 16 in the text is 0.26 % (of the parameters "
            "without embeddings), table 2 prints 0.13 %. They have 8; a second row each has the text's 16."),
     Choice(("ln/nlg",), "The third task: table 2 calls it WebNLG, the text and appendix A call it DART. It is DART, "
@@ -297,8 +297,8 @@ CHOICES = (
            "0.68."),
     Choice(("uv/integration",), "LoRA at the FFN: table 6 prints 7.2 % for r = 102, tables 5 and 12 print 6.1 %. The "
            "rank counts, which gives 6.2 %. Its BLEU in table 6 is a picture in our copy; table 12 has 36.5."),
-    Choice(("ap/gap", "ap/structure", "ap/all"), "Prompt on BERT-small: the text has 100 vectors, which is 0.18 %; table 2 prints "
-           "0.09 %, that of 50. It has 50 (25,600 parameters)."),
+    Choice(("ap/gap", "ap/structure", "ap/all"), "Prompt on BERT-small: the text has 100 vectors, which is 0.18 %; "
+           "table 2 prints 0.09 %, that of 50. It has 50 (25,600 parameters)."),
     Choice(("ap/structure", "ap/all"), "BitFit: the paper's numbers of parameters are 7 d a layer for BERT (14,336 for "
            "BERT-small) and 121,216, 270,208 and 2,444,644 for T5. APET draws as many. BitFit itself trains all biases "
            "of the model, which is 23,552 for BERT-small."),

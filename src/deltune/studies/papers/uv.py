@@ -113,8 +113,8 @@ UV_CLAIMS: dict[str, tuple[Claim, ...]] = {
         ))),
         Claim("at a tiny budget the gate helps the prefix", "§4.4, table 4",
               Beats(_at("attention", "prefix", SMALLEST), _at("attention", "prefix ungated", SMALLEST))),
-        Claim("reducing 200 vectors to 30 costs the prefix less than the parallel adapter at attention: 0.4 against 1.9 "
-              "BLEU", "§4.4, table 4",
+        Claim("reducing 200 vectors to 30 costs the prefix less than the parallel adapter at attention: 0.4 against "
+              "1.9 BLEU", "§4.4, table 4",
               DropsLess({"site": "attention", "method": "prefix"}, {"site": "attention", "method": "parallel_adapter"},
                         "budget", SECOND_SMALLEST, SMALLEST)),
     ),
@@ -191,6 +191,8 @@ NAMES = {
     "lora s=4": "LoRA, s = 4", "lora s=1": "LoRA, s = 1", "pa s=1": "PA", "spa s=4": "scaled PA, s = 4",
     "spa learned": "scaled PA, s learned", "parallel_adapter": "parallel adapter", "ffn": "FFN",
     "multi_head_parallel_adapter": "multi-head PA", "prefix ungated": "prefix without gate",
+    "minilm-d128": "MiniLM d128", "g2p-en-us-bart": "BART of two layers", "exact": "exact match",
+    "bart-large": "BART-large", "mbart-large": "mBART-large",
 }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def number_text(value: float, result: ComparisonResult, unit: bool = True) -> st
         result: The comparison.
         unit: Whether to say the unit.
     """
-    text = f"{value:+.3g}" if result.is_difference else f"{value:.3g}"
+    text = f"{value:+.3g}" if result.is_difference and value else f"{value:.3g}"
     space = "" if result.unit.startswith("%") and not unit else " "
     return text.replace("-", "−") + (f"{space}{result.unit}" if unit and result.unit else "")
 
@@ -137,7 +137,12 @@ def _printed_cells(printed: PrintedFinding) -> tuple[str, ...]:
     if result is None:
         return claim.text, claim.source, "–", "not printed"
     words = "agree" if printed.agrees else "disagree"
-    return claim.text, claim.source, f"{number_text(result.effect, result)} ({_compared(result)}; {printed.source})", words
+    return (
+        claim.text,
+        claim.source,
+        f"{number_text(result.effect, result)} ({_compared(result)}; {printed.source})",
+        words,
+    )
 
 
 def _printed_row(printed: PrintedFinding) -> FindingRow:
@@ -146,9 +151,11 @@ def _printed_row(printed: PrintedFinding) -> FindingRow:
 
 
 def _tested_row(finding: Finding, printed: PrintedFinding) -> FindingRow:
+    number, interval = _numbers(finding)
     cells = (
         *_printed_cells(printed),
-        *_numbers(finding),
+        " ".join((number, f"({_compared(finding.deciding)})")) if finding.deciding else number,
+        interval,
         finding.verdict,
         p_text(finding.p_adjusted),
         " ".join(text for text in (_note(finding, {}), printed.claim.contradiction) if text),
