@@ -271,9 +271,9 @@ class Choice:
 
 
 RULE = (
-    "Where a paper disagrees with itself about a size, what stands nearest to the printed score counts: first a size in "
-    "the name of the table's row; then the row's percentage or number of parameters, if the text's size misses it by "
-    "more than a tenth; then the text. Where the text is silent, the whole size nearest to the percentage counts."
+    "Where a paper disagrees with itself about a size, what stands nearest to the printed score counts: first a size "
+    "in the name of the table's row; then the row's percentage or number of parameters, if the text's size misses it "
+    "by more than a tenth; then the text. Where the text is silent, the whole size nearest to the percentage counts."
 )
 CHOICES = (
     Choice(("ln/nlu",), "MAM on BERT: appendix A has l = r = 8 for BERT-base and l = 8, r = 16 for BERT-large, which "
