@@ -15,7 +15,7 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all dist lint format docs clean distclean bench bench-whole bench-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all dist lint format docs results studies clean distclean bench bench-whole bench-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
@@ -25,6 +25,8 @@ help:
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
 	@echo "make docs                    this documentation as a site: build/site/index.html, without a network"
+	@echo "make results                 page, tables and figures of the committed results: build/results, in seconds"
+	@echo "make studies ROOT=… MODELS=… run every study at small scale, in days; stop it at any time, it goes on where it was"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
 	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
 	@echo "make bench-gpu               a billion parameters on an accelerator: build/bench-gpu.json"
@@ -75,6 +77,22 @@ docs: $(STAMP)
 	@$(BIN)/python docs/hooks/figures.py
 	@HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+# Nothing is run: all comes from the files in results.
+STUDIES := $(patsubst results/%.jsonl,%,$(wildcard results/*/*.jsonl))
+
+results: $(STAMP)
+	@test -n "$(STUDIES)" || { echo "results has no study yet: make studies ROOT=... MODELS=..." >&2; exit 1; }
+	@$(BIN)/deltune study report $(STUDIES) --store results --html build/results/studies.html --to build/results
+
+# A worker with one thread for each core. Every study is exported as soon as it is done, to be committed.
+STORE ?= build/studies/small.sqlite
+
+studies: $(STAMP)
+	@test -n "$(ROOT)" || { echo "name the folder of data sets: make studies ROOT=... MODELS=..." >&2; exit 1; }
+	@mkdir -p $(dir $(STORE))
+	@HF_HUB_OFFLINE=1 nice $(BIN)/deltune study run all --scale small --data-root "$(ROOT)" $(if $(MODELS),--model-root "$(MODELS)") \
+		--store $(STORE) --workers $(WORKERS) --results results $(ARGS)
 
 # All cores, and nothing asked of the hub; PARTS=steps,memory measures these alone, ARGS="--again" and the like goes on.
 BENCH_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false

@@ -299,7 +299,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from test_engine import LocalPool, ProgressDisplay, ResultStore, Scheduler, study
 with ResultStore({file!r}) as file, ProgressDisplay(False) as bar:
-    works = [planned.work for planned in study(Path({root!r})).cells()]
+    works = [planned.job for planned in study(Path({root!r})).cells()]
     Scheduler(lambda rows: works, file, LocalPool({workers}, file.runs)).run(bar)
 """
 

@@ -42,7 +42,7 @@ def sites(*known: str) -> st.SearchStrategy[str | tuple[str, ...]]:
 
 PARALLEL = {
     "at": sites("ffn", "attention", "heads"), "scale": SCALES, "x": st.sampled_from(["input", "residual"]),
-    **BOTTLENECK, **WHERE,
+    "zero_up": st.booleans(), **BOTTLENECK, **WHERE,
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "full": {},
@@ -70,7 +70,9 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE},
     "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS, **WHERE},
     "p_tuning_v2": {"length": RANKS, **WHERE},
-    "multi_head_parallel_adapter": {"length": RANKS, "own_down": st.booleans(), **WHERE},
+    "multi_head_parallel_adapter": {
+        "length": RANKS, "own_down": st.booleans(), "zero_up": st.booleans(), **WHERE,
+    },
     "prefix_layernorm": {"length": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"]},
     "unipelt": {
         "length": LENGTHS, "rank": RANKS, "bottleneck": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"],
@@ -82,7 +84,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "layers": WHERE["layers"],
     },
     "apet": {
-        "pattern": st.sampled_from(["adjacent", "discrete"]), "along": st.sampled_from(["rows", "columns"]),
+        "pattern": st.sampled_from(["adjacent", "discrete", "uniform"]), "along": st.sampled_from(["rows", "columns"]),
         "seed": st.integers(0, 99),
     },
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
         "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial", "max_length": 512,
         "target_length": 128, "beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3,
         "validation_rows": 1600, "metric": "rouge2", "template": "{source}"}),
+    ("uv_xsum", "xsum", "full", {  # Lewis et al. 2020, by fairseq's recipe of BART
+        "steps": 15_000, "lr": 3e-5, "warmup": 500, "batch_tokens": 32_768, "clip": 0.1, "weight_decay": 0.01,
+        "adam_betas": (0.9, 0.999), "adam_epsilon": 1e-8, "label_smoothing": 0.1}),
+    ("uv_enro", "wmt16_en_ro", "full", {  # Liu et al. 2020, by fairseq's recipe of mBART
+        "steps": 40_000, "lr": 3e-5, "warmup": 2500, "label_smoothing": 0.2, "weight_decay": 0.0,
+        "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6}),
+    ("uv_glue", "mnli", "full", {  # Liu et al. 2019, by fairseq's recipe of RoBERTa
+        "lr": 1e-5, "epochs": 10, "batch_size": 32, "warmup": 0.06, "weight_decay": 0.1, "clip": 0.0,
+        "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6}),
+    ("ap", "sst2", "full", {"lr": 5e-5}),
     ("uv_enro", "wmt16_en_ro", "mam", {
         "steps": 50_000, "batch_tokens": 16_384, "lr": 5e-5, "clip": 1.0, "warmup": 0.0, "max_length": 150,
         "beams": 5, "min_target_length": 1, "max_generated": 200, "metric": "loss", "template": "{source}"}),
@@ -58,6 +69,19 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
 def test_a_protocol_is_what_its_paper_says(protocol: str, task: str, method: str, expected: dict[str, Any]) -> None:
     settings = spec(protocol=protocol, task=task, method=method)
     assert {name: settings.flat()[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_the_paper_does_not_say_is_marked(protocol: str) -> None:
+    """Every value of a protocol is in the table above, read off the paper, or is marked as ours with its source."""
+    named = PROTOCOLS[protocol]
+    fields = {field for values in (named.values, *(rule.values for rule in named.rules)) for field in values}
+    family = "ln_nlu" if protocol == "ln_nlu_large" else protocol  # the two differ in their batches alone
+    printed = {field for name, _, _, expected in SAID if name == family for field in expected}
+    assert fields - printed <= set(named.ours) <= fields and all(named.ours.values())
+    page = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{protocol}` .*$|^\| .*, `{protocol}` .*$", page, re.MULTILINE)
+    assert {field for field in named.ours if f"`{field}`" not in row} == set(), "docs/reproduce.md lists what is ours"
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -73,6 +73,46 @@ def test_status(place: Path) -> None:
     assert "method impossible" in output and "seed 1" in output, "a cell's name, not the hash of its content"
 
 
+def test_results_as_text_are_the_results(place: Path) -> None:
+    """Exported, read as they are and imported again: the same report, the same bytes, and nothing left to run."""
+    mine, folder = place / "mine.yaml", place / "results"
+    assert (
+        "1 of 1 studies have results" in deltune("export", mine, "--store", place / "r.sqlite", "--to", folder).stdout
+    )
+    expected = deltune("report", mine, "--store", place / "r.sqlite").stdout
+    assert deltune("report", mine, "--store", folder).stdout == expected
+    assert "6 jobs are new" in deltune("import", folder, "--store", place / "again.sqlite").stdout
+    assert "0 jobs are new in" in deltune("import", folder, "--store", place / "again.sqlite").stdout
+    assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.sqlite", "--dry-run").stdout
+    run = deltune("run", mine, "--store", place / "again.sqlite", "--results", place / "twice", code=1)
+    assert "0 run, 6 were there" in run.stdout
+    for file in ("tiny.jsonl", "environments.json"):
+        assert (place / "twice" / file).read_bytes() == (folder / file).read_bytes()
+    (environment,) = json.loads((folder / "environments.json").read_text()).values()
+    assert {"commit", "packages", "processor", "python"} <= environment.keys()
+    assert (environment["threads"], environment["linear_backend"]) == (1, "torch"), "whatever the machine has"
+    message = deltune("run", mine, "--store", folder, code=2).stderr
+    assert "is a folder; runs need a file" in message
+
+
+def test_results_are_verified(place: Path) -> None:
+    """On this machine a job repeats to the last digit; a score that was edited is noticed."""
+    mine, folder = place / "mine.yaml", place / "verified"
+    deltune("export", mine, "--store", place / "r.sqlite", "--to", folder)
+    assert "4 of 4 equal" in deltune("verify", mine, "--store", folder, "--sample", 9, "--quiet").stdout
+    lines = [json.loads(line) for line in (folder / "tiny.jsonl").read_text().splitlines()]
+    (edited,) = [
+        one for one in lines if "error" not in one and one["spec"]["method"] == "layernorm" and "seed" in one["spec"]
+    ]
+    edited["result"]["scores"]["accuracy"] += 9
+    (folder / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("verify", mine, "--store", folder, "--only", "method=norms", "--only", "seed=1", "--quiet")
+    printed = deltune(*words, code=1).stdout
+    assert "differs: layernorm" in printed and "1 of 1 differs" in printed and "accuracy: 9." in printed
+    (fact,) = json.loads(deltune(*words, "--json", code=1).stdout)
+    assert fact["verdict"] == "differs" and fact["scores"]["accuracy"]["now"] < 1
+
+
 def test_a_report_in_words(place: Path) -> None:
     output = deltune("report", place / "mine.yaml", "--store", place / "r.sqlite").stdout
     assert "norms" in output and "±" in output and "2 of 6: " in output

@@ -252,6 +252,24 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
         read_values(path)
 
 
+def test_a_task_asks_for_the_options_of_its_official_script() -> None:
+    """E2E counts BLEU without case; what is given wins, and another task has the defaults."""
+    spec = RunConfig.from_flat(model="minilm", task="e2e_nlg", method="layernorm")
+    assert spec.evaluation.metric_options == {"bleu": {"lowercase": True}}
+    assert RunConfig.from_flat(**spec.canonical()) == spec
+    cased = {"bleu": {"lowercase": False}, "ter": {"no_punct": True}}
+    assert spec.replace(metric_options=cased).evaluation.metric_options == cased
+    assert RunConfig.from_flat(model="minilm", task="dart", method="layernorm").evaluation.metric_options == {}
+    assert TASKS["e2e_nlg"].metrics == ("bleu", "nist", "meteor", "rougeL_coco", "cider")
+
+
+def test_what_changes_a_result_is_part_of_a_name() -> None:
+    """Products of another library round otherwise, and training amplifies it; the batch on a device does not count."""
+    spec = RunConfig.from_flat(model="minilm", task="sick", method="layernorm")
+    assert spec.replace(linear_backend="torch").name != spec.name == spec.replace(linear_backend="auto").name
+    assert spec.replace(device_batch_size=8).name == spec.name
+
+
 def test_a_versioned_task_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study's work holds the canonical values: they make the spec again, and another version another name."""
     spec = RunConfig.from_flat(model="minilm", task="sick", method="layernorm")

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.studies.engine.jobs import Job, run_job
+from deltune.studies.engine.jobs import Job, Outcome, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
@@ -38,7 +38,6 @@ from deltune.studies.thresholds import (
     plan_searches,
     powers_of_two,
     reaches_full_tuning,
-    search_cells,
     threshold_outcomes,
 )
 from deltune.tasks.registry import TASKS
@@ -184,17 +183,27 @@ def test_small_says_what_to_give(tmp_path: Path) -> None:
 def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
     (tmp_path / "sick").mkdir()
     place = StudySetup("paper", str(tmp_path))
-    assert place.task("sick")["data_root"] == str(tmp_path) and "data_root" not in place.task("sst2")
+    located = {task: place.roots.locate(place.task(task)) for task in ("sick", "sst2")}
+    assert located == {"sick": {"task": "sick", "data_root": str(tmp_path)}, "sst2": {"task": "sst2"}}
 
 
-@pytest.mark.parametrize("root", ["model_root", "data_root"])
-def test_works_are_the_same_from_wherever_their_folders_are_named(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    named = {"model_root": ("models", tmp_path / "models"), "data_root": ("data", tmp_path / "data")}[root]
-    assert len({StudySetup("small", **{root: str(folder)}).model("minilm-d128") for folder in named}) == 1
+def test_jobs_are_the_same_wherever_models_and_data_are(place: StudySetup, tmp_path: Path) -> None:
+    """Nothing in the spec of a job is of this machine, and no folder need be there to say what is stored."""
+    anywhere = StudySetup("small", runs=False)
+    for name in STUDIES:
+        here, there = (STUDIES[name](setup).jobs({}) for setup in (place, anywhere))
+        assert [job.name for job in here] == [job.name for job in there]
+        assert str(place.data_root) not in json.dumps([job.spec for job in here])
+        if name != "ln/time":
+            located = here[0].roots.locate(here[0].spec)
+            run = located.get("run", located)
+            assert run["data_root"] == place.data_root and Path(run["model"]).is_dir()
+
+
+def test_models_in_the_working_folder_keep_their_names(place: StudySetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [job.name for job in STUDIES["ln/unified"](place).jobs({})]
+    monkeypatch.chdir(str(place.models))
+    assert [job.name for job in STUDIES["ln/unified"](place).jobs({})] == expected
 
 
 @pytest.mark.parametrize(("method", "rate"), [
@@ -239,7 +248,7 @@ def test_bisection_finds_every_place(count: int) -> None:
     assert len(sizes) == count
     for place in range(count + 1):
         tried, bracket = bisect_sizes(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
-        assert len(tried) == len(set(tried)) <= 1 + math.ceil(math.log2(max(1, count)))
+        assert len(tried) == len(set(tried)) <= math.ceil(math.log2(count + 1)) and tried[0] == sizes[(count - 1) // 2]
         if place == count:
             assert bracket == (sizes[-1], None)
         else:
@@ -269,27 +278,53 @@ def test_thresholds_of_a_noisy_curve(seed: int) -> None:
             rows[job.name] = JobRecord(job.name, "score", dict(job.spec), held, None, 1.0)
     (thresholds,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
     assert thresholds.extra == {"low": [64, 128], "high": [2048, 4096]}
-    assert len(rows) <= 2 + 2 * math.ceil(math.log2(len(one.sizes)))
+    assert len(rows) <= 1 + 2 * math.ceil(math.log2(len(one.sizes) + 1))
+
+
+def answered(one: ThresholdSearch, value: Callable[[int], float | str]) -> dict[str, JobRecord]:
+    """All runs that a search asks for: an accuracy for each N (full tuning: -1), or the error that it ends with."""
+    rows: dict[str, JobRecord] = {}
+    while left := [job for job in Study("t", "?", plan_searches([one])).jobs(rows) if job.name not in rows]:
+        for job in left:
+            score = value(job.spec["n"])
+            held = {"scores": {"accuracy": score}, "examples": {}, "count": {"denominator_size": 9}}
+            failed = isinstance(score, str)
+            rows[job.name] = JobRecord(
+                job.name, "score", dict(job.spec), None if failed else held, str(score) if failed else None, 1.0
+            )
+    return rows
+
+
+def brackets(one: ThresholdSearch, rows: Mapping[str, JobRecord]) -> Outcome:
+    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
+    (outcome,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
+    return outcome
 
 
 def test_what_is_never_reached_has_no_bracket() -> None:
-    one, rows = climb(), {}
-    for job in (one.full, one.run(2**14)):
-        value = 0.9 if job is one.full else 0.6
-        held = {"scores": {"accuracy": value}, "examples": {}, "count": {"denominator_size": 9}}
-        rows[job.name] = JobRecord(job.name, "score", {}, held, None, 1.0)
-    (last,) = [want for want in search_cells(one, rows) if "N" not in want.cell]
-    assert last.job is None, "the low threshold is still looked for"
-    assert last.extra == {"high": [2**14, None]}, "beyond every size"
-
-
-def test_a_failed_run_is_told() -> None:
+    """Beyond every size."""
     one = climb()
-    failed = JobRecord(one.run(2**14).name, "score", {}, None, "it broke", 1.0)
-    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
-    errors = [outcome.error for outcome in made.outcomes({failed.name: failed}) if "N" not in outcome.cell]
-    assert errors == ["it broke"]
-    assert not [job for job in made.jobs({failed.name: failed}) if job not in (one.full, one.run(2**14))]
+    outcome = brackets(one, answered(one, lambda n: 0.9 if n < 0 else 0.6))
+    assert outcome.error is None and outcome.extra == {"low": [0, 4], "high": [2**14, None]}
+
+
+def test_a_run_that_diverged_has_reached_nothing() -> None:
+    """Above 1,000 parameters training diverges: the search goes on below, and is not given up."""
+    one, diverged = climb(), "the train loss is nan: training diverged at a learning rate of 0.03; nothing is kept"
+    outcome = brackets(
+        one, answered(one, lambda n: 0.9 if n < 0 else diverged if n > 1000 else 0.89 if n > 99 else 0.5)
+    )
+    assert outcome.error is None and outcome.extra == {"low": [64, 128], "high": [64, 128]}
+    outcome = brackets(one, answered(one, lambda n: 0.9 if n < 0 else diverged))
+    assert outcome.error is None and outcome.extra == {"low": [2**14, None], "high": [2**14, None]}
+
+
+@pytest.mark.parametrize("where", [256, -1])
+def test_a_failed_run_is_told(where: int) -> None:
+    """Of the search, or full tuning."""
+    one = climb()
+    rows = answered(one, lambda n: "it broke" if n == where else 0.9)
+    assert brackets(one, rows).error == "it broke"
 
 
 @pytest.mark.parametrize(("examples", "truth"), [

@@ -52,6 +52,13 @@ def cell(row: str, column: str, value: float | None = None, seed: int = 0, perce
     return Outcome(where, scores={"accuracy": value}, count={"percent": percent})
 
 
+def test_a_view_may_show_the_median() -> None:
+    outcomes = [cell("a", "x", value, seed) for seed, value in enumerate((0.1, 0.2, 0.9))]
+    shown = {median: aggregate(TableSpec(median=median), outcomes, "accuracy", ("method",)) for median in (False, True)}
+    assert shown[True]["a",].mean == 0.2 and shown[False]["a",].mean == pytest.approx(0.4)
+    assert shown[True]["a",].std == shown[False]["a",].std == statistics.stdev((0.1, 0.2, 0.9))
+
+
 def entries(made_grid: Table) -> dict[tuple[str, str], TableCell]:
     return {
         (row.label, column.text): entry

@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation from what is committed: docs/studies.html and the tables of docs/speed.md.
+"""Draw the figures of the documentation from what is committed: the folder results and the tables of docs/speed.md.
 
 `python docs/hooks/figures.py` writes them to docs/images; equal numbers give equal bytes.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 DOCS = Path(__file__).resolve().parents[1]
+RESULTS = DOCS.parent / "results"
 T_95 = 4.303  # Student's t for 95 % and two degrees of freedom: three seeds
 
 STYLE = """
@@ -37,12 +38,18 @@ TASKS = {"conll04": "entity_f1", "broad_twitter": "entity_f1", "sst2": "accuracy
 
 
 def results() -> str:
-    """Return the figure of scores and parameters: the study ln/nlu at small scale, from its report."""
-    scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Return the figure of scores and parameters: the study ln/nlu at small scale, from its committed results."""
+    from deltune.studies.engine.results import read_results
+    from deltune.studies.papers.registry import STUDIES
+    from deltune.studies.scales import StudySetup
+
+    records = {record.name: record for record in read_results(RESULTS, ["ln/nlu"])}
+    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     counts: dict[str, int] = {}
-    for method, task, seed, values, trained in _runs("ln-nlu"):
-        scores[method][seed].append(100 * values[TASKS[task]])
-        counts[method] = trained
+    for outcome in STUDIES["ln/nlu"](StudySetup("small", runs=False)).outcomes(records):
+        method, task, seed = (outcome.cell[axis] for axis in ("method", "task", "seed"))
+        scores[method][seed].append(100 * outcome.scores[TASKS[task]])
+        counts[method] = outcome.count["method"]
     rows = []
     for method in sorted(counts, key=lambda name: (counts[name], name)):
         means = [statistics.mean(of_seed) for of_seed in scores[method].values()]
@@ -72,26 +79,6 @@ def speed() -> str:
         ("method", "median", "a dot for each model and batch; left of 1: deltune is faster"),
         rows, [0.9, 0.95, 1.0, 1.05, 1.1], 1.0,
     )  # fmt: skip
-
-
-def _runs(study: str) -> list[tuple[str, str, str, Mapping[str, float], int]]:
-    """Return method, task, seed, scores and trained parameters of each run of a study in studies.html."""
-    page = (DOCS / "studies.html").read_text(encoding="utf-8")
-    section = re.search(rf'id="s\d+-{study}-title"(.*?)(?=<h2 |\Z)', page, re.DOTALL)
-    assert section, f"studies.html has no study {study}"
-    table = section[1][section[1].index(">All runs") :]
-    names = re.findall(r'<button type="button">([^<]+)</button></th>', table)
-    scores = [name for name in names if name not in ("method", "model", "task", "seed", "seconds")]
-    runs = []
-    row = r'<tr><th scope="row"[^>]*>([^<]*)</th>(.*?)</tr>'
-    for method, cells in re.findall(row, table, re.DOTALL):
-        _, task, seed = re.findall(r'<td class="left">([^<]*)</td>', cells)[:3]
-        values = re.findall(r'<td data-value="([^"]*)">', cells)
-        trained = re.search(r"method: (\d+)\n", cells)
-        assert trained
-        scored = {name: float(value) for name, value in zip(scores, values, strict=False) if value}
-        runs.append((method, task, seed, scored, int(trained[1])))
-    return runs
 
 
 def _forest(
@@ -134,7 +121,8 @@ def _forest(
     return "\n".join([*parts, "</svg>", ""])
 
 
-FIGURES = {"results.svg": results, "speed.svg": speed}
+FIGURES = {"speed.svg": speed} | ({"results.svg": results} if (RESULTS / "ln" / "nlu.jsonl").is_file() else {})
+"""Name of a file in docs/images -> what draws it; the figure of a study only where its results are committed."""
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,19 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
+def studies() -> str:
+    """Return the report of the papers' studies: tables, figures and findings of the results that are committed."""
+    from deltune.cli.study import report
+    from deltune.studies.engine.results import exported_studies
+
+    names = exported_studies(ROOT / "results")
+    if not names:
+        return "<!doctype html><title>Studies</title><p>No results of the papers' studies are committed yet.</p>"
+    with tempfile.TemporaryDirectory() as folder:
+        report(names, store=ROOT / "results", html=Path(folder) / "studies.html")
+        return (Path(folder) / "studies.html").read_text(encoding="utf-8")
+
+
 def _command(name: str, command: Any) -> list[str]:
     """Return the section of one command."""
     arguments = [p for p in command.params if not p.opts[0].startswith("-")]
@@ -129,6 +143,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "contributing.md": contributing,
     "reference/cli.md": command_line,
     "reference/config.md": configuration,
+    "studies.html": studies,
 }
 """Pages that are no files of docs/."""
 

@@ -37,6 +37,10 @@ class DiskFullError(DeltuneError):
     """There is no space left for what was to be written."""
 
 
+DIVERGED = "training diverged"
+"""What the message of every DivergedError contains, also where only the message is left of it."""
+
+
 class DivergedError(DeltuneError):
     """Training diverged: the loss is not a finite number."""
 

@@ -54,7 +54,9 @@ BOTTLENECK = {
     "rank": SIZE, "bias": TRUTH, "activation": ACTIVATION, "layer_norm": TRUTH, "dropout": SHARE,
     "init": words("lora", "bert"),
 }  # fmt: skip
-PARALLEL = {"at": words("ffn", "attention", "heads"), "scale": SCALE, "x": words("input", "residual")}
+PARALLEL = {
+    "at": words("ffn", "attention", "heads"), "scale": SCALE, "x": words("input", "residual"), "zero_up": TRUTH,
+}  # fmt: skip
 AT = odd(st.sampled_from(["'query'", "'ffn'", "('query', 'value')", "('ffn', 'ffn_up')", "()"]))
 ARGUMENTS: Mapping[str, Mapping[str, st.SearchStrategy[str]]] = {
     "full": {},
@@ -77,7 +79,7 @@ ARGUMENTS: Mapping[str, Mapping[str, st.SearchStrategy[str]]] = {
         "positions": words("shift", "none"),
     },
     "p_tuning_v2": {"length": SIZE, **WHERE},
-    "multi_head_parallel_adapter": {"length": SIZE, "own_down": TRUTH, **WHERE},
+    "multi_head_parallel_adapter": {"length": SIZE, "own_down": TRUTH, "zero_up": TRUTH, **WHERE},
     "lora": {
         "rank": SIZE, "scale": SCALE, "at": AT, "alpha": odd(st.sampled_from(["None", "8", "0"])), "dropout": SHARE,
         **WHERE,
@@ -123,7 +125,7 @@ MASKED = st.builds(
     "apet({}, {}, pattern={}, along={}, seed={})".format,
     st.one_of(PLAIN, words("add", "concatenate", "plugin")),
     odd(st.one_of(st.integers(1, 300).map(str), st.sampled_from(["'1%'", "'0.5%'", "'٣%'", "'1e400%'", "'nan%'"]))),
-    words("adjacent", "discrete"), words("rows", "columns"), odd(st.integers(0, 9).map(str)),
+    words("adjacent", "discrete", "uniform"), words("rows", "columns"), odd(st.integers(0, 9).map(str)),
 )  # fmt: skip
 EXPRESSIONS = st.lists(st.one_of(TERMS, TERMS, MASKED), min_size=1, max_size=3).map(" + ".join)
 

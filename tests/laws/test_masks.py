@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern:
         before = indices
 
 
-@pytest.mark.parametrize(("pattern", "along"), PATTERNS)
+@pytest.mark.parametrize(("pattern", "along"), [*PATTERNS, ("uniform", "rows")])
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])
 def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> None:
     """Exactly N entries; discrete draws are nested in N; adjacent ones are one run of rows or columns."""
@@ -66,7 +67,7 @@ def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> Non
     for count in range(1, unit.size + 1):
         indices = draw_indices(unit, count, pattern, along, seed=1)["w"]
         assert len(set(indices)) == count and indices.max() < unit.size
-        if pattern == "discrete":
+        if pattern in ("discrete", "uniform"):
             assert before <= set(indices)
         elif along == "rows" or len(shape) == 1:
             assert indices.max() - indices.min() == count - 1
@@ -88,6 +89,43 @@ def test_discrete_is_uniform_and_known() -> None:
 
 
 GOLDEN = [2, 17, 44, 58, 65]
+
+
+def test_uniform_is_uniform_in_products_too() -> None:
+    """Exactly N entries, nested in N, each as likely as any other; the discrete ones are not, since all live."""
+    unit = pair("w", 8, 16, 16)
+    before: set[tuple[str, int]] = set()
+    for count in range(1, unit.size + 1):
+        drawn = draw_indices(unit, count, "uniform", "rows", seed=3)
+        indices = {(leaf, i) for leaf, index in drawn.items() for i in index.tolist()}
+        assert len(indices) == count and before <= indices
+        before = indices
+    dead, alone = [], []
+    for seed in range(300):
+        drawn = draw_indices(unit, 16, "uniform", "rows", seed)
+        down, up = (drawn.get(leaf, np.array([], dtype=int)) for leaf in ("down", "up"))
+        dead.append(sum(i // 16 not in set(up % 8) for i in down) + sum(i % 8 not in set(down // 16) for i in up))
+        alone.append(len(down))
+    # a scalar is dead where none of the 16 partners of its rank was drawn: C(239, 15) / C(255, 15) = .3676 of 16
+    assert np.mean(dead) == pytest.approx(16 * 0.3676, abs=0.6) and np.mean(alone) == pytest.approx(8, abs=0.4)
+
+
+def test_a_uniform_mask_trains(tmp_path: Path) -> None:
+    """N scalars are counted and attached; those without a partner have a gradient of 0; a saved one loads again."""
+    model = specimen("bert")
+    masked = "apet(lora(rank=8) + prefix(length=2) + bitfit, parameters=60, pattern='uniform', seed=1)"
+    tuned = deltune.attach(model, masked, head="freeze")
+    assert tuned.count().method == sum(p.numel() for p in tuned.trainable_parameters()) == 60
+    stir(tuned)
+    loss(forward(model, batch(model))).backward()
+    gradients = torch.cat([p.grad.reshape(-1) for p in tuned.trainable_parameters() if p.grad is not None])
+    assert 0 < int((gradients != 0).sum()) < 60
+    expected = forward(model, batch(model))
+    saved = tuned.save(tmp_path / "delta")
+    tuned.detach()
+    again = deltune.load(model, saved)
+    assert equal(forward(model, batch(model)), expected)
+    again.detach()
 
 
 def test_the_split_is_exact() -> None:
@@ -253,7 +291,7 @@ def test_a_share_of_the_model_and_bad_numbers() -> None:
         ("apet(lora(rank=2), parameters=1)", "give 2 to 512"),
         ("apet(lora(rank=2), parameters=9999)", "give 2 to 512"),
         ("apet(lora, parameters='much')", "a number or a share"),
-        ("apet(lora, parameters=5, pattern='scattered')", "one of 'adjacent', 'discrete'"),
+        ("apet(lora, parameters=5, pattern='scattered')", "one of 'adjacent', 'discrete', 'uniform'"),
         ("apet(apet(lora, parameters=5), parameters=5)", "mask on a mask"),
     ):
         with pytest.raises(deltune.DeltuneError, match=message):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,16 +15,24 @@ from ..filesystem import user_path
 from .output import Json, Quiet, console, log_to_stderr
 
 if TYPE_CHECKING:
-    from ..studies.engine.store import JobRecord
+    from ..studies.engine.scheduler import Scheduler
+    from ..studies.engine.store import JobRecord, ResultStore
+    from ..studies.engine.verification import Verification
     from ..studies.study import Study
+    from ..training.progress import ProgressDisplay
 
 app = typer.Typer(help="Run the studies of the papers, or one's own, and report.", no_args_is_help=True)
 
-Names = Annotated[list[str], typer.Argument(metavar="STUDY...", help="ln/nlu, uv/insertion, …, or a STUDY.yaml.")]
+Names = Annotated[
+    list[str], typer.Argument(metavar="STUDY...", help="ln/nlu, uv/insertion, …, all of these, or a STUDY.yaml.")
+]
 Scale = Annotated[str, typer.Option(help="paper: its models, data and protocol; small: two cores suffice.")]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with the folders of known tasks.")]
 ModelRoot = Annotated[Path | None, typer.Option(help="Folder of small models [models beside the data root].")]
 Store = Annotated[Path, typer.Option(help="File of results; the runs are in a folder beside it.")]
+Stored = Annotated[Path, typer.Option(help="File of results, or a folder of exported ones.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes that do a job each.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of each process; with another number results differ.")]
 Only = Annotated[
     list[str] | None,
     typer.Option(help="Repeatable AXIS=LABEL: only such cells (* as a wild card); of one axis, any of its labels."),
@@ -30,30 +40,39 @@ Only = Annotated[
 
 
 def studies(
-    names: list[str], scale: str, data_root: Path | None, model_root: Path | None, only: list[str] | None = None
+    names: list[str],
+    scale: str,
+    data_root: Path | None,
+    model_root: Path | None,
+    only: list[str] | None = None,
+    runs: bool = False,
 ) -> list[Study]:
     """Make the studies of names or files.
 
     Args:
-        names: Names of studies, or YAML files.
+        names: Names of studies, "all" for every study of the papers, or YAML files.
         scale: "paper" or "small".
         data_root: The folder with the folders of known tasks.
         model_root: The folder of small models.
         only: AXIS=LABEL each; only such cells are kept.
+        runs: Whether they are to be run, so that models and data must be there.
 
     Raises:
         DeltuneError: A folder or a study does not exist, or a file is wrong.
     """
-    from ..studies.papers.registry import STUDIES
+    from ..studies.papers.registry import FIRST, STUDIES
     from ..studies.scales import StudySetup
     from ..studies.study import select_cells, study_from_file
 
     for root in (data_root, model_root):
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
-    setup = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)))
+    setup = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)), runs=runs)
+    names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    problems = [unknown_name("study", name, STUDIES) for name in names if name not in STUDIES and name not in files]
+    problems = [
+        unknown_name("study", name, (*STUDIES, "all")) for name in names if name not in STUDIES and name not in files
+    ]
     if problems:
         raise error_from_problems("these studies do not exist", problems)
     requested = [study_from_file(name, data_root) if name in files else STUDIES[name](setup) for name in names]
@@ -67,15 +86,19 @@ def studies(
 
 
 def _rows(store: Path) -> dict[str, JobRecord]:
-    """Return the results of a store, by the names of the jobs.
+    """Return the results of a store or of a folder of exported results, by the names of the jobs.
 
     Raises:
-        DeltuneError: There is no such store; none is made.
+        DeltuneError: There is no such store or folder; none is made.
     """
+    from ..studies.engine.results import read_results
     from ..studies.engine.store import ResultStore
 
-    if not user_path(store, "--store").exists():
+    path = user_path(store, "--store")
+    if not path.exists():
         raise DeltuneError(f"there are no results {str(store)!r}; `deltune study run … --store {store}` makes them")
+    if path.is_dir():
+        return {row.name: row for row in read_results(path)}
     with ResultStore(store, read_only=True) as results:
         return {row.name: row for row in results.records()}
 
@@ -99,79 +122,119 @@ def run(
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, each with its share of the cores.")] = 1,
+    workers: Workers = 1,
+    threads: Threads = 1,
     engine: Annotated[str, typer.Option(help="local, or ray: a cluster.")] = "local",
     only: Only = None,
     retry: Annotated[bool, typer.Option("--retry", help="What failed before is tried again.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder to which each study is exported when it is done.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run and how long.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run what is not done yet; interrupted or killed, the same command goes on where it was.
+    """Run what is not done yet, one study after the other; interrupted or killed, the same command goes on.
 
     The exit code is 1 if something failed.
     """
-    from ..studies.engine import scheduler as engines
+    from ..studies.engine.results import write_results
     from ..studies.engine.store import ResultStore
     from ..training.progress import ProgressDisplay
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
-    requested = studies(names, scale, data_root, model_root, only)
+    requested = studies(names, scale, data_root, model_root, only, runs=not dry_run)
     if dry_run:
         console.print(_outlook(requested, _rows(store) if user_path(store, "--store").exists() else {}, workers))
         return
-    with log_to_stderr(quiet), ResultStore(store) as results:
-        pool = _worker_pool(engine, workers, results.runs)
-        scheduler = engines.Scheduler(
-            lambda rows: [w for study in requested for w in study.jobs(rows)], results, pool, retry
+    if user_path(store, "--store").is_dir():
+        raise DeltuneError(
+            f"{store} is a folder; runs need a file. Exported results become one by "
+            f"`deltune study import {store} --store results.sqlite`"
         )
-        try:
-            with ProgressDisplay(not quiet) as bar:
-                scheduler.run(bar)
-        except KeyboardInterrupt:
-            print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
-            raise typer.Exit(130) from None
-    failed = (
-        f"; {len(scheduler.failed)} of them failed (deltune study status tells which and why)"
-        if scheduler.failed
-        else ""
-    )
-    console.print(f"{scheduler.done} run, {scheduler.reused} were there{failed}; results in {store}")
-    if scheduler.failed:
+    results = None if results is None else user_path(results, "--results")
+    done, reused, failed = 0, 0, dict[str, None]()
+    with log_to_stderr(quiet), ResultStore(store) as stored, ProgressDisplay(not quiet) as bar:
+        for study in requested:
+            try:
+                scheduler = run_jobs(study.jobs, stored, workers, threads, engine, retry, bar)
+            except KeyboardInterrupt:
+                print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
+                raise typer.Exit(130) from None
+            done, reused = done + scheduler.done, reused + scheduler.reused
+            failed |= dict.fromkeys(scheduler.failed)
+            if results is not None:
+                write_results(results, study.name, _records_of(study, scheduler.records))
+    note = f"; {len(failed)} of them failed (deltune study status tells which and why)" if failed else ""
+    console.print(f"{done} run, {reused} were there{note}; results in {store}")
+    if failed:
         raise typer.Exit(1)
 
 
-def _worker_pool(engine: str, workers: int, runs: Path) -> Any:
-    if engine == "ray":
-        from ..studies.engine.workers import RayPool
+def run_jobs(
+    plan: Any, stored: ResultStore, workers: int, threads: int, engine: str, retry: bool, bar: ProgressDisplay
+) -> Scheduler:
+    """Do the jobs of a plan that are not done yet.
 
-        return RayPool(workers, runs)
-    from ..studies.engine.workers import LocalPool
+    Args:
+        plan: Finished jobs by name -> all jobs.
+        stored: Where results are read and written.
+        workers: How many processes do jobs.
+        threads: The threads of each.
+        engine: "local" or "ray".
+        retry: Whether jobs that failed before are done again.
+        bar: Shows the progress.
 
-    return LocalPool(workers, runs)
+    Returns:
+        The scheduler that has done them.
+    """
+    from ..studies.engine import workers as pools
+    from ..studies.engine.scheduler import Scheduler
+
+    pool = pools.RayPool if engine == "ray" else pools.LocalPool
+    scheduler = Scheduler(plan, stored, pool(workers, stored.runs, threads), retry)
+    scheduler.run(bar)
+    return scheduler
+
+
+def _records_of(study: Study, rows: Mapping[str, JobRecord]) -> list[JobRecord]:
+    """Return the records of all jobs of a study that are done, those included that other jobs require."""
+    from ..studies.engine.jobs import topological_order
+
+    return [rows[job.name] for job in topological_order(study.jobs(rows)) if job.name in rows]
 
 
 def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> str:
-    """Describe what would run, and how long it would take judging by jobs of the same kind, model and task."""
+    """Describe what would run, and how long it would take judging by jobs of the same kind, model and task.
+
+    A job of several studies counts for the first of them.
+    """
     from ..studies.engine.jobs import topological_order
 
-    lines = []
+    seconds_of: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows.values():
+        seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
+    lines, counted, estimates = [], set(rows), []
     for study in studies:
         jobs = topological_order(study.jobs(rows))
-        left = [job for job in jobs if job.name not in rows]
-        seconds_of: dict[tuple[Any, ...], list[float]] = {}
-        for row in rows.values():
-            seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
-        similar = [
-            seconds_of[_similarity_key(w.kind, w.spec)] for w in left if _similarity_key(w.kind, w.spec) in seconds_of
-        ]
-        minutes = sum(sum(seconds) / len(seconds) for seconds in similar) / 60 / workers
-        rest = len(left) - len(similar)
-        estimate = [f"about {minutes:.1f} minutes"] if similar or not rest else []
-        estimate += [f"how long {rest} of them take is not known: nothing like them was run yet"] if rest else []
-        done = len(jobs) - len(left)
-        lines.append(f"{study.name}: {len(jobs)} jobs, {done} done; {len(left)} left, {' and '.join(estimate)}")
+        left = [job for job in jobs if job.name not in counted]
+        counted |= {job.name for job in left}
+        keys = [_similarity_key(job.kind, job.spec) for job in left]
+        similar = [seconds_of[key] for key in keys if key in seconds_of]
+        hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
+        estimates.append((len(jobs), len(jobs) - len(left), len(left), hours, len(left) - len(similar)))
+        lines.append(f"{study.name}: {_estimate(*estimates[-1])}")
+    if len(studies) > 1:
+        lines.append(f"in all: {_estimate(*map(sum, zip(*estimates, strict=True)))}")
     return "\n".join(lines)
+
+
+def _estimate(jobs: int, done: int, left: int, hours: float, unknown: int) -> str:
+    """Describe how much of a study is left."""
+    time = f"about {hours:.1f} hours" if hours >= 1 else f"about {60 * hours:.1f} minutes"
+    estimate = [time] if unknown < left or not left else []
+    estimate += [f"how long {unknown} of them take is not known: nothing like them was run yet"] if unknown else []
+    return f"{jobs} jobs, {done} done; {left} left, {' and '.join(estimate)}"
 
 
 def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:
@@ -179,9 +242,132 @@ def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:
 
 
 @app.command()
+def export(
+    names: Names,
+    to: Annotated[Path, typer.Option(help="Folder of the files, one for each study.")] = Path("results"),
+    store: Stored = Path("results.sqlite"),
+    scale: Scale = "small",
+) -> None:
+    """Write the results of studies as text, a line for each job, to be kept in a repository."""
+    from ..studies.engine.results import write_results
+
+    to, rows, requested, written = user_path(to, "--to"), _rows(store), studies(names, scale, None, None), 0
+    for study in requested:
+        if records := _records_of(study, rows):
+            path, written = write_results(to, study.name, records), written + 1
+            print(f"{len(records)} jobs in {path}", file=sys.stderr)
+    console.print(f"{written} of {len(requested)} studies have results; they are in {to}")
+
+
+@app.command("import")
+def import_results(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of exported results.")],
+    store: Store = Path("results.sqlite"),
+) -> None:
+    """Read exported results into a file of results, so that `deltune study run` goes on from them."""
+    from ..studies.engine.results import read_results
+    from ..studies.engine.store import ResultStore
+
+    folder = user_path(folder, "FOLDER")
+    if not folder.is_dir():
+        raise DeltuneError(f"there is no folder {folder}; `deltune study export … --to {folder}` makes it")
+    records = read_results(folder)
+    with ResultStore(store) as stored:
+        fresh = [record for record in records if _is_news(record, stored.get(record.name))]
+        for record in fresh:
+            stored.put(record)
+    console.print(f"{len(fresh)} jobs are new in {store}, {len(records) - len(fresh)} were there")
+
+
+def _is_news(record: JobRecord, before: JobRecord | None) -> bool:
+    """Whether a record says more than the one that is stored: it is the first, or a result in place of an error."""
+    return before is None or (before.result is None and record.result is not None)
+
+
+@app.command()
+def verify(
+    names: Names,
+    store: Stored = Path("results"),
+    sample: Annotated[int, typer.Option(min=1, help="How many jobs are run again.")] = 10,
+    seed: Annotated[int, typer.Option(help="Draws the sample.")] = 0,
+    scale: Scale = "small",
+    data_root: DataRoot = None,
+    model_root: ModelRoot = None,
+    workers: Workers = 1,
+    threads: Threads = 1,
+    only: Only = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Run a sample of stored jobs again and compare the scores.
+
+    On the same machine, versions and threads they must be equal; elsewhere they may differ by what the spread over
+    seeds allows. The exit code is 1 if a score differs.
+    """
+    import tempfile
+
+    from ..studies.engine.store import ResultStore
+    from ..studies.engine.verification import compare, sample_jobs
+    from ..training.progress import ProgressDisplay
+
+    rows = _rows(store)
+    requested = studies(names, scale, data_root, model_root, only, runs=True)
+    jobs = sample_jobs((job for study in requested for job in study.jobs(rows)), rows, sample, seed)
+    if not jobs:
+        raise DeltuneError(f"{store} has no scores of these studies; `deltune study status` says what was run")
+    with (
+        tempfile.TemporaryDirectory(prefix="deltune-") as folder,
+        log_to_stderr(quiet),
+        ResultStore(Path(folder) / "repeated.sqlite") as stored,
+        ProgressDisplay(not quiet) as bar,
+    ):
+        repeated = run_jobs(lambda _: jobs, stored, workers, threads, "local", False, bar).records
+    verifications = compare(jobs, rows, repeated)
+    if as_json:
+        console.print_json(data=[_verification_facts(one) for one in verifications])
+    else:
+        console.print("\n".join(_verification_text(one) for one in verifications))
+        counts = Counter(one.verdict for one in verifications)
+        console.print("; ".join(f"{count} of {len(verifications)} {verdict}" for verdict, count in counts.items()))
+    if any(one.verdict == "differs" for one in verifications):
+        raise typer.Exit(1)
+
+
+def _verification_facts(one: Verification) -> dict[str, Any]:
+    """Return a verification as JSON values."""
+    scores = {
+        c.name: {"stored": c.stored, "now": c.now, "allowed": None if one.equal else c.allowed}
+        for c in one.comparisons
+    }  # fmt: skip
+    facts = {"job": one.job.name, "label": one.job.label, "verdict": one.verdict, "scores": scores}
+    return {**facts, "changes": {name: list(pair) for name, pair in one.changes.items()}, "error": one.error}
+
+
+def _verification_text(one: Verification) -> str:
+    """Describe a verification in a line, and below it what differs."""
+    lines = [f"{one.verdict}: {one.job.label}"]
+    if one.equal:
+        return lines[0]
+    if one.error is not None:
+        return f"{lines[0]}\n  {error_summary(one.error)}"
+    if one.data_changed:
+        lines.append("  the data is not what it was")
+    lines += [
+        f"  {c.name}: {c.stored:.6g} stored, {c.now:.6g} now, a difference of {c.allowed:.3g} is allowed"
+        for c in one.comparisons
+        if c.now is not None and c.now != c.stored
+    ]
+    if one.changes:
+        lines.append(f"  other than it was: {', '.join(one.changes)}")
+    else:
+        lines.append("  although machine, versions and threads are the same")
+    return "\n".join(lines)
+
+
+@app.command()
 def status(
     names: Names,
-    store: Store = Path("results.sqlite"),
+    store: Stored = Path("results.sqlite"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
@@ -216,7 +402,7 @@ def status(
 @app.command()
 def report(
     names: Names,
-    store: Store = Path("results.sqlite"),
+    store: Stored = Path("results.sqlite"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,

@@ -122,10 +122,11 @@ class MultiHead(Form):
     """Attend to l trained rows by relu instead of softmax, Δh = relu(q P_kᵀ) P_v for each head (UV §3.3, table 4).
 
     q is the model's own scaled query, so that the frozen W_q is part of the down projection, as in UV's code. Tensors:
-    keys P_k (l, N_kv, d_h), N(0, 0.02) at the start, and values P_v (l, N_kv, d_v), 0 at the start.
+    keys P_k (l, N_kv, d_h), N(0, 0.02) at the start, and values P_v (l, N_kv, d_v).
 
     Args:
         length: l, at least 1.
+        zero_up: Whether P_v starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
 
     Raises:
         DeltuneError: `length` is less than 1.
@@ -133,17 +134,22 @@ class MultiHead(Form):
 
     needs: ClassVar[str] = "attention"
     length: int
+    zero_up: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(length=self.length)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        return self.zero_up
 
     def shapes(self, widths: Widths) -> Shapes:
         heads = (self.length, widths.kv_heads)
         return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
 
     def initialize(self, tensors: Tensors) -> None:
-        init_down_up(tensors["keys"], tensors["values"], "bert", zero_up=True)
+        init_down_up(tensors["keys"], tensors["values"], "bert", self.zero_up)
 
     def product(self, widths: Widths) -> Product:
         return _keys_values_product(self.length, widths)
@@ -157,17 +163,18 @@ class MultiHead(Form):
 class OwnMultiHead(Form):
     """Add a bottleneck to each head, Δh = relu(u W_down) P_v with a W_down of its own for each head (UV §3.3).
 
-    It acts at site "heads" only. Tensors: down (N_h l, d_in), N(0, 0.02) at the start, and values (l, N_h, d_v), 0 at
-    the start.
+    It acts at site "heads" only. Tensors: down (N_h l, d_in), N(0, 0.02) at the start, and values (l, N_h, d_v).
 
     Args:
         length: l, at least 1.
+        zero_up: Whether P_v starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
 
     Raises:
         DeltuneError: `length` is less than 1.
     """
 
     length: int
+    zero_up: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,6 +183,10 @@ class OwnMultiHead(Form):
     def incompatibility(self, widths: Widths) -> str | None:
         return None if widths.heads else "OwnMultiHead acts at site 'heads' of an attention whose heads can be seen"
 
+    @property
+    def starts_at_zero(self) -> bool:
+        return self.zero_up
+
     def shapes(self, widths: Widths) -> Shapes:
         return {
             "down": (widths.heads * self.length, widths.in_width),
@@ -183,7 +194,7 @@ class OwnMultiHead(Form):
         }
 
     def initialize(self, tensors: Tensors) -> None:
-        init_down_up(tensors["down"], tensors["values"], "bert", zero_up=True)
+        init_down_up(tensors["down"], tensors["values"], "bert", self.zero_up)
 
     def product(self, widths: Widths) -> Product:
         heads, length, width = widths.heads, self.length, widths.value_width

@@ -231,6 +231,7 @@ def parallel_adapter(
     layer_norm: bool = False,
     dropout: float = 0.0,
     init: Init = "bert",
+    zero_up: bool = True,
     x: Literal["input", "residual"] = "input",
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
@@ -247,6 +248,7 @@ def parallel_adapter(
         layer_norm: Whether a LayerNorm of its own stands before the down projection.
         dropout: The probability of dropping an inner value while training.
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
+        zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
@@ -255,7 +257,7 @@ def parallel_adapter(
     Returns:
         The method, to attach, count or add to others.
     """
-    form = Bottleneck(rank, activation, bias, layer_norm, dropout, init)
+    form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
     sites = _checked_sites(at, ("ffn", "attention", "heads"))
     return tuple(
         Modification(site, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, site, sites), x)
@@ -273,6 +275,7 @@ def scaled_parallel_adapter(
     layer_norm: bool = False,
     dropout: float = 0.0,
     init: Init = "lora",
+    zero_up: bool = True,
     x: Literal["input", "residual"] = "input",
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
@@ -289,6 +292,7 @@ def scaled_parallel_adapter(
         layer_norm: Whether a LayerNorm of its own stands before the down projection.
         dropout: The probability of dropping an inner value while training.
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
+        zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
@@ -298,7 +302,7 @@ def scaled_parallel_adapter(
         The method, to attach, count or add to others.
     """
     return parallel_adapter(
-        at, rank, scale, bias, activation, layer_norm, dropout, init, x, layers, stack, attention
+        at, rank, scale, bias, activation, layer_norm, dropout, init, zero_up, x, layers, stack, attention
     ).parts
 
 
@@ -381,6 +385,7 @@ def p_tuning_v2(
 def multi_head_parallel_adapter(
     length: int = 16,
     own_down: bool = False,
+    zero_up: bool = True,
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
@@ -390,6 +395,7 @@ def multi_head_parallel_adapter(
     Args:
         length: The rows l of P_k and P_v, at least 1.
         own_down: True: h + relu(x W_down) P_v, with a W_down of its own for each head.
+        zero_up: Whether P_v starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
@@ -397,7 +403,7 @@ def multi_head_parallel_adapter(
     Returns:
         The method, to attach, count or add to others.
     """
-    form: Form = OwnMultiHead(length) if own_down else MultiHead(length)
+    form: Form = OwnMultiHead(length, zero_up) if own_down else MultiHead(length, zero_up)
     return (Modification("heads", form, "parallel", Add(), layers, stack, attention),)
 
 
@@ -571,7 +577,7 @@ def three_vectors() -> tuple[Modification | Selection, ...]:
 def apet(
     method: Method | Literal["add", "concatenate", "plugin"],
     parameters: int | str,
-    pattern: Literal["adjacent", "discrete"] = "discrete",
+    pattern: Literal["adjacent", "discrete", "uniform"] = "discrete",
     along: Literal["rows", "columns"] = "rows",
     seed: int = 0,
 ) -> MaskedMethod:
@@ -581,7 +587,9 @@ def apet(
         method: Any method or sum, or one of the paper's operations: "add" (vectors on the sub-layers' outputs, eq. 14),
             "concatenate" (prompt vectors and low rank, eq. 15) or "plugin" (adapters, eq. 16).
         parameters: N, or a share of the base model such as "0.05%".
-        pattern: "discrete" (drawn uniformly) or "adjacent" (consecutive rows or columns).
+        pattern: "discrete" (drawn so that each of them can change the output), "uniform" (every scalar of a weight is
+            as likely as any other, so that one whose partners in a product were not drawn changes nothing) or
+            "adjacent" (consecutive rows or columns).
         along: "rows" or "columns", for the adjacent pattern.
         seed: The seed of the draw.
 

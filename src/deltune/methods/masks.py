@@ -2,7 +2,8 @@
 
 N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
 product with the rank that they share: there, ranks are drawn first and then entries of both factors within these ranks,
-so that every chosen scalar can change the output. Draws depend on (seed, name) alone and are the same on every device.
+so that every chosen scalar can change the output; only the pattern "uniform" draws all entries of a product alike.
+Draws depend on (seed, name) alone and are the same on every device.
 For one seed, what N chooses N + 1 chooses too, except where a product opens one more rank: that takes two scalars, so
 that one of the others is given up (below twice the rank at every other N; along rows at each new rank). No library
 draws nested masks, so this is our own code.
@@ -99,7 +100,7 @@ class Mask:
 
     Attributes:
         quotas: The units with their numbers of scalars.
-        pattern: "discrete" or "adjacent".
+        pattern: "discrete", "uniform" or "adjacent".
         along: "rows" or "columns".
         seed: The seed of the draw.
     """
@@ -193,8 +194,9 @@ def _place_remainder(
 def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int) -> Indices:
     """Return the flat indices that a unit keeps, by tensor, `count` in all.
 
-    Pattern "discrete" draws uniformly without replacement; "adjacent" takes consecutive whole rows (along="rows") or
-    columns, the last of them in part.
+    Pattern "discrete" draws entries without replacement, those of a product so that each has a partner on the other
+    side; "uniform" draws every entry with equal probability, partner or not; "adjacent" takes consecutive whole rows
+    (along="rows") or columns, the last of them in part.
     """
     stream = _RandomStream(seed, unit.name)
     if not unit.rank:
@@ -202,12 +204,24 @@ def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int
     if count == unit.size:
         entries = {side.leaf: _all_positions(side, unit.rank) for side in (*unit.down, *unit.up)}
         return {leaf: np.sort(index) for leaf, index in entries.items()}
+    if pattern == "uniform":
+        return _draw_uniform(unit, count, stream)
     return _draw_product(unit, count, pattern, along, stream)
+
+
+def _draw_uniform(unit: MaskUnit, count: int, stream: _RandomStream) -> Indices:
+    """Return entries of a product without regard to their ranks."""
+    sides = (*unit.down, *unit.up)
+    width = _total_width(sides)
+    flat = stream.distinct(unit.size, count)
+    positions: dict[str, list[np.ndarray]] = {}
+    _add_positions(positions, sides, flat // width, flat % width)
+    return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
 
 
 def _draw_plain(shape: tuple[int, ...], count: int, pattern: str, along: str, stream: _RandomStream) -> np.ndarray:
     size = math.prod(shape)
-    if pattern == "discrete":
+    if pattern in ("discrete", "uniform"):
         return np.sort(stream.distinct(size, count))
     rows, columns = (1, size) if len(shape) < 2 else (shape[0], size // shape[0])
     if len(shape) < 2 or along == "rows":

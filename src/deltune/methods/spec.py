@@ -317,7 +317,7 @@ class MaskedMethod(Method):
     Args:
         method: The method.
         parameters: N, or a share of the base model such as "0.05%".
-        pattern: "discrete" or "adjacent".
+        pattern: "discrete", "uniform" or "adjacent".
         along: "rows" or "columns".
         seed: The seed of the draw.
     """
@@ -331,7 +331,7 @@ class MaskedMethod(Method):
     def __post_init__(self) -> None:
         check_fields(self)
         for name, value, allowed in (
-            ("pattern", self.pattern, ("discrete", "adjacent")),
+            ("pattern", self.pattern, ("discrete", "uniform", "adjacent")),
             ("along", self.along, ("rows", "columns")),
         ):
             if value not in allowed:

@@ -11,8 +11,8 @@ from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..tasks.registry import TASKS
-from .engine.jobs import Cell
-from .study import CellPlan, PlannedCell, Records, Sweep, plan_sweep
+from .engine.jobs import Cell, Roots
+from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, plan_sweep
 
 Values = Mapping[str, Any]
 """Fields of a run's spec."""
@@ -71,11 +71,13 @@ class StudySetup:
             folders).
         data_root: The folder with the folders of tasks. At paper scale, tasks that it lacks come from the hub.
         model_root: The folder with the small models; `models` beside data_root if None.
+        runs: Whether something is run, so that models and data must be there; what is stored can be shown without.
     """
 
     scale: str = "paper"
     data_root: str | None = None
     model_root: str | None = None
+    runs: bool = True
 
     def __post_init__(self) -> None:
         if self.scale not in ("paper", "small"):
@@ -93,17 +95,15 @@ class StudySetup:
             return Path(self.model_root).expanduser().resolve()
         return None if self.data_root is None else Path(self.data_root).expanduser().absolute().parent / "models"
 
-    def model(self, name: str) -> str:
-        """Return a model as a spec names it: a hub id, or at small scale a folder."""
-        return name if not self.small or name == BUNDLED_MODEL else str((self.models or Path("models")) / name)
+    @property
+    def roots(self) -> Roots:
+        """Where jobs find the models and data that their specs name."""
+        root = None if self.data_root is None else str(Path(self.data_root).expanduser().resolve())
+        return Roots(str(self.models.resolve()) if self.small and self.models is not None else None, root)
 
     def task(self, name: str) -> dict[str, Any]:
-        """Return the fields of a spec that name a task."""
-        fields: dict[str, Any] = {"task": name}
-        folder = None if self.data_root is None else Path(self.data_root).expanduser() / TASKS[name].folder
-        if folder is not None and (self.small or folder.is_dir()):
-            fields["data_root"] = str(folder.resolve().parent)
-        return {**fields, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
+        """Return the fields of a spec that name a task; the folder of its data is among the roots."""
+        return {"task": name, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
         """Check that models and tasks are present at small scale.
@@ -111,7 +111,7 @@ class StudySetup:
         Raises:
             DeltuneError: Everything that is missing, and which folder to give.
         """
-        if not self.small:
+        if not (self.small and self.runs):
             return
         problems = []
         if self.data_root is None:
@@ -134,6 +134,7 @@ class StudySetup:
 
 def small_scale_rate(method: str | Method) -> float:
     """Return a method's learning rate at small scale: the smallest of its terms, so that none of them diverges."""
+    method = method.replace(SEED_PLACEHOLDER, "0") if isinstance(method, str) else method
     return min(_term_rate(term) for term in parse(method).terms)
 
 
@@ -205,12 +206,13 @@ def cross_product(
     plan_cells = plan_sweep(
         Sweep(
             name=name,
-            models={label: {"model": setup.model(model)} for label, model in models.items()},
+            models={label: {"model": model} for label, model in models.items()},
             tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
             methods=methods,
             seeds=seeds,
             options=options,
-        )
+        ),
+        roots=setup.roots,
     )
 
     def relabel(cell: Cell) -> Cell:

@@ -30,7 +30,7 @@ from ..methods.counting import count
 from ..models import load_config
 from ..training.config import PLACES, RunConfig, flatten, read_values
 from ..training.presets import merge_values
-from .engine.jobs import Cell, Job, Outcome, run_job
+from .engine.jobs import NO_ROOTS, Cell, Job, Outcome, Roots, run_job
 from .engine.store import JobRecord
 from .report.figure_spec import Bars, Numbers, TableSpec, ViewSpec
 
@@ -38,6 +38,11 @@ Values = dict[str, Any]
 
 SWEEP_AXES = ("model", "task", "method", "seed", "seeds")
 """Fields of a run that come from the sweep's own axes."""
+PINNED_OPTIONS: Values = {"linear_backend": "torch"}
+"""Fields of every run that sets none: no measurement of the machine may choose between products that round in another
+way."""
+SEED_PLACEHOLDER = "{seed}"
+"""In a method: the seed of the run."""
 FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories that no label may contain: control characters, surrogates, line separators."""
 
@@ -48,6 +53,7 @@ class Sweep(BaseModel):
     Each entry of models, tasks, axes and methods maps a label to fields of a run's spec; where several set the same
     field, the axes win over methods, methods over tasks, tasks over models, and models over options. A list is short
     for labels that are the values themselves: models: [minilm], tasks: [sick, cb], methods: [bitfit, "lora(rank=8)"].
+    In a method {seed} stands for the seed of the run, as in "apet(lora, parameters=1000, seed={seed})".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -136,11 +142,12 @@ class Sweep(BaseModel):
             for label, values in axis.items():
                 yield f"{name} {label}", values
 
-    def cells(self, data_root: str | None = None) -> list[PlannedRun]:
+    def cells(self, data_root: str | None = None, roots: Roots = NO_ROOTS) -> list[PlannedRun]:
         """Expand the sweep, with models outermost and seeds innermost.
 
         Args:
             data_root: The folder with the folders of known tasks.
+            roots: Where this machine has models and data that the sweep names without their folders.
 
         Raises:
             DeltuneError: Everything that is wrong with any run, at once.
@@ -152,13 +159,15 @@ class Sweep(BaseModel):
         ):
             axis_labels = dict(zip(names, labels, strict=True))
             cell = {"model": model, "task": task, **axis_labels, "method": method, "seed": seed}
-            values: Values = {} if data_root is None else {"data_root": data_root}
+            values = {**PINNED_OPTIONS, **({} if data_root is None else {"data_root": data_root})}
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
             for layer in (*layers, {"seed": seed}):
                 values = merge_values(values, flatten(layer))
+            if isinstance(values.get("method"), str):
+                values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
             try:
-                runs.append(PlannedRun(cell, RunConfig.from_flat(**self._solve_size(values))))
+                runs.append(PlannedRun(cell, RunConfig.from_flat(**self._solve_size(values)), roots))
             except DeltuneError as error:
                 problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [problem] if problem not in problems else []
@@ -182,15 +191,16 @@ class Sweep(BaseModel):
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A cell of a sweep and the run that fills it."""
+    """A cell of a sweep, the run that fills it, and where this machine has its model and data."""
 
     cell: Cell
     spec: RunConfig
+    roots: Roots = NO_ROOTS
 
     @property
     def job(self) -> Job:
         """The job of the run."""
-        return run_job(self.spec)
+        return run_job(self.spec, self.roots)
 
 
 def read_sweep(path: str | Path) -> Sweep:
@@ -310,7 +320,7 @@ def _is_mapping_of(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return isinstance(value, Mapping) and all(is_valid(one) for one in value.values())
 
 
-def plan_sweep(sweep: Sweep, data_root: str | None = None) -> CellPlan:
+def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROOTS) -> CellPlan:
     """Return the cells of a sweep.
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
@@ -318,11 +328,12 @@ def plan_sweep(sweep: Sweep, data_root: str | None = None) -> CellPlan:
     Args:
         sweep: The sweep.
         data_root: The folder with the folders of known tasks.
+        roots: Where this machine has models and data that the sweep names without their folders.
 
     Raises:
         DeltuneError: Everything that is wrong with any run.
     """
-    runs = sweep.cells(data_root)
+    runs = sweep.cells(data_root, roots)
     jobs = {id(run): run.job for run in runs}
     first_seeds = {_labels_without_seed(run): run for run in reversed(runs)}
 
@@ -345,7 +356,7 @@ def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job],
     if record.result is None:
         return PlannedCell(run.cell, None, why=f"the search under the first seed failed: {record.error}", lost=True)
     best = {name: record.result["best"][name] for name in run.spec.runtime.search}
-    return PlannedCell(run.cell, run_job(run.spec.single(**best)))
+    return PlannedCell(run.cell, run_job(run.spec.single(**best), run.roots))
 
 
 def study_from_file(path: str | Path, data_root: str | Path | None = None) -> Study:

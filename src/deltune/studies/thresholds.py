@@ -3,7 +3,7 @@
 The low threshold is the smallest N whose 95 % interval over test examples lies above chance. The high threshold is the
 smallest N within 1 point of full tuning (our margin). Each is a bracket [N that is too few, N that is enough] for every
 method, model and seed; seeds are the repeats. A curve that is not monotone crosses a threshold several times; bisection
-finds one of these places.
+finds one of these places. A run that diverges has reached nothing: its N counts as too few.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from scipy import stats
 
+from ..errors import DIVERGED
 from .engine.jobs import Cell, Job, Outcome
 from .engine.store import JobRecord
 from .study import CellPlan, PlannedCell, Records, job_outcomes
@@ -58,7 +59,8 @@ def powers_of_two(most: int, first: int = 4) -> tuple[int, ...]:
 def bisect_sizes(sizes: Sequence[int], is_enough: Callable[[int], bool | None]) -> tuple[list[int], Bracket | None]:
     """Find the smallest size that is enough, as far as answers are there.
 
-    The largest size is tried first; N = 0 is too few by definition. At most 1 + ⌈log2 len(sizes)⌉ sizes are tried.
+    The middle size is tried first, so that no answer depends on what the largest does. N = 0 is too few by definition.
+    At most ⌈log2(len(sizes) + 1)⌉ sizes are tried.
 
     Args:
         sizes: The sizes, ascending.
@@ -67,19 +69,16 @@ def bisect_sizes(sizes: Sequence[int], is_enough: Callable[[int], bool | None]) 
     Returns:
         The sizes that were tried, in order, and the bracket; None for the bracket if an answer is missing.
     """
-    low, high = -1, len(sizes) - 1
-    tried, at = [], high
-    while True:
+    low, high = -1, len(sizes)
+    tried: list[int] = []
+    while high - low > 1:
+        at = (low + high) // 2
         tried.append(sizes[at])
         enough = is_enough(sizes[at])
         if enough is None:
             return tried, None
-        if not enough and at == len(sizes) - 1:
-            return tried, (sizes[at], None)
         low, high = (low, at) if enough else (at, high)
-        if high - low == 1:
-            return tried, (sizes[low] if low >= 0 else 0, sizes[high])
-        at = (low + high) // 2
+    return tried, (sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else None)
 
 
 def is_above_chance(result: Mapping[str, Any], metric: str, chance: float) -> bool:
@@ -125,21 +124,32 @@ def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]
 
     def leaves_chance(n: int) -> bool | None:
         run = result(search.run(n))
-        return None if run is None else is_above_chance(run, search.metric, search.chance)
+        if run is None:
+            return False if has_diverged(n) else None
+        return is_above_chance(run, search.metric, search.chance)
 
     def reaches_full(n: int) -> bool | None:
         run, full = result(search.run(n)), result(search.full)
-        return None if run is None or full is None else reaches_full_tuning(run, full, search.metric)
+        if run is None or full is None:
+            return False if run is None and has_diverged(n) else None
+        return reaches_full_tuning(run, full, search.metric)
+
+    def has_diverged(n: int) -> bool:
+        record = records.get(search.run(n).name)
+        return record is not None and record.error is not None and DIVERGED in record.error
 
     bisections = {"low": bisect_sizes(search.sizes, leaves_chance), "high": bisect_sizes(search.sizes, reaches_full)}
     tried = dict.fromkeys(n for sizes, _ in bisections.values() for n in sizes)
     cells = [PlannedCell({**search.cell, "N": n}, search.run(n)) for n in sorted(tried)]
-    failed = [n for n in tried if (record := records.get(search.run(n).name)) is not None and record.result is None]
+    ended = [n for n in tried if search.run(n).name in records]
+    failed = [search.run(n) for n in ended if result(search.run(n)) is None and not has_diverged(n)]
+    failed += [search.full] if search.full.name in records and result(search.full) is None else []
+    succeeded = [search.run(n) for n in ended if result(search.run(n)) is not None]
     done = all(bracket is not None for _, bracket in bisections.values())
-    # The job of the brackets' cell is one that has ended: a failed one, else the largest N, for its count and its spec.
-    last = failed[0] if failed else search.sizes[-1]
+    # The job of the brackets' cell is one that has ended: a failed one, else any other, for its count and its spec.
+    last = next(iter([*failed, *succeeded, *map(search.run, ended)]), None) if done or failed else None
     extra = {name: list(bracket) for name, (_, bracket) in bisections.items() if bracket is not None}
-    return [*cells, PlannedCell(search.cell, search.run(last) if done or failed else None, extra)]
+    return [*cells, PlannedCell(search.cell, last, extra)]
 
 
 def plan_searches(searches: Sequence[ThresholdSearch]) -> CellPlan:
@@ -164,6 +174,6 @@ def _model_size(record: JobRecord | None) -> int:
 def threshold_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
     """Return the outcome of a run; of the brackets' cell the brackets alone, since its run has a cell of its own."""
     (outcome,) = job_outcomes(planned, record)
-    if "N" in planned.cell or outcome.error is not None:
+    if "N" in planned.cell or (outcome.error is not None and len(planned.extra) < 2):
         return [outcome]
     return [Outcome(planned.cell, outcome.spec, count=outcome.count, extra=planned.extra)]

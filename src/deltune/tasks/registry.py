@@ -34,6 +34,7 @@ class Task:
         template: The prompt of a language model, with roles in braces.
         words: Label -> the word by which a language model answers.
         version: Raised with every change to what a score means.
+        metric_options: Options of its metrics that are not their defaults, as its official script has them.
         languages: The source and target language of a translation (ISO 639-1).
     """
 
@@ -45,6 +46,7 @@ class Task:
     template: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
     version: int = 1
+    metric_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     languages: tuple[str, str] | tuple[None, None] = (None, None)
 
 
@@ -162,13 +164,14 @@ TASKS: Mapping[str, Task] = {
         ),
     ),
     "e2e_nlg": Task(
-        "generation", "e2e_nlg", SOURCE_TARGETS, ("bleu", "nist", "meteor", "rougeL", "cider"),
+        "generation", "e2e_nlg", SOURCE_TARGETS, ("bleu", "nist", "meteor", "rougeL_coco", "cider"),
         HubLayout(
             f"tuetschek/e2e_nlg@{PARQUET_REVISION}", parquet_files("train", "validation", "test"),
             columns={"source": "meaning_representation", "targets": "human_reference"},
             grouped_splits=("validation", "test"),
         ),
         TABLE_TO_TEXT_TEMPLATE,
+        metric_options={"bleu": {"lowercase": True}},
     ),
     "dart": Task(
         "generation", "dart", SOURCE_TARGETS, TABLE_TO_TEXT_METRICS,

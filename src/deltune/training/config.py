@@ -43,11 +43,10 @@ MAX_DEPTH = 20
 MAX_VALUES = 20_000
 """The most values in all, those behind an alias counted each time that it is used."""
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "linear_backend")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
-states of the frozen layers are the same wherever they come from; a product is the same whatever computes it. All of
-this holds up to rounding."""
+states of the frozen layers are the same wherever they come from. All of this holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
@@ -380,6 +379,9 @@ class RunConfig(BaseModel):
                 flat = apply_preset(flat)
             except DeltuneError as error:
                 problems.append(str(error))
+        task, options = flat.get("task"), flat.get("metric_options")
+        if flat.get("data") is None and isinstance(task, str) and task in TASKS and isinstance(options, Mapping | None):
+            flat["metric_options"] = {**TASKS[task].metric_options, **(options or {})}
         search = flat.get("search")
         if flat.get("lr") is None and not (isinstance(search, Mapping) and {"method", "method.expression"} & {*search}):
             flat["lr"] = default_rate(flat.get("method"))

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..data.loading import TaskData
-from ..errors import DivergedError
+from ..errors import DIVERGED, DivergedError
 from ..filesystem import file_sha256
 from ..methods.registry import default_learning_rate
 from ..metrics.registry import METRICS
@@ -236,7 +236,7 @@ def diverged_error(state: RunState, reason: str) -> DivergedError:
     rate = state.config.optim.rate
     lower = min(rate / 10, default_learning_rate(state.config.method.expression))
     return DivergedError(
-        f"{reason}: training diverged at a learning rate of {rate:g}; {outcome}. "
+        f"{reason}: {DIVERGED} at a learning rate of {rate:g}; {outcome}. "
         f"Try a lower rate, such as --lr {lower:g}, or a warm-up"
     )
 

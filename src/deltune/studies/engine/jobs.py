@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -16,9 +16,10 @@ from ...anatomy.inspection import inspect
 from ...errors import DeltuneError
 from ...models import load_config, load_model
 from ...runtime.attaching import load
+from ...tasks.registry import TASKS
 from ...training.config import RunConfig
 from ...training.inference import evaluate, rescore_with_statistics
-from ...training.run_dir import RunDir
+from ...training.run_dir import RunDir, collect_environment
 from ...training.task_setup import ModelCache, task_kind_for
 from ...training.train import train
 from .timing import time_methods
@@ -86,6 +87,8 @@ class RunResult(TypedDict):
         curve: Lines of the training log.
         signatures: Metric -> how it was computed.
         omitted: Metric -> why it was not computed.
+        environment: What the result depends on besides the spec (`ENVIRONMENT_FIELDS`).
+        data: The digest of the rows that were read.
     """
 
     split: str
@@ -98,6 +101,8 @@ class RunResult(TypedDict):
     curve: Sequence[Mapping[str, Any]]
     signatures: Mapping[str, str]
     omitted: Mapping[str, str]
+    environment: Mapping[str, Any]
+    data: str | None
 
 
 class TransferResult(TypedDict):
@@ -123,7 +128,7 @@ class TimingResult(TypedDict):
 
 
 ResultValues = RunResult | TransferResult | NormChangesResult | TimingResult
-"""The result of a job of any kind."""
+"""The result of a job of any kind; `execute` adds the environment."""
 
 
 def norm_changes(model: str, kind: str, delta: str | Path) -> list[NormChange]:
@@ -170,6 +175,48 @@ def norm_changes(model: str, kind: str, delta: str | Path) -> list[NormChange]:
 CURVE_PREFIXES = ("loss", "eval_")
 """Prefixes of the log fields that a curve keeps."""
 
+CURVE_LOSSES = 20
+"""The most losses of training steps that a curve keeps; validations are all kept."""
+
+ENVIRONMENT_FIELDS = (
+    "deltune", "commit", "python", "packages", "platform", "processor", "cpus", "device", "precision",
+    "linear_backend", "threads", "processes",
+)  # fmt: skip
+"""The fields of environment.json that are stored with a result: where they are equal, so are results of one spec."""
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where this machine has the models and data that specs name. It is no part of what a job is.
+
+    Attributes:
+        models: The folder of models. A model in it is called by the name of its folder.
+        data_root: The folder with the folders of known tasks.
+    """
+
+    models: str | None = None
+    data_root: str | None = None
+
+    def locate(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a job's spec with the folders of this machine in it; what is not here keeps its name."""
+        located = {name: self.locate(value) if name in ("run", "other") else value for name, value in spec.items()}
+        model, task = str(spec.get("model")), spec.get("task")
+        if self.models is not None and (Path(self.models) / model / "config.json").is_file():
+            located["model"] = str(Path(self.models) / model)
+        if self.data_root is not None and task in TASKS and spec.get("data") is None:
+            folder = Path(self.data_root) / TASKS[str(task)].folder
+            located |= {"data_root": self.data_root} if folder.is_dir() else {}
+        return located
+
+    def relative(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a run's spec without these folders, so that it is the same on every machine."""
+        named = {name: value for name, value in spec.items() if (name, value) != ("data_root", self.data_root)}
+        model = Path(str(spec.get("model")))
+        return {**named, "model": model.name} if self.models is not None and str(model.parent) == self.models else named
+
+
+NO_ROOTS = Roots()
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -179,11 +226,13 @@ class Job:
         kind: A key of `RUNNERS`.
         spec: Its arguments, as JSON values.
         requires: Jobs that must be done before this one.
+        roots: Where this machine has what the spec names.
     """
 
     kind: str
     spec: Mapping[str, Any]
     requires: tuple[Job, ...] = ()
+    roots: Roots = NO_ROOTS
 
     @cached_property
     def name(self) -> str:
@@ -222,9 +271,14 @@ def topological_order(jobs: Iterable[Job]) -> list[Job]:
     return list(dict.fromkeys(one for job in jobs for one in job.with_requirements()))
 
 
-def run_job(spec: RunConfig) -> Job:
-    """Return the job that trains and scores one run."""
-    return Job("run", spec.canonical())
+def run_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that trains and scores one run.
+
+    Args:
+        spec: The run.
+        roots: Where this machine has its model and data.
+    """
+    return Job("run", roots.relative(spec.canonical()), roots=roots)
 
 
 def run_folder(runs: Path, spec: RunConfig) -> Path:
@@ -243,7 +297,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
         raise DeltuneError(
             f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
         )
-    log_lines = run.read_log()
+    environment = run.environment
     return {
         "split": split,
         "scores": metrics.scores[split],
@@ -256,14 +310,29 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
         "count": metrics.count,
         "seconds": metrics.seconds,
         "best": metrics.best.as_json(),
-        "curve": [
-            {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE_PREFIXES)}
-            for line in log_lines
-            if any(key.startswith(CURVE_PREFIXES) for key in line)
-        ],
+        "curve": _curve(run.read_log()),
         "signatures": metrics.signatures,
         "omitted": metrics.omitted,
+        "environment": _stored_environment(environment),
+        "data": environment.get("data", {}).get("fingerprint"),
     }
+
+
+def _curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the validations of a log and some of its losses, evenly spaced."""
+    lines = [
+        {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE_PREFIXES)}
+        for line in log
+        if any(key.startswith(CURVE_PREFIXES) for key in line)
+    ]
+    losses = [line for line in lines if "loss" in line]
+    count = min(len(losses), CURVE_LOSSES)
+    kept = {id(losses[i * (len(losses) - 1) // max(1, count - 1)]) for i in range(count)}
+    return [line for line in lines if "loss" not in line or id(line) in kept]
+
+
+def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: environment[field] for field in ENVIRONMENT_FIELDS if field in environment}
 
 
 def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
@@ -286,30 +355,39 @@ def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache
     return {"turns": time_methods(**values), "seconds": 0.0}
 
 
-def transfer_job(spec: RunConfig, other: Mapping[str, Any]) -> Job:
+def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
     """Return the job that evaluates a run's delta on another task.
 
     Args:
         spec: The run.
         other: The fields of a `RunConfig` that name the other task.
+        roots: Where this machine has the model and the data of both.
     """
-    return Job("transfer", {"run": spec.canonical(), "other": dict(other)}, (run_job(spec),))
+    run = run_job(spec, roots)
+    return Job("transfer", {"run": run.spec, "other": dict(other)}, (run,), roots)
 
 
-def term_change_job(spec: RunConfig) -> Job:
-    """Return the job that measures how far a run moved each gain and bias of the norms."""
-    return Job("terms", {"run": spec.canonical()}, (run_job(spec),))
+def term_change_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that measures how far a run moved each gain and bias of the norms.
+
+    Args:
+        spec: The run.
+        roots: Where this machine has its model and data.
+    """
+    run = run_job(spec, roots)
+    return Job("terms", {"run": run.spec}, (run,), roots)
 
 
-def timing_job(model: str, methods: Mapping[str, str], **options: Any) -> Job:
+def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, **options: Any) -> Job:
     """Return the job that times methods side by side (`time_methods`).
 
     Args:
         model: The backbone's folder or hub id.
         methods: Label -> expression.
+        roots: Where this machine has the model.
         options: Further arguments of `time_methods`.
     """
-    return Job("time", {"model": model, "methods": dict(methods), **options})
+    return Job("time", {"model": model, "methods": dict(methods), **options}, roots=roots)
 
 
 RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]] = {
@@ -330,9 +408,13 @@ def execute(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
         model_cache: Backbones and data that the jobs of one worker share.
 
     Returns:
-        JSON values.
+        JSON values, with the environment in which they came about.
 
     Raises:
         Whatever the job raises.
     """
-    return RUNNERS[job.kind](job.spec, runs, model_cache)
+    result: Any = RUNNERS[job.kind](job.roots.locate(job.spec), runs, model_cache)
+    if "environment" not in result:
+        facts = {"device": "cpu", "threads": torch.get_num_threads()}
+        result = {**result, "environment": _stored_environment(collect_environment(facts))}
+    return cast(ResultValues, result)

@@ -53,6 +53,11 @@ class Scheduler:
         self._jobs: list[Job] = []
         self._planned_for = -1
 
+    @property
+    def records(self) -> Mapping[str, JobRecord]:
+        """The records of all jobs that are done, by name."""
+        return self._records
+
     def run(self, bar: ProgressDisplay) -> None:
         """Do every job that is not done yet, and close the pool.
 

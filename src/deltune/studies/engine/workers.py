@@ -100,25 +100,21 @@ def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
 
 
 class LocalPool:
-    """Processes of this machine, started by spawn, each with an equal share of the cores.
+    """Processes of this machine, each started by spawn when it is given its first job.
 
     Args:
         workers: How many processes.
         runs: The study's folder of runs.
+        threads: The threads of each. Sums over several threads round in another order, so that their number must not
+            follow from the machine.
     """
 
-    def __init__(self, workers: int, runs: Path) -> None:
-        self.runs = runs
-        self.threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
+        self.runs, self.threads = runs, threads
         self._context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        self._jobs: list[Job | None] = []
-        for _ in range(workers):
-            pipe, process = self._start()
-            self._pipes.append(pipe)
-            self._processes.append(process)
-            self._jobs.append(None)
+        self._pipes: list[Connection | None] = [None] * workers
+        self._processes: list[Any] = [None] * workers
+        self._jobs: list[Job | None] = [None] * workers
 
     def _start(self) -> tuple[Connection, Any]:
         ours, theirs = self._context.Pipe()
@@ -135,16 +131,24 @@ class LocalPool:
     def submit(self, worker: int, job: Job) -> None:
         """Give a job to an idle worker."""
         self._jobs[worker] = job
+        pipe = self._pipes[worker]
+        if pipe is None:
+            pipe, self._processes[worker] = self._start()
+            self._pipes[worker] = pipe
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # the worker died meanwhile: poll() reports it
-            self._pipes[worker].send(job)
+            pipe.send(job)
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
         """Return the results that arrive within `timeout` seconds; a worker that died is replaced."""
-        results = []
-        ready = wait([pipe for pipe, job in zip(self._pipes, self._jobs, strict=True) if job is not None], timeout)
+        results: list[tuple[int, JobResult]] = []
+        busy = [pipe for pipe, job in zip(self._pipes, self._jobs, strict=True) if pipe is not None and job is not None]
+        if not busy:
+            time.sleep(timeout)
+            return results
+        ready = wait(busy, timeout)
         for worker, pipe in enumerate(self._pipes):
             job = self._jobs[worker]
-            if pipe not in ready or job is None:
+            if pipe is None or pipe not in ready or job is None:
                 continue
             self._jobs[worker] = None
             try:
@@ -160,9 +164,12 @@ class LocalPool:
 
     def close(self) -> None:
         """Kill all workers."""
-        for process in self._processes:
+        started = [
+            (pipe, process) for pipe, process in zip(self._pipes, self._processes, strict=True) if pipe is not None
+        ]
+        for _, process in started:
             process.kill()
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        for pipe, process in started:
             process.join()
             pipe.close()
 
@@ -202,28 +209,29 @@ class _Worker:
 
 
 class RayPool:
-    """A `WorkerPool` of Ray actors with a core each; one that dies is replaced.
+    """A `WorkerPool` of Ray actors with a core for each of their threads; one that dies is replaced.
 
     Args:
         workers: How many actors.
         runs: The study's folder of runs, on a disk that all machines share.
+        threads: The threads of each.
     """
 
-    def __init__(self, workers: int, runs: Path) -> None:
+    def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
         check_extra("ray", "--engine ray needs")
         import ray
 
-        self.runs, self._ray = runs, ray
+        self.runs, self.threads, self._ray = runs, threads, ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             local = "RAY_ADDRESS" not in os.environ
-            options: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if local else {}
+            options: dict[str, Any] = {"num_cpus": workers * threads, "include_dashboard": False} if local else {}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         self._actors = [self._start() for _ in range(workers)]
         self._running: dict[Any, tuple[int, Job]] = {}
 
     def _start(self) -> Any:
-        return self._ray.remote(num_cpus=1)(_Worker).remote(str(self.runs), 1)
+        return self._ray.remote(num_cpus=self.threads)(_Worker).remote(str(self.runs), self.threads)
 
     def pids(self) -> list[int]:
         """Return the process ids of the workers."""

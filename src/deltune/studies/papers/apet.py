@@ -22,7 +22,7 @@ from ..scales import (
     method_variants,
     small_scale_rate,
 )
-from ..study import CellPlan, PlannedCell, Records, Study
+from ..study import PINNED_OPTIONS, SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
 from ..thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
 from .published import AP_TABLE2
 
@@ -101,6 +101,10 @@ SENTIMENT, INFERENCE, PARAPHRASE = ("sst2", "imdb", "rotten_tomatoes"), ("mnli",
 CLASSES = (*SENTIMENT, *INFERENCE, *PARAPHRASE)
 GENERATED = ("nq_open", "samsum", "multi_news")
 GROUPS = ("prompt", "bitfit", "lora", "adapter")
+PATTERNS = ("adjacent", "discrete", "uniform")
+"""How scalars are drawn. The paper's "discrete" does not say what becomes of those without a partner in a product: as
+"discrete" all of them can change the output, as "uniform" chance alone decides."""
+THE_PAPERS = ("adjacent", "discrete")
 MINILM = "MiniLM"
 
 
@@ -142,7 +146,7 @@ class ModelFamily:
     def everything(self) -> str:
         """The sum that APET draws from (AP eq. 14 to 16); it has more scalars than any group."""
         return (
-            "Modification('attention', Vector()) + Modification('ffn', Vector()) + "
+            f"Modification('attention', Vector()) + Modification('ffn', Vector()) + {self.methods['prompt']} + "
             f"lora(rank=16, scale=2{self.attention}) + adapter(rank=24{self.attention})"
         )
 
@@ -151,6 +155,10 @@ class ModelFamily:
         prompt = self.models[model].prompt
         return {**self.methods, **({} if prompt is None else {"prompt": f"prompt(length={prompt})"})}
 
+    def drawn(self, n: int, pattern: str, seed: object = SEED_PLACEHOLDER) -> str:
+        """Return the method that trains N scalars of `everything`; the mask is drawn by the seed of the run."""
+        return f"apet({self.everything}, parameters={n}, pattern={pattern!r}, seed={seed})"
+
     def variants_of_equal_size(self, model: str) -> list[Variant]:
         """Return each group's method, and two selections of the group's N from `everything`."""
         return [
@@ -158,7 +166,7 @@ class ModelFamily:
             for group, n in zip(GROUPS, self.models[model].sizes, strict=True)
             for pattern, method in (
                 ("itself", self.methods_of(model)[group]),
-                *((p, f"apet({self.everything}, parameters={n}, pattern={p!r})") for p in ("adjacent", "discrete")),
+                *((pattern, self.drawn(n, pattern)) for pattern in PATTERNS),
             )
         ]
 
@@ -223,7 +231,8 @@ METRIC = ("accuracy", "answer_f1", "rougeL")
 
 NAMES = {
     "full": "full tuning", "prompt": "Prompt", "bitfit": "BitFit", "lora": "LoRA", "adapter": "Adapter",
-    "itself": "the method", "denominator_size": "parameters of the model", "low": "low", "high": "high",
+    "itself": "the method", "discrete": "discrete, all live", "uniform": "discrete, uniform",
+    "denominator_size": "parameters of the model", "low": "low", "high": "high",
     "sst2": "SST-2", "imdb": "IMDB", "rotten_tomatoes": "Rotten Tomatoes", "mnli": "MNLI", "qnli": "QNLI",
     "rte": "RTE", "mrpc": "MRPC", "qqp": "QQP", "sick": "SICK", "nq_open": "NQ-Open", "samsum": "SAMSum",
     "multi_news": "Multi-News", "N": "trained parameters", "minilm": "MiniLM-L6", "minilm-d128": "MiniLM d128",
@@ -264,16 +273,9 @@ def _plan(
     by_task = {task: {"answer": "words"} for task in tasks if family.answers_in_words and task in CLASSES}
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
-        [_with_full_rate(setup, variant) for variant in variants], options,
+        variants, options,
         labels={"family": label}, by_task=by_task,
     )  # fmt: skip
-
-
-def _with_full_rate(setup: StudySetup, variant: Variant) -> Variant:
-    """Give full tuning a rate of its own, since the protocol's is that of the parameter-efficient methods."""
-    if setup.small or variant.values["method"] != "full":
-        return variant
-    return Variant(variant.labels, {**variant.values, "lr": 5e-5})
 
 
 def gap(setup: StudySetup) -> Study:
@@ -330,14 +332,14 @@ def structure(setup: StudySetup) -> Study:
         join_plans(*plans),
         (
             Bars(
-                title="A method and two drawings with as many parameters (AP figure 5)", groups="group",
+                title="A method and three drawings with as many parameters (AP figure 5)", groups="group",
                 bars="structure", y="accuracy", panels="model", average_over=() if setup.small else ("task",),
-                display_names=NAMES, order={"group": GROUPS, "structure": ("itself", "adjacent", "discrete")},
+                display_names=NAMES, order={"group": GROUPS, "structure": ("itself", *PATTERNS)},
             ),
             _table("The numbers", "group", ("task", "structure")),
         ),
         "accuracy",
-        "The drawings are from vectors, low rank and adapters together, whatever the group. " + _note(setup)
+        "The drawings are from vectors, prompt, low rank and adapters together, whatever the group. " + _note(setup)
         + (" Prompts have 10 vectors; SST-2 alone." if setup.small else ""),
     )  # fmt: skip
 
@@ -355,10 +357,16 @@ def _drawn_variants(family: ModelFamily, model: str, group: str = "lora") -> lis
     ]
 
 
+FIGURE_6_RATE = 3e-2
+"""The learning rate in the legend of figure 6; appendix C.2 has 3e-4."""
+
+
 def convergence(setup: StudySetup) -> Study:
     """Return the study of AP figure 6."""
     tasks = ("sst2",) if setup.small else ("sst2", "rte", "mrpc")
-    steps = {"epochs": 6, "validate_every": 21} if setup.small else {"steps": 14_000, "validate_every": 500}
+    steps: dict[str, Any] = {"steps": 14_000, "validate_every": 500, "lr": FIGURE_6_RATE}
+    if setup.small:
+        steps = {"epochs": 6, "validate_every": 21}
     plans = [
         _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), **steps)
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
@@ -373,7 +381,8 @@ def convergence(setup: StudySetup) -> Study:
             for task in tasks
         ),
         "accuracy",
-        "As many parameters as LoRA has, drawn from vectors, low rank and adapters. " + _note(setup),
+        "As many parameters as LoRA has, drawn from vectors, prompt, low rank and adapters"
+        + (". " if setup.small else "; the rate is that of the figure's legend, 3e-2. ") + _note(setup),
     )  # fmt: skip
 
 
@@ -424,39 +433,36 @@ def thresholds(setup: StudySetup) -> Study:
         "accuracy",
         ("600 rows. The head is frozen as drawn, for full tuning too: else N = 0 is above chance. " if setup.small
          else "BERT's head is frozen as it was drawn, T5 answers in words. ")
-        + "Each seed has a bisection of its own, so that seeds differ in the N that they met; what one seed did not "
-        "meet is noted. " + _note(setup),
+        + "A run that diverges has not reached a threshold. Each seed has a bisection of its own, so that seeds differ "
+        "in the N that they met; what one seed did not meet is noted. " + _note(setup),
         threshold_outcomes,
     )  # fmt: skip
 
 
 def _threshold_searches(setup: StudySetup, label: str, model: str, task: str) -> list[ThresholdSearch]:
-    """Return the searches for LoRA and the adapter under masks, for each seed."""
+    """Return the searches among adjacent and among discrete parameters, for each seed."""
     family = _families(setup)[label]
-    rank = 32 if setup.small else 64
-    inner = {name: f"{name}(rank={rank}{family.attention})" for name in ("lora", "adapter")}
-    lora = family.models[model].sizes[2] // 8 * rank  # counts grow with the rank
-    sizes = {"lora": powers_of_two(lora), "adapter": powers_of_two(lora)}  # an adapter's 4dr is LoRA's
+    prompt, _, lora, _ = family.models[model].sizes
+    sizes = powers_of_two(prompt + 2 * lora)  # the pool has a prompt and LoRA of twice the rank
     setup.check([family.models[model].hub_id], [task])
-    base: dict[str, Any] = {"model": setup.model(family.models[model].hub_id), **setup.task(task)}
+    base: dict[str, Any] = {"model": family.models[model].hub_id, **setup.task(task), **PINNED_OPTIONS}
     base |= {**SMALL_OPTIONS, "max_train_rows": 600, "validation_rows": 100} if setup.small else {"protocol": "ap"}
     base |= {"answer": "words"} if family.answers_in_words else {"head": "freeze"}
     cell: Cell = {"family": label, "model": model, "task": task}
     chance = 1 / len(LABELS[task]) if not family.answers_in_words else 0.0
 
     def spec(method: str, seed: int) -> RunConfig:
-        rate = small_scale_rate(method) if setup.small else 5e-5 if method == "full" else None
-        return RunConfig.from_flat(**{**base, "method": method, "seed": seed, **({} if rate is None else {"lr": rate})})
+        rate = {"lr": small_scale_rate(method)} if setup.small else {}
+        return RunConfig.from_flat(**{**base, "method": method, "seed": seed, **rate})
 
-    def search(name: str, seed: int) -> ThresholdSearch:
+    def search(pattern: str, seed: int) -> ThresholdSearch:
         def run(n: int) -> Any:
-            return run_job(spec(f"apet({inner[name]}, parameters={n})", seed))
+            return run_job(spec(family.drawn(n, pattern, seed), seed), setup.roots)
 
-        return ThresholdSearch(
-            {**cell, "method": name, "seed": seed}, sizes[name], run, run_job(spec("full", seed)), chance
-        )
+        full = run_job(spec("full", seed), setup.roots)
+        return ThresholdSearch({**cell, "method": pattern, "seed": seed}, sizes, run, full, chance)
 
-    return [search(name, seed) for name in inner for seed in SEEDS]
+    return [search(pattern, seed) for pattern in THE_PAPERS for seed in SEEDS]
 
 
 def transfer(setup: StudySetup) -> Study:
@@ -472,14 +478,19 @@ def transfer(setup: StudySetup) -> Study:
         "Do tuned parameters serve other tasks, of their own type and of others? (AP figure 9)",
         join_plans(*plans),
         (
-            HeatMap(
-                title="Zero-shot on the column's task, in percent of what was trained on it (AP figure 9)", rows="task",
-                columns="target", value="accuracy", diagonal=True, panels="model", display_names=NAMES,
-                order={"task": sources, "target": targets},
+            *(
+                HeatMap(
+                    title=f"{pattern.capitalize()} parameters, zero-shot on the column's task, in percent of what was "
+                    "trained on it (AP figure 9)",
+                    where={"structure": pattern}, rows="task", columns="target", value="accuracy", diagonal=True,
+                    panels="model", display_names=NAMES, order={"task": sources, "target": targets},
+                )
+                for pattern in THE_PAPERS
             ),
         ),
         "accuracy",
-        "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent parameters, as many as LoRA has. "
+        "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent and discrete parameters, "
+        "as many as LoRA has. "
         + ("QQP is a source alone: no other task of its type is here. " if setup.small
            else "Without questions and summaries: what they answer is no label. ") + _note(setup),
     )  # fmt: skip
@@ -488,13 +499,14 @@ def transfer(setup: StudySetup) -> Study:
 def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[str], targets: Sequence[str]) -> CellPlan:
     """Return the cells of every source's run on every target, itself included."""
     family = _families(setup)[label]
-    adjacent = [c.values for c in _drawn_variants(family, model) if c.labels["structure"] == "adjacent"]
+    drawn = [c for c in _drawn_variants(family, model) if c.labels["structure"] in THE_PAPERS]
+    variants = [Variant({"structure": c.labels["structure"]}, c.values) for c in drawn]
     relabel = {task: {name: RELABEL[name] for name in LABELS[task]} for task in sources}
     answer = {"answer": "words"} if family.answers_in_words else {}
     by_task = {task: {**answer, "relabel": relabel[task]} for task in sources}
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
-        setup, "ap/transfer", {model: family.models[model].hub_id}, sources, [Variant({}, adjacent[0])], options,
+        setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
         labels={"family": label}, by_task=by_task,
     )  # fmt: skip
     target_fields = {
@@ -505,7 +517,8 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
             PlannedCell(
-                {**planned.cell, "target": target}, transfer_job(RunConfig.from_flat(**planned.job.spec), other)
+                {**planned.cell, "target": target},
+                transfer_job(RunConfig.from_flat(**planned.job.spec), other, setup.roots),
             )
             for planned in runs(records)
             if planned.job is not None
@@ -515,7 +528,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     return plan_cells
 
 
-TARGET_FIELDS = ("task", "data_root", "relabel")
+TARGET_FIELDS = ("task", "relabel")
 """Fields of a spec that name the target task; the others are the run's own."""
 
 AP_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {

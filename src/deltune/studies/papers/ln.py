@@ -168,6 +168,7 @@ NAMES = {
     "e2e_nlg": "E2E", "samsum": "SAMSum", "dart": "DART", "all": "LN, whole", "gain": "only gain", "bias": "only bias",
     "ffn norm": "only FFN", "attention norm": "only MHA", "lower half": "only lower half",
     "upper half": "only upper half", "rouge1_pltrdy": "R-1", "rouge2_pltrdy": "R-2", "rougeL_pltrdy": "R-L",
+    "rougeL_coco": "ROUGE-L",
     "stories260k": "stories 260k", "stories260k-llama": "stories 260k", "train": "training step, % of full tuning",
     "inference": "inference, % of full tuning", "forward": "forward alone, % of full tuning",
     "adapter_text": "Adapter, sizes of the text", "prefix_text": "Prefix, sizes of the text",
@@ -290,8 +291,8 @@ def nlg(setup: StudySetup) -> Study:
     if setup.small:
         limits = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
         by_task: dict[str, Values] = {
-            "e2e_nlg": {"metrics": ("bleu", "nist", "rougeL", "cider")}, "dart": {"metrics": ("bleu", "ter", "chrf")},
-            "samsum": {"max_length": 96},
+            "e2e_nlg": {"metrics": ("bleu", "nist", "rougeL_coco", "cider")},
+            "dart": {"metrics": ("bleu", "ter", "chrf")}, "samsum": {"max_length": 96},
         }  # fmt: skip
         plan_cells = cross_product(
             setup, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, method_variants(STORIES),
@@ -352,7 +353,7 @@ def time(setup: StudySetup) -> Study:
         options = {"rows": 32, "tokens": 128, "repeats": 30}
     setup.check(models.values(), ())
     jobs = {
-        model: timing_job(setup.model(models[model]), expressions, kind=kind, **options)
+        model: timing_job(models[model], expressions, setup.roots, kind=kind, **options)
         for model, (kind, expressions) in timed.items()
     }
 
@@ -427,7 +428,7 @@ def terms(setup: StudySetup) -> Study:
         return [
             PlannedCell(
                 {axis: label for axis, label in planned.cell.items() if axis != "method"},
-                None if planned.job is None else _term_change_job(planned.job),
+                None if planned.job is None else _term_change_job(planned.job, setup),
             )
             for planned in runs(records)
         ]
@@ -445,8 +446,8 @@ def terms(setup: StudySetup) -> Study:
     )  # fmt: skip
 
 
-def _term_change_job(job: Job) -> Job:
-    return term_change_job(RunConfig.from_flat(**job.spec))
+def _term_change_job(job: Job, setup: StudySetup) -> Job:
+    return term_change_job(RunConfig.from_flat(**job.spec), setup.roots)
 
 
 ABLATIONS = {

@@ -14,6 +14,12 @@ from .printed import PRINTED
 from .published import CHOICES, RULE
 from .uv import UV_CLAIMS, UV_STUDIES
 
+FIRST = (
+    "uv/integration", "uv/full", "uv/glue", "ap/gap", "ap/all", "ln/unified", "ln/nlg", "uv/budget",
+    "uv/representation", "ln/nlu",
+)  # fmt: skip
+"""The studies that `deltune study run all` runs before the others, in this order: the papers' main results."""
+
 CLAIMS: dict[str, tuple[Claim, ...]] = {**LN_CLAIMS, **UV_CLAIMS, **AP_CLAIMS}
 """Name of a study -> the claims that it decides."""
 

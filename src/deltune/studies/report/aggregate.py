@@ -81,7 +81,7 @@ class Spread:
     """Mean and standard deviation over seeds.
 
     Attributes:
-        mean: The mean; None if no seed has a number.
+        mean: The mean, or the median where the view says so; None if no seed has a number.
         std: The standard deviation (n − 1); None below two seeds.
         n: How many seeds have a number.
         failed: Why other seeds failed.
@@ -277,7 +277,7 @@ def aggregate(
             excluded.append(f"{cell_label(observation.cell, view)}: {reason}")
         else:
             groups.setdefault(tuple(observation.cell[axis] for axis in inner), []).append(observation)
-    spreads = {key: _spread(group, seeds) for key, group in groups.items()}
+    spreads = {key: _spread(group, seeds, view.median) for key, group in groups.items()}
     metrics = {key: next((f.metric for f in group if f.metric), "") for key, group in groups.items()}
     if view.relative_to:
         missing_axes = [axis for axis in view.relative_to if axis not in inner]
@@ -313,7 +313,7 @@ def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], 
     return result
 
 
-def _spread(observed: Sequence[Observation], seeds: Sequence[Any]) -> Spread:
+def _spread(observed: Sequence[Observation], seeds: Sequence[Any], median: bool) -> Spread:
     """Aggregate observations of the same labels; `seeds` are those of the whole view, so that absent ones show."""
     present = [observation.cell.get(SEED) for observation in observed]
     if len(set(map(str, present))) < len(present):
@@ -333,7 +333,8 @@ def _spread(observed: Sequence[Observation], seeds: Sequence[Any]) -> Spread:
     if not values:
         return Spread(None, failed=reasons, absent=absent)
     std = statistics.stdev(values) if len(values) > 1 else None
-    return Spread(statistics.fmean(values), std, len(values), reasons, absent)
+    middle = statistics.median(values) if median else statistics.fmean(values)
+    return Spread(middle, std, len(values), reasons, absent)
 
 
 def _reasons(failed: Sequence[tuple[Any, str]], several: bool) -> tuple[str, ...]:

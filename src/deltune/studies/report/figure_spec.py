@@ -4,7 +4,7 @@ An axis is a key of an outcome's cell ("method", "task", "model", …), and besi
 where a view names it among its axes; and the keys of the entries that `entries` names. A number is a score's name, a
 field of the outcome's count ("percent", "trained"), "seconds", or a key of its cell that holds a number. Several names
 mean the first that the outcome has, so that each task can have a metric of its own. Seeds are never an axis of a view:
-what is shown is their mean and standard deviation.
+what is shown is their mean (or median) and standard deviation.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class ViewSpec:
         display_names: Label -> how it is shown.
         lower: Whether lower is better, for scores that `METRICS` does not have.
         digits: Digits after the point; as in the papers if None.
+        median: Whether the median over seeds is shown and not their mean.
     """
 
     title: str = ""
@@ -64,6 +65,7 @@ class ViewSpec:
     display_names: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
     digits: int | None = None
+    median: bool = False
 
     def display(self, label: object) -> str:
         """Return a label as it is shown."""
