@@ -16,27 +16,28 @@ from deltune.studies.claims.claims import (
     AllWithin,
     Beats,
     Best,
+    Between,
     Claim,
+    DropsLess,
     Falls,
     FewerParameters,
-    Finding,
     Form,
     GapShrinks,
+    InEach,
     Rises,
     Within,
-    decide_claims,
 )
 from deltune.studies.claims.comparisons import (
-    EVERY,
-    LARGEST,
     RANK,
     RELATIVE,
-    SMALLEST,
     STEPS,
+    TIME,
     score,
     threshold,
     with_derived_axes,
 )
+from deltune.studies.claims.decisions import Finding, PrintedTable, check_printed, decide_claims
+from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST, describe_difference
 from deltune.studies.claims.statistics import paired_estimate
 from deltune.studies.engine.jobs import Outcome
 from deltune.studies.papers.registry import CLAIMS
@@ -69,6 +70,8 @@ def grid(
                     scores={"accuracy": float(right.mean())},
                     count={"method": COUNTS.get(str(cell.get("method")), 1)},
                     examples={"accuracy": right.tolist()},
+                    curve=[{"step": 10, "eval_accuracy": 0.5}, {"step": 20, "eval_accuracy": 0.7}],
+                    seconds=float(generator.uniform(9, 10)),
                     extra={"parameters": SIZES.get(str(cell.get("model")), 1e7)},
                 )
             )
@@ -94,7 +97,13 @@ def shrinking(cell: Mapping[str, Any]) -> float:
 
 METHODS = grid(by_method, method=("a", "b", "c", "full"))
 MODELS = grid(shrinking, method=("a", "b"), model=tuple(SIZES))
+DROPS = grid(
+    lambda cell: 0.9 - {"a": 0.02, "b": 0.25}[cell["method"]] * (cell["model"] == "small"),
+    method=("a", "b"),
+    model=tuple(SIZES),
+)
 LARGE = {"model": LARGEST}
+ACCURACY = score("accuracy", "")
 
 FORMS: tuple[tuple[Form, list[Outcome], str], ...] = (
     (Beats(A, B), METHODS, "holds"),
@@ -128,6 +137,13 @@ FORMS: tuple[tuple[Form, list[Outcome], str], ...] = (
     (Beats({**A, "model": SMALLEST}, {**B, "model": SMALLEST}), MODELS, "holds"),
     (Within({**B, **LARGE}, {**A, **LARGE}, 3.0, both=True), MODELS, "holds"),
     (Beats({**A, **LARGE}, {**A, "model": SMALLEST}), MODELS, "holds"),
+    (InEach(Beats(A, B)), METHODS, "holds"),
+    (InEach(AllOf((Beats(A, B), Beats(B, C)))), METHODS, "does not hold"),
+    (InEach(Beats(A, B), axes=("model",)), MODELS, "undecided"),
+    (Between(A, ACCURACY, low=0.75, high=0.9), METHODS, "holds"),
+    (Between(A, ACCURACY, high=0.75), METHODS, "does not hold"),
+    (DropsLess(A, B, "model", SECOND_SMALLEST, SMALLEST), DROPS, "holds"),
+    (DropsLess(B, A, "model", SECOND_SMALLEST, SMALLEST), DROPS, "does not hold"),
 )
 
 
@@ -143,16 +159,17 @@ def test_a_form_is_decided_as_the_truth_is(form: Form, outcomes: list[Outcome], 
 @pytest.mark.parametrize(("form", "outcomes"), [(form, outcomes) for form, outcomes, _ in FORMS])
 def test_one_seed_decides_nothing_but_counts(form: Form, outcomes: list[Outcome]) -> None:
     decision = decided(form, [o for o in outcomes if o.cell["seed"] == 0])
+    counts = [result for result in decision.comparisons if result.interval is None]
     if isinstance(form, FewerParameters):
         assert decision.verdict != "undecided"
     else:
-        assert decision.verdict == "undecided"
+        assert decision.verdict == ("does not hold" if any(not one.agrees for one in counts) else "undecided")
         assert "no claim from one seed" in decision.note
 
 
 def test_one_seed_in_one_setting_is_enough_to_say_nothing() -> None:
     kept = [o for o in METHODS if o.cell["task"] == "sick" or o.cell["seed"] == 0]
-    assert decided(Beats(A, B), kept).note == "one seed at task=cb: no claim from one seed"
+    assert decided(Beats(A, B), kept).note == "one seed on cb: no claim from one seed"
 
 
 def failing(outcomes: list[Outcome], **cell: Any) -> list[Outcome]:
@@ -166,7 +183,7 @@ def failing(outcomes: list[Outcome], **cell: Any) -> list[Outcome]:
 def test_a_failed_cell_is_told_and_nothing_is_decided(form: Form, outcomes: list[Outcome]) -> None:
     decision = decided(form, failing(outcomes, method="a", seed=0))
     assert decision.verdict == "undecided" and decision.effect is None
-    assert "failed: task=cb, method=a" in decision.note
+    assert "failed: a, on cb" in decision.note
     assert "diverged at step 3" in decision.note and "more\n" not in decision.note
 
 
@@ -179,14 +196,12 @@ def test_a_cell_that_waits_is_told_apart() -> None:
 def test_a_missing_cell_is_told() -> None:
     kept = [o for o in METHODS if o.cell != {"task": "cb", "method": "b", "seed": 2}]
     decision = decided(Beats(A, B), kept)
-    assert (decision.verdict, decision.note) == ("undecided", "missing: task=cb, method=b, seed=2")
+    assert (decision.verdict, decision.note) == ("undecided", "missing: b, on cb, seed 2")
     lacking = [o for o in METHODS if not (o.cell["method"] == "b" and o.cell["task"] == "cb")]
-    assert "nothing has method=b at task=cb" in decided(Beats(A, B), lacking).note
-    assert decided(Beats({"method": "x"}, {"method": "y"}), METHODS).note == (
-        "no outcome has method=x; no outcome has method=y"
-    )
+    assert "no result of b, on cb" in decided(Beats(A, B), lacking).note
+    assert decided(Beats({"method": "x"}, {"method": "y"}), METHODS).note == ("no result of x; no result of y")
     assert decided(Beats({"site": "ffn"}, {"site": "attention"}), METHODS).note == "the outcomes have no axis 'site'"
-    assert decided(Beats(A, B), METHODS, metric="bleu").note.startswith("no bleu: task=cb, method=a, seed=0; ")
+    assert decided(Beats(A, B), METHODS, metric="bleu").note.startswith("no bleu: a, on cb, seed 0; ")
 
 
 def test_off_leaves_out_what_a_claim_is_not_about() -> None:
@@ -328,10 +343,113 @@ def test_models_of_one_task_share_its_test_split(monkeypatch: pytest.MonkeyPatch
         seen.extend(zip(strata, tests, strict=True))
         return paired_estimate(strata, tests)
 
-    monkeypatch.setattr("deltune.studies.claims.claims.paired_estimate", spy)
+    monkeypatch.setattr("deltune.studies.claims.decisions.paired_estimate", spy)
     decided(Beats(A, B), MODELS)
-    assert len(seen) == 2 * len(SIZES) and {d.shape for d, _ in seen} == {(3, 400)}
-    assert len({test for _, test in seen}) == 2
+    pooled = seen[: 2 * len(SIZES)]
+    assert {d.shape for d, _ in pooled} == {(3, 400)} and len({test for _, test in pooled}) == 2
+
+
+def seeds_alone(truth: Mapping[str, float], draw: int, seeds: int = 5, noise: float = 1.0) -> list[Outcome]:
+    """Two methods on several tasks, of which `a` is better by the truth of the task, in points; no examples."""
+    generator = np.random.default_rng(draw)
+    return [
+        Outcome({"task": task, "method": m, "seed": seed},
+                scores={"accuracy": 0.5 + ((m == "a") * better + noise * generator.standard_normal()) / 100})
+        for task, better in truth.items() for m in ("a", "b") for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def test_a_claim_about_each_setting_is_not_decided_by_the_mean() -> None:
+    outcomes = seeds_alone({"cb": 20.0, "sick": 20.0, "sst2": -4.0}, draw=0)
+    assert decided(Beats(A, B), outcomes).verdict == "holds"
+    finding = decided(InEach(Beats(A, B)), outcomes)
+    assert finding.verdict == "does not hold" and finding.deciding.text == "a − b, on sst2"
+    even = decided(InEach(Beats(A, B)), seeds_alone({"cb": 20.0, "sick": 20.0, "sst2": 0.0}, draw=0))
+    assert even.verdict == "undecided" and even.deciding.text == "a − b, on sst2"
+
+
+def test_a_claim_about_each_setting_that_one_belies_is_seldom_said_to_hold() -> None:
+    """Intersection-union: with one setting at the border and the others far inside, at most 5 % hold; so with two."""
+    for borders in (1, 2):
+        truth = {f"task{i}": 0.0 if i < borders else 20.0 for i in range(4)}
+        held = sum(decided(InEach(Beats(A, B)), seeds_alone(truth, draw)).verdict == "holds" for draw in range(300))
+        assert held / 300 <= 0.05 + 4 * np.sqrt(0.05 * 0.95 / 300)
+
+
+def test_a_claim_about_each_setting_that_is_true_in_each_holds() -> None:
+    truth = {f"task{i}": 20.0 for i in range(4)}
+    assert all(decided(InEach(Beats(A, B)), seeds_alone(truth, draw)).verdict == "holds" for draw in range(20))
+
+
+def test_a_count_refutes_and_the_score_is_said_all_the_same() -> None:
+    finding = decided(AllOf((Beats(A, B), FewerParameters(B, A))), METHODS)
+    score_part, count_part = finding.parts
+    assert (finding.verdict, score_part.verdict, count_part.verdict) == ("does not hold", "holds", "does not hold")
+    assert finding.effect == score_part.result.effect == pytest.approx(10, abs=3) and finding.p is not None
+    assert (count_part.result.effect, count_part.result.unit) == (2.0, "times as many")
+    reverse = decided(AllOf((Beats(B, A), FewerParameters(A, B))), METHODS)
+    assert [reverse.verdict, *(part.verdict for part in reverse.parts)] == ["does not hold", "does not hold", "holds"]
+    lone = decided(AllOf((Beats(A, B), FewerParameters(A, B))), [o for o in METHODS if o.cell["seed"] == 0])
+    assert [lone.verdict, *(part.verdict for part in lone.parts)] == ["undecided", "undecided", "holds"]
+    assert not decided(Beats(A, B), METHODS).parts and not decided(FewerParameters(A, B), METHODS).parts
+
+
+def test_settings_are_told_apart() -> None:
+    finding = decided(Beats(A, B), seeds_alone({"cb": 20.0, "sick": -10.0}, draw=0))
+    good, bad = finding.deciding.by_setting
+    assert (good.setting, good.agrees) == ("on cb", True) and (bad.setting, bad.agrees) == ("on sick", False)
+    assert good.effect == pytest.approx(20, abs=3) and bad.interval[1] < 0
+    assert finding.effect == pytest.approx((good.effect + bad.effect) / 2)
+    assert not decided(InEach(Beats(A, B)), METHODS).deciding.by_setting
+
+
+def test_what_an_undecided_claim_would_have_taken() -> None:
+    outcomes = grid(lambda cell: 0.7, noise=0.02, examples=200, method=("a", "c"))
+    finding = decided(Beats(A, C), outcomes)
+    resolution = finding.resolution
+    assert finding.verdict == "undecided" and resolution is not None
+    assert resolution.target == pytest.approx(abs(finding.effect)) < resolution.smallest
+    assert resolution.seeds >= 3 and resolution.rows >= 200
+    assert f"{resolution.seeds} seeds × {resolution.rows:,} test rows" in resolution.text
+    table = PrintedTable("table 1", tuple(seeds_alone({"cb": 5.0}, draw=0, seeds=1, noise=0.0)), "accuracy")
+    claim = Claim("", "", Beats(A, C))
+    printed = check_printed(Claim("", "", Beats(A, B)), [table])
+    assert printed.agrees and printed.deciding.effect == pytest.approx(5.0)
+    (against_paper,) = decide_claims([claim], outcomes, "accuracy", printed=[printed])
+    assert against_paper.resolution.target == pytest.approx(5.0) and against_paper.resolution.target_is_printed
+    assert decided(Beats(A, B), METHODS).resolution is None
+    same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
+    assert decided(Beats(A, B), same).resolution is None, "nothing is known about the spread"
+
+
+def test_training_time_is_until_the_curve_has_come() -> None:
+    def run(method: str, seed: int, seconds: float, last: float) -> Outcome:
+        curve = [{"step": s, "eval_accuracy": 0.5 + 0.3 * min(1.0, s / last)} for s in range(0, 110, 10)]
+        return Outcome({"task": "cb", "method": method, "seed": seed}, curve=curve, seconds=seconds)
+
+    outcomes = [run("full", s, 100 + s, last=50) for s in range(3)] + [
+        run("a", s, 80 + s / 9, last=80) for s in range(3)
+    ]
+    finding = decided(InEach(Between(A, TIME, low=100.0, high=150.0)), outcomes)
+    assert finding.effect == pytest.approx(80 * 0.8 / 0.5, rel=0.03) and finding.verdict == "holds"
+    assert "no time of full tuning" in decided(Between(A, TIME), [o for o in outcomes if o.cell["method"] == "a"]).note
+
+
+NAMES = {"a": "LoRA", "b": "prefix", "cb": "CB", "ffn": "FFN", "accuracy": "accuracy"}
+
+
+@pytest.mark.parametrize(("one", "other", "words"), [
+    (A, B, "LoRA − prefix"),
+    ({**A, "site": "ffn"}, {**B, "site": "ffn"}, "LoRA − prefix, at FFN"),
+    ({**A, "site": "ffn"}, {**A, "site": "attention"}, "at FFN − at attention, LoRA"),
+    ({**A, **LARGE, "budget": EVERY}, {**B, **LARGE, "budget": EVERY}, "LoRA − prefix, on the largest model"),
+    ({**A, "budget": SMALLEST}, {**B, "budget": "3.6"},
+     "LoRA, with the smallest budget − prefix, with 3.6 % of the parameters"),
+    ({"task": ("cb", "sick")}, {"task": "sst2"}, "on CB and sick − on sst2"),
+    ({"structure": "full", "group": "full"}, {"structure": "x", "group": "a"}, "full − x, as many parameters as LoRA"),
+])  # fmt: skip
+def test_comparisons_in_words(one: Mapping[str, Any], other: Mapping[str, Any], words: str) -> None:
+    assert describe_difference(one, other, NAMES) == words
 
 
 def curves(fast: str, seeds: int = 4) -> list[Outcome]:
@@ -413,7 +531,7 @@ def test_changes_of_terms_are_cells() -> None:
     assert [f.verdict for f in decide_claims(claims, outcomes, "accuracy")] == ["holds", "holds"]
     decisions = decide_claims(claims, failing(outcomes, seed=1), "accuracy")
     assert {f.verdict for f in decisions} == {"undecided"} and all(
-        "failed: task=cb, seed=1" in f.note for f in decisions
+        "failed: " in f.note and "on cb, seed 1" in f.note for f in decisions
     )
 
 
@@ -454,7 +572,8 @@ STUDIES = {  # axes that a study has; enough for its claims to be about existing
                 "method": ("prefix", "adapter", "parallel_adapter", "lora")},
     "uv/integration": {"method": ("full", "bitfit", "prompt", "prefix", "adapter", "lora_ffn", "parallel_adapter_ffn",
                                   "prefix+lora_ffn", "mam")},
-    "ap/all": {"group": ("prompt", "lora"), "structure": ("adjacent", "full"), "model": ("small", "large")},
+    "ap/all": {"group": ("full", "prompt", "bitfit", "lora", "adapter"), "structure": ("adjacent", "full"),
+               "model": ("small", "large")},
     "uv/glue": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit")},
     "ap/gap": {"method": ("full", "prompt", "bitfit", "lora", "adapter"), "model": ("small", "middle", "large")},
     "ap/structure": {"group": ("prompt", "lora"), "structure": ("method", "adjacent", "discrete"),

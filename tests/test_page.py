@@ -12,7 +12,8 @@ import pytest
 
 import browser
 import made
-from deltune.studies.claims.claims import Beats, Claim, Finding
+from deltune.studies.claims.claims import Beats, Claim
+from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
 from deltune.studies.engine.jobs import Outcome
 from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
@@ -27,12 +28,26 @@ def finding(text: str, source: str, *values: Any, **more: Any) -> Finding:
     return Finding(Claim(text, source, Beats({"method": "a"}, {"method": "b"})), *values, **more)
 
 
+def result(text: str, effect: float, interval: tuple[float, float] | None = None, **more: Any) -> ComparisonResult:
+    return ComparisonResult(text, effect, interval, "points", (0.0, float("inf")), "accuracy", **more)
+
+
+FIRST_RESULT = result("LN − BitFit", 0.021, (0.012, 0.03), by_setting=(
+    SettingResult("on CB", 0.05, (0.01, 0.09), True), SettingResult("on SICK", -0.008, (-0.02, 0.004), False),
+))  # fmt: skip
+SECOND_RESULT = result("MAM − LoRA", -0.011, (-0.02, -0.004))
 FOUND = (
     finding("layernorm beats BitFit with half the parameters", "LN 3.2", "holds", 0.021, (0.012, 0.03),
-            p_adjusted=0.0004, note="paired"),
-    finding("MAM beats every other method", "LN 3.2", "does not hold", -0.011, (-0.02, -0.004), p_adjusted=0.013),
+            p_adjusted=0.0004, note="paired", comparisons=(FIRST_RESULT,), deciding=FIRST_RESULT),
+    finding("MAM beats every other method", "LN 3.2", "does not hold", -0.011, (-0.02, -0.004), p_adjusted=0.013,
+            comparisons=(SECOND_RESULT,), deciding=SECOND_RESULT),
     finding("the gap between methods shrinks with scale", "AP 4.2", "undecided", note="one size only"),
 )  # fmt: skip
+PRINTED = (
+    PrintedFinding(FOUND[0].claim, True, result("LN − BitFit", 1.7), "table 1"),
+    PrintedFinding(FOUND[1].claim, False, result("MAM − Prefix+LN", -0.8), "table 1"),
+    PrintedFinding(FOUND[2].claim, None),
+)
 
 
 def section(
@@ -119,11 +134,32 @@ def test_the_page_says_everything(text: str) -> None:
             assert not outcome.error or outcome.error in visible
     for one in FOUND:
         assert one.claim.text in visible and one.verdict in visible
+    assert "on SICK: −0.008" in visible and "the other way in 1 of 2 settings: on SICK" in visible
     assert "+0.021" in visible and "−0.011" in visible and "< 0.001" in visible
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
     curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
     assert f"{rows} runs" in visible
     assert sum(attrs.get("class") == "spark" for attrs in reader.all("svg")) == curves
+
+
+def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
+    outcomes = [made.outcome({"method": "a", "model": "m", "task": "cb", "seed": 0}, {"accuracy": 0.5})]
+    small = Section(
+        "ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), small=True, names={"m": "Mini"}
+    )
+    about, seen = small.finding_tables
+    assert (about.title, seen.title) == ("About the paper", "In this miniature")
+    assert "Nothing here was run at the paper's scale" in about.intro and "Mini, on cb" in seen.intro
+    assert [row.cells[3] for row in about.rows] == ["agree", "disagree", "not printed"]
+    assert [row.cells[0] for row in seen.rows] == ["LN − BitFit: accuracy", "MAM − LoRA: accuracy", "–"]
+    for row, one in zip(seen.rows, FOUND, strict=True):
+        assert one.verdict not in row.cells and row.cells[5] == f"“{one.claim.text}”"
+    text = Reader(render_page([small])).visible_text()
+    assert (
+        "+1.7 points (LN − BitFit: accuracy; table 1)" in text and "✓ seen here" in text and "✗ not seen here" in text
+    )
+    (whole,) = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes)).finding_tables
+    assert [row.cells[whole.verdict_column] for row in whole.rows] == [one.verdict for one in FOUND]
 
 
 def test_ten_studies_fit_into_three_megabytes(text: str) -> None:

@@ -191,3 +191,59 @@ def test_a_trend_over_seeds_keeps_its_rate() -> None:
 def test_average_ranks_share_ties_and_know_the_direction() -> None:
     values = np.array([[65.0, 64.0, 65.0], [0.5, 0.6, 0.4]])  # BLEU, TER
     assert average_ranks(values, [False, True]) == pytest.approx([(1.5 + 2) / 2, 3.0, (1.5 + 1) / 2])
+
+
+def exact(spread: tuple[float, float, float], seeds: int, examples: int) -> Estimate:
+    """The estimate that a study of one setting would have if it knew its variances."""
+    s, e, r = spread
+    parts = ((s**2 / seeds + r**2 / (seeds * examples), seeds - 1.0), (e**2 / examples, examples - 1.0))
+    return Estimate(0.0, tuple(part for part in parts if part[0]))
+
+
+@pytest.mark.parametrize(("seeds", "examples", "spread"), [
+    (3, 100, (0.05, 0.3, 0.3)), (3, 400, (0.01, 0.3, 0.1)), (2, 200, (0.1, 0.3, 0.3)), (5, 100, (0.05, 0.3, 0.3)),
+    (10, 100, (0.1, 0.0, 0.1)),
+])  # fmt: skip
+def test_the_smallest_decidable_effect_is_decided_as_often_as_said(
+    seeds: int, examples: int, spread: tuple[float, float, float]
+) -> None:
+    effect = exact(spread, seeds, examples).smallest_decidable(alpha=0.05, power=0.8)
+    generator = np.random.default_rng(0)
+    estimates = [
+        paired_estimate([d + effect for d in study(generator, 1, seeds, examples, spread)]) for _ in range(TIMES)
+    ]
+    decided = sum(estimate.interval(0.05)[0] > 0 for estimate in estimates) / TIMES
+    assert abs(decided - 0.8) <= 4 * np.sqrt(0.8 * 0.2 / TIMES)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 20])
+def test_the_power_of_one_part_is_that_of_students_test(n: int) -> None:
+    """Against statsmodels, which counts decisions in the wrong direction too: with 2 seeds 1 in 100."""
+    from statsmodels.stats.power import TTestPower
+
+    estimate = Estimate(0.0, ((1.0 / n, n - 1.0),))
+    for effect in (1.0, 1.5):
+        theirs = TTestPower().power(effect, nobs=n, alpha=0.05, alternative="two-sided")
+        assert theirs - 0.01 < estimate.power(effect, 0.05) <= theirs + 1e-9
+    smallest = estimate.smallest_decidable(0.05, 0.8)
+    assert estimate.power(smallest, 0.05) == pytest.approx(0.8, abs=1e-4)
+
+
+@pytest.mark.parametrize("spread", [(0.05, 0.3, 0.3), (0.3, 0.05, 0.3), (0.1, 0.0, 0.0)])
+def test_a_sample_size_is_enough_and_no_smaller_one_of_its_kind_is(spread: tuple[float, float, float]) -> None:
+    estimate = exact(spread, 3, 100)
+    distance = estimate.smallest_decidable() / 3
+    size = estimate.sample_size(distance, seeds=3)
+    assert size is not None
+    seeds, factor = size
+    assert estimate.enlarged((3, seeds), factor).power(distance) >= 0.8
+    assert estimate.enlarged((3, max(2, seeds - 1)), factor).power(distance) < 0.8 or seeds - 1 not in (2, 3, 4, 5, 6)
+    larger = exact(spread, seeds, round(100 * factor))
+    assert larger.power(distance) >= 0.79, "what was enlarged has no more variance than the larger study"
+
+
+def test_what_no_size_decides() -> None:
+    assert Estimate(0.5, ()).sample_size(1.0, 3) is None and Estimate(0.5, ()).smallest_decidable() == np.inf
+    blurred = Estimate(0.0, ((0.01, 2.0),), slack=0.5)
+    assert blurred.sample_size(0.4, 3) is None and blurred.smallest_decidable() > 0.5
+    assert Estimate(0.0, ((0.01, 2.0),)).sample_size(1e-6, 3) is None

@@ -15,14 +15,12 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.studies.claims.claims import decide_claims
 from deltune.studies.engine.jobs import Job, Outcome, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
-from deltune.studies.papers.registry import CLAIMS, STUDIES
-from deltune.studies.report import charts, tables
-from deltune.studies.report.figure_spec import FigureSpec, TableSpec, as_tuple
+from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
+from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.scales import (
     LEARNING_RATES,
     StudySetup,
@@ -31,6 +29,7 @@ from deltune.studies.scales import (
     method_variants,
     small_scale_rate,
 )
+from deltune.studies.sections import build_section
 from deltune.studies.study import PlannedCell, Study, job_outcomes
 from deltune.studies.thresholds import (
     ThresholdSearch,
@@ -78,7 +77,7 @@ def result(job: Job) -> dict[str, Any]:
                 "turns": {
                     what: [0.1 * (1 + chance.random()) for _ in range(9)] for what in ("step", "forward", "inference")
                 },
-                "percent": 1.0, "kept": 1000,
+                "percent": 1.0, "kept": 1000, "parameters": len(job.spec["model"]) * 1_000_000,
             }
             for label in job.spec["methods"]
         }  # fmt: skip
@@ -120,16 +119,6 @@ def driven(made: Study) -> dict[str, JobRecord]:
     return rows
 
 
-def metric_of(made: Study, outcomes: list[Outcome]) -> str | dict[str, str]:
-    """The study's metric for each task, where it has several."""
-    several = as_tuple(made.metric)
-    if len(several) == 1:
-        return several[0]
-    tasks = {str(o.cell[axis]) for o in outcomes for axis in ("task", "target") if axis in o.cell}
-    scored = {task: {name for o in outcomes if o.cell.get("task") == task for name in o.scores} for task in tasks}
-    return {task: next(name for name in several if name in scored[task]) for task in tasks}
-
-
 @pytest.mark.parametrize(("name", "scale"), BOTH)
 def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     """Specs are valid, cells are one of a kind, claims find their axes and labels, views can be drawn."""
@@ -149,22 +138,24 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     if name == "ap/thresholds":
         for outcome in outcomes:
             assert "N" in outcome.cell or set(outcome.extra) >= {"low", "high"}
-    for finding in decide_claims(CLAIMS[name], outcomes, metric_of(made, outcomes), made.lower):
+    section = build_section(made, rows, paper_statements(name), paper=True, small=scale == "small")
+    assert len(section.findings) == len(CLAIMS[name])
+    for finding in section.findings:
         assert finding.effect is not None, f"{finding.claim.text}: {finding.note}"
-    for view in made.views:
-        if isinstance(view, TableSpec):
-            grid = tables.build_table(view, outcomes)
-            assert grid.rows and not grid.excluded, grid.excluded
-            assert scale == "small" or not view.published or grid.has_published
-            entries = {key for key in view.published if not any(part in ("percent", "average", "rank") for part in key)}
-            shown = [entry.published for row in grid.rows for entry in row.cells if entry.published is not None]
-            assert scale == "small" or len(shown) >= 0.7 * len(entries)
-        else:
-            assert isinstance(view, FigureSpec)
-            figure = charts.draw(view, outcomes)
-            assert figure.text
-            assert not figure.notes or name == "ap/thresholds", figure.notes
-            plt.close(figure.figure)
+        for compared in finding.comparisons:
+            assert not re.search(r"\w=\w|None|_", compared.text), f"not in words: {compared.text}"
+    tables = [view for view in made.views if isinstance(view, TableSpec)]
+    assert len(tables) == len(section.tables) and len(tables) + len(section.figures) == len(made.views)
+    for view, grid in zip(tables, section.tables, strict=True):
+        assert grid.rows and not grid.excluded, grid.excluded
+        assert scale == "small" or not view.published or grid.has_published
+        entries = {key for key in view.published if not any(part in ("percent", "average", "rank") for part in key)}
+        shown = [entry.published for row in grid.rows for entry in row.cells if entry.published is not None]
+        assert scale == "small" or len(shown) >= 0.7 * len(entries)
+    for figure in section.figures:
+        assert figure.text
+        assert not figure.notes or name == "ap/thresholds", figure.notes
+        plt.close(figure.figure)
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -224,7 +215,7 @@ def test_a_sum_learns_at_the_lowest_rate(method: str, rate: float) -> None:
 
 
 def test_sizes_of_the_groups() -> None:
-    """The N of every group is what its method trains."""
+    """The N of every group is what its method trains, but for BitFit: there it is the paper's number."""
     from transformers import BertConfig, T5Config
 
     from deltune.anatomy.tracing import meta_model
@@ -238,12 +229,15 @@ def test_sizes_of_the_groups() -> None:
                 config = BertConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
                                     intermediate_size=4 * width)  # fmt: skip
                 base = meta_model(config)
-                sizes = [count(base, method).method for method in family.methods.values()]
-                assert tuple(sizes) == family.models[model].sizes
+                sizes = [count(base, method).method for method in family.methods_of(model).values()]
+                prompt, bitfit, *rest = family.models[model].sizes
+                assert (sizes[0], *sizes[2:]) == (prompt, *rest)
+                assert bitfit == (sizes[1] if family is SMALL_FAMILIES["MiniLM"] else 7 * width * layers)
                 assert count(base, family.everything).method >= max(sizes)
     family = PAPER_FAMILIES["T5"]
     small = meta_model(T5Config(d_model=512, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu"))
-    assert tuple(count(small, m).method for m in family.methods.values()) == family.models["t5-small"].sizes
+    prompt, bitfit, lora, adapter = (count(small, m).method for m in family.methods_of("t5-small").values())
+    assert (prompt, 121_216, lora, adapter) == family.models["t5-small"].sizes and bitfit == 101_376
     assert count(small, family.everything).method >= max(family.models["t5-small"].sizes)
 
 

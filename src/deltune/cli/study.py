@@ -427,13 +427,16 @@ def report(
     """Print tables, figures and findings of studies, or write them as files or as one page."""
     from ..filesystem import explain_write_errors, write_text
     from ..studies import sections
-    from ..studies.papers.registry import CLAIMS
+    from ..studies.papers.registry import paper_statements
     from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
     requested = studies(names, scale, data_root, model_root, only)
     rows = _rows(store)
-    parts = [sections.build_section(study, rows, CLAIMS.get(study.name, ()), paper) for study in requested]
+    parts = [
+        sections.build_section(study, rows, paper_statements(study.name), paper, scale == "small")
+        for study in requested
+    ]
     if html is not None:
         html = user_path(html, "--html")
         with explain_write_errors(html):

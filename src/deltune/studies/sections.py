@@ -8,29 +8,43 @@ from pathlib import Path
 
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
-from .claims.claims import Claim, Finding, decide_claims
+from .claims.decisions import PaperStatements, check_printed, decide_claims
 from .engine.jobs import Outcome
 from .report.aggregate import cell_label
 from .report.charts import draw, save
-from .report.figure_spec import FigureSpec, TableSpec, as_tuple
+from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
 from .report.page import Section
 from .report.tables import build_table, escape_markdown, to_csv, to_latex, to_markdown
 from .study import Records, Study
 
 
-def build_section(study: Study, records: Records, claims: Sequence[Claim] = (), paper: bool = False) -> Section:
+def build_section(
+    study: Study,
+    records: Records,
+    statements: PaperStatements | None = None,
+    paper: bool = False,
+    small: bool = False,
+) -> Section:
     """Build the section of a study from what is done of it.
 
     Args:
         study: The study.
         records: The records of finished jobs.
-        claims: The claims to decide.
+        statements: What the paper says; its claims are decided. Default: there is no paper.
         paper: Whether the paper's own numbers stand beside ours.
+        small: Whether the study is of small scale, whose findings are not about the paper.
     """
+    statements = statements or PaperStatements()
     outcomes = study.outcomes(records)
     tables = [view if paper else replace(view, published={}) for view in study.views if isinstance(view, TableSpec)]
     figures = [view for view in study.views if isinstance(view, FigureSpec)]
-    findings = decide_claims(claims, outcomes, _metric(study, outcomes), study.lower) if claims else []
+    names = dict(DISPLAY_NAMES)
+    for view in study.views:
+        names |= view.display_names
+    printed = [check_printed(claim, statements.tables, names) for claim in statements.claims]
+    findings = decide_claims(
+        statements.claims, outcomes, _metric(study, outcomes), study.lower, names=names, printed=printed
+    )
     return Section(
         study.name,
         "\n\n".join(text for text in (study.question, study.notes) if text),
@@ -39,6 +53,10 @@ def build_section(study: Study, records: Records, claims: Sequence[Claim] = (), 
         tuple(findings),
         tuple(outcomes),
         tuple(_missing(outcomes)),
+        tuple(printed),
+        statements.choices,
+        small,
+        names,
     )
 
 
@@ -75,20 +93,23 @@ def section_markdown(section: Section) -> str:
     lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(text) + "\n" for text in paragraphs)]
     for table in section.tables:
         lines += [to_markdown(table), ""]
-    if section.findings:
-        lines += ["| claim | verdict | effect | interval | p |", "|---|---|---|---|---|"]
-        lines += [_finding_row(finding) for finding in section.findings] + [""]
+    for found in section.finding_tables:
+        lines += [f"### {found.title}", "", escape_markdown(found.intro), ""]
+        rows = [_markdown_row(row.cells) for row in found.rows]
+        lines += [_markdown_row(found.columns), "|" + "---|" * len(found.columns), *rows, ""]
+    if section.choices:
+        lines += [
+            "### Where the paper disagrees with itself",
+            "",
+            *(f"- {escape_markdown(c)}" for c in section.choices),
+            "",
+        ]
     lines += [f"- not there: {escape_markdown(text)}" for text in section.missing]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _finding_row(finding: Finding) -> str:
-    claim = f"{escape_markdown(finding.claim.text)} ({escape_markdown(finding.claim.source)})"
-    verdict = f"**{finding.verdict}**" + (f" ({escape_markdown(finding.remark)})" if finding.remark else "")
-    effect = "" if finding.effect is None else f"{finding.effect:+.2f}"
-    interval = "" if finding.interval is None else "{:+.2f} … {:+.2f}".format(*finding.interval)
-    p = "" if finding.p_adjusted is None else f"{finding.p_adjusted:.3f}"
-    return f"| {claim} | {verdict} | {effect} | {interval} | {p} |"
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
 
 
 def write_section(section: Section, folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,19 @@ import numpy as np
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
 from ..engine.jobs import Cell, Outcome
+from .selectors import (
+    DATA_AXES,
+    EVERY,
+    LARGEST,
+    SECOND_SMALLEST,
+    SEED,
+    SMALLEST,
+    CellSelector,
+    Key,
+    Names,
+    SymbolicLabel,
+    describe_cell,
+)
 from .statistics import average_ranks, slope_weights
 
 CONVERGED = 0.95
@@ -85,14 +98,16 @@ class Measurement:
         read: Measures outcomes.
         unit: The unit of the numbers.
         lower: Whether lower is better.
-        over: The axis along which outcomes are measured together, if the number of one depends on the others (a rank
+        over: The axes along which outcomes are measured together, if the number of one depends on the others (a rank
             among methods).
+        name: What is measured; empty for the score that counts, which is named after the metric.
     """
 
     read: Read
     unit: str
     lower: bool = False
-    over: str | None = None
+    over: tuple[str, ...] = ()
+    name: str = ""
 
 
 def _each(read: Callable[[Outcome, MetricChoice], Number | str]) -> Read:
@@ -122,32 +137,53 @@ SCORE = Measurement(_each(_score), "points")
 """The study's metric in points, turned so that higher is better."""
 
 
-def score(name: str, unit: str = "points", lower: bool = False) -> Measurement:
+def score(name: str, unit: str = "points", lower: bool = False, title: str = "") -> Measurement:
     """Return the measurement of a score by its name, without any scaling.
 
     Args:
         name: The score.
         unit: Its unit.
         lower: Whether lower is better.
+        title: What it is called. Default: its name.
     """
 
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         return Number(float(outcome.scores[name])) if name in outcome.scores else f"no {name}"
 
-    return Measurement(_each(read), unit, lower)
+    return Measurement(_each(read), unit, lower, name=title or name)
 
 
 def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    names = sorted({name for outcome in group for name in outcome.scores if name in METRICS})
-    lacking = [str(o.cell.get("method")) for o in group if any(name not in o.scores for name in names)]
-    if lacking or not names:
-        return [f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"] * len(group)
-    values = np.array([[outcome.scores[name] for outcome in group] for name in names])
-    return [Number(float(r)) for r in average_ranks(values, [METRICS[name].better == "lower" for name in names])]
+    by_task: dict[Any, list[int]] = {}
+    for i, outcome in enumerate(group):
+        by_task.setdefault(outcome.cell.get("task"), []).append(i)
+    names = {
+        task: sorted({name for i in members for name in group[i].scores if name in METRICS})
+        for task, members in by_task.items()
+    }
+    usual = sum(map(len, names.values())) / len(names)
+    numbers: list[Number | str] = [""] * len(group)
+    for task, members in by_task.items():
+        outcomes = [group[i] for i in members]
+        lacking = [str(o.cell.get("method")) for o in outcomes if any(name not in o.scores for name in names[task])]
+        if lacking or not names[task]:
+            ranks: list[Number | str] = [f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"] * len(
+                members
+            )
+        else:
+            values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
+            lower = [METRICS[name].better == "lower" for name in names[task]]
+            ranks = [Number(float(rank) * len(names[task]) / usual) for rank in average_ranks(values, lower)]
+        for i, rank in zip(members, ranks, strict=True):
+            numbers[i] = rank
+    return numbers
 
 
-RANK = Measurement(_ranks, "ranks", lower=True, over="method")
-"""The rank among all methods of the same task and seed, averaged over all metrics (LN table 2)."""
+RANK = Measurement(_ranks, "ranks", lower=True, over=("method", "task"), name="average rank")
+"""The rank among all methods of the same task and seed, averaged over metrics.
+
+A task's is weighted by its number of metrics, so that the mean over tasks is the mean over all metrics (LN table 2).
+"""
 
 
 def _steps(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
@@ -169,12 +205,34 @@ def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
     return [(int(line["step"]), sign * float(line[name])) for line in outcome.curve if name in line]
 
 
-STEPS = Measurement(_steps, "log2 of steps", lower=True, over="structure")
+STEPS = Measurement(_steps, "doublings", lower=True, over=("structure",), name="steps to converge")
 """log2 of the first validated step at which a curve has come 95 % of the way to the lower of the structures' bests.
 
 The target is the same for both structures, else a curve that ends low would converge early. A difference of 1 means
 half the steps.
 """
+
+
+def _times(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
+    seconds = [_seconds_to_converge(outcome, choice) for outcome in group]
+    full = [time for outcome, time in zip(group, seconds, strict=True) if outcome.cell.get("method") == "full"]
+    if len(full) != 1 or not full[0]:
+        return ["no time of full tuning"] * len(group)
+    return [Number(100 * time / full[0]) if time else "no curve of evaluations, or no time" for time in seconds]
+
+
+def _seconds_to_converge(outcome: Outcome, choice: MetricChoice) -> float | None:
+    curve = _curve(outcome, choice)
+    if not curve or not outcome.seconds:
+        return None
+    values = [value for _, value in curve]
+    target = min(values) + CONVERGED * (max(values) - min(values))
+    reached = next(step for step, value in curve if value >= target)
+    return outcome.seconds * reached / max(step for step, _ in curve)
+
+
+TIME = Measurement(_times, "% of full tuning's", lower=True, over=("method",), name="training time to converge")
+"""Training time until a curve has come 95 % of the way to its best, in percent of full tuning's of the same seed."""
 
 
 def threshold(name: str) -> Measurement:
@@ -191,7 +249,7 @@ def threshold(name: str) -> Measurement:
         low, high = (math.log10(max(1.0, bound or 0.0)) for bound in bounds)
         return Number((low + high) / 2, slack=(high - low) / 2)
 
-    return Measurement(_each(read), "decades of parameters", lower=True)
+    return Measurement(_each(read), "powers of ten", lower=True, name=f"{name} threshold of N")
 
 
 def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
@@ -207,7 +265,7 @@ def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | s
     ]
 
 
-RELATIVE = Measurement(_relative, "% of the original", over="task")
+RELATIVE = Measurement(_relative, "% of the original", over=("task",), name="zero-shot score")
 """Zero-shot score on a target in percent of the score of the model trained on it (AP figure 9)."""
 
 
@@ -215,7 +273,7 @@ def _size(outcome: Outcome, choice: MetricChoice) -> Number | str:
     return Number(float(outcome.count["method"])) if "method" in outcome.count else "no count"
 
 
-COUNT = Measurement(_each(_size), "scalars", lower=True)
+COUNT = Measurement(_each(_size), "scalars", lower=True, name="trained parameters")
 """The number of scalars that the method trains, its head aside."""
 
 
@@ -262,44 +320,14 @@ def _pair(cell: Mapping[str, Any]) -> str:
     return "same type" if kinds[0] is not None and kinds[0] == kinds[1] else "other type"
 
 
-@dataclass(frozen=True)
-class SymbolicLabel:
-    """A label that stands for labels of the study at hand: all of them, the smallest, or the largest."""
-
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-EVERY, SMALLEST, LARGEST = SymbolicLabel("every"), SymbolicLabel("smallest"), SymbolicLabel("largest")
-
-CellSelector = Mapping[str, Any]
-"""Axis -> a label, a tuple of labels (their mean is taken), or EVERY, SMALLEST or LARGEST of those that occur."""
-
-DATA_AXES = ("task", "target")
-"""Axes that determine the test split of a score."""
-
-SEED = "seed"
-Key = tuple[tuple[str, Hashable], ...]
-"""Labels on some axes, in the order of the axes."""
-
-
 class MissingCells(Exception):
-    """A comparison cannot be made, for these reasons."""
+    """A comparison cannot be made, for these reasons; `checks` are others of the same claim that can."""
 
-    def __init__(self, reasons: Sequence[str]) -> None:
+    def __init__(self, reasons: Sequence[str], checks: Sequence[Check] = ()) -> None:
+        self.checks = list(checks)
         self.reasons = list(dict.fromkeys(reasons))
         more = len(self.reasons) - 3
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
-
-
-def describe_cell(selector: Mapping[str, Any]) -> str:
-    """Describe a cell or a selection of cells: "method=lora, task=cb"."""
-    return ", ".join(
-        f"{axis}={' or '.join(map(str, label)) if isinstance(label, tuple) else label}"
-        for axis, label in selector.items()
-    )
 
 
 class Cells:
@@ -308,13 +336,14 @@ class Cells:
     Args:
         outcomes: The outcomes.
         metric: The score that counts.
+        names: How labels are shown.
 
     Raises:
         DeltuneError: Two outcomes belong to one cell.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome], metric: MetricChoice) -> None:
-        self.outcomes, self.metric = list(outcomes), metric
+    def __init__(self, outcomes: Sequence[Outcome], metric: MetricChoice, names: Names | None = None) -> None:
+        self.outcomes, self.metric, self.names = list(outcomes), metric, names or {}
         self.axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
         self.cells: dict[Key, Outcome] = {}
         for outcome in self.outcomes:
@@ -327,7 +356,31 @@ class Cells:
     def excluding(self, exclude: CellSelector) -> Cells:
         """Return the cells without those that have one of the labels."""
         remaining = [o for o in self.outcomes if not any(o.cell.get(a) in _as_labels(v) for a, v in exclude.items())]
-        return Cells(remaining, self.metric) if exclude else self
+        return Cells(remaining, self.metric, self.names) if exclude else self
+
+    def describe(self, cell: Mapping[str, Any]) -> str:
+        """Describe a cell or a selection of cells in the study's words."""
+        return describe_cell(cell, self.names)
+
+    def describe_setting(self, setting: Key) -> str:
+        """Describe labels that are not compared, without those that follow from others, such as a task's only model."""
+        labels = dict(setting)
+        for axis in ("family", "kind", "model"):
+            rest = [other for other in labels if other != axis]
+            seen = {(self._key(o.cell, rest), o.cell[axis]) for o in self.outcomes if axis in labels and axis in o.cell}
+            if len({others for others, _ in seen}) == len(seen) and rest:
+                labels.pop(axis, None)
+        return self.describe(labels)
+
+    def metrics(self, settings: Iterable[Key]) -> str:
+        """Return the scores that count in some settings, such as "entity F1 and accuracy"."""
+        tasks = {dict(setting).get("target", dict(setting).get("task")) for setting in settings}
+        metrics = dict.fromkeys(
+            self.metric.for_outcome(outcome)
+            for outcome in self.outcomes
+            if None in tasks or outcome.cell.get("target", outcome.cell.get("task")) in tasks
+        )
+        return " and ".join(self.names.get(name, name) for name in metrics)
 
     def labels(self, axis: str, selector: CellSelector) -> list[Any]:
         """Return the labels of an axis among the selected cells, in order of appearance."""
@@ -349,7 +402,7 @@ class Cells:
             if any(_matches(outcome, selector) for selector in selectors):
                 by_setting.setdefault(self._key(outcome.cell, free), []).append(outcome)
         if not by_setting:
-            raise MissingCells([f"no outcome has {describe_cell(selector)}" for selector in selectors])
+            raise MissingCells([f"no result of {self.describe(selector)}" for selector in selectors])
         yield from by_setting.items()
 
     def select(self, selector: CellSelector, members: Sequence[Outcome], setting: Key) -> list[Cell]:
@@ -368,12 +421,11 @@ class Cells:
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
                 if len(self.labels(axis, {})) < 2:
                     raise MissingCells([f"only one {axis} in the study: no {label}"])
-                extreme = (min if label is SMALLEST else max)(self.position(axis, o.cell[axis]) for o in matches)
-                matches = [o for o in matches if self.position(axis, o.cell[axis]) == extreme]
+                positions = sorted({self.position(axis, o.cell[axis]) for o in matches})
+                at = {SMALLEST: 0, SECOND_SMALLEST: 1, LARGEST: -1}[label]
+                matches = [o for o in matches if self.position(axis, o.cell[axis]) in positions[at:][:1]]
         if not matches:
-            raise MissingCells(
-                [f"nothing has {describe_cell(selector)}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
-            )
+            raise MissingCells([f"no result of {self.describe({**dict(setting), **selector})}"])
         open_axes = [axis for axis, label in selector.items() if isinstance(label, SymbolicLabel)]
         fixed = {axis: _as_labels(label) for axis, label in selector.items() if axis not in open_axes}
         keys = dict.fromkeys(self._key(o.cell, open_axes) for o in matches)
@@ -415,22 +467,22 @@ class Cells:
         full = {axis: labels[axis] for axis in self.axes if labels.get(axis) is not None}
         outcome = self.cells.get(self._key(full, self.axes))
         if outcome is None:
-            raise MissingCells([f"missing: {describe_cell(full)}"])
+            raise MissingCells([f"missing: {self.describe(full)}"])
         if outcome.error is not None:
             state = "waiting" if outcome.waiting else "failed"
-            raise MissingCells([f"{state}: {describe_cell(full)} ({(outcome.error.splitlines() or [''])[0]})"])
+            raise MissingCells([f"{state}: {self.describe(full)} ({(outcome.error.splitlines() or [''])[0]})"])
         key = (measurement, self._key(full, self.axes))
         if key not in self._read:
             group = [outcome]
-            if measurement.over is not None:
-                alike = [axis for axis in self.axes if axis not in (measurement.over, "pair")]
+            if measurement.over:
+                alike = [axis for axis in self.axes if axis not in (*measurement.over, "pair")]
                 same = self._key(full, alike)
                 group = [o for o in self.outcomes if self._key(o.cell, alike) == same]
             for member, number in zip(group, measurement.read(group, self.metric), strict=True):
                 self._read[measurement, self._key(member.cell, self.axes)] = number
         number = self._read[key]
         if isinstance(number, str):
-            raise MissingCells([f"{number}: {describe_cell(full)}"])
+            raise MissingCells([f"{number}: {self.describe(full)}"])
         return number
 
     @staticmethod
@@ -473,6 +525,8 @@ class Comparison:
         low: The lower bound.
         high: The upper bound.
         unit: The unit of the effects.
+        subject: What is measured; empty for the score that counts.
+        is_difference: Whether an effect is a difference, as opposed to a number of one side.
     """
 
     text: str
@@ -480,6 +534,8 @@ class Comparison:
     low: float
     high: float
     unit: str
+    subject: str = ""
+    is_difference: bool = True
 
 
 @dataclass(frozen=True)
@@ -491,12 +547,14 @@ class Exact:
         value: The number.
         maximum: What it may be at most.
         unit: The unit of the number.
+        subject: What is measured.
     """
 
     text: str
     value: float
     maximum: float
     unit: str
+    subject: str = "trained parameters"
 
     @property
     def is_true(self) -> bool:
@@ -553,16 +611,9 @@ def weighted_effects(
                 effects[setting][seed] = weighted_sum(cells, weighted, measurement, seed)
             except MissingCells as lacking:
                 reasons += lacking.reasons
-        if len(seeds_of(members)) < 2:
-            reasons.append(one_seed_reason(setting))
     if reasons:
         raise MissingCells(reasons)
     return effects
-
-
-def one_seed_reason(setting: Key) -> str:
-    """Return the reason why a setting with a single seed decides nothing."""
-    return "one seed" + (f" at {describe_cell(dict(setting))}" if setting else "") + ": no claim from one seed"
 
 
 def mean_terms(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
@@ -617,6 +668,6 @@ def trend_weights(
     places = [cells.position(axis, label) for label in labels]
     if min(places) <= 0 or len(set(places)) < 2:
         raise MissingCells(
-            [f"a trend needs two sizes of {axis}" + (f" at {describe_cell(dict(setting))}" if setting else "")]
+            [f"a trend needs two sizes of {axis}" + (f" {cells.describe(dict(setting))}" if setting else "")]
         )
     return list(zip(labels, slope_weights([math.log10(position) for position in places]), strict=True))

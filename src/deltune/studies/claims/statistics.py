@@ -6,11 +6,16 @@ no library here has it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
+
+SEED_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
+EXAMPLE_FACTORS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
+"""Numbers of seeds, and multiples of the examples, that a larger study is sought among."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,9 @@ class Estimate:
 
     Attributes:
         mean: The mean.
-        parts: Independent estimates of parts of the mean's variance, each with its degrees of freedom. Without any,
-            nothing is known about the spread, and the interval is the whole line.
+        parts: Independent estimates of parts of the mean's variance, each with its degrees of freedom: that of the
+            seeds, then that of the examples if there are any. Without any part, nothing is known about the spread, and
+            the interval is the whole line.
         slack: How far the mean may be off for sure besides, whatever the number of seeds (a threshold is known only up
             to the width of its bisection).
     """
@@ -51,6 +57,90 @@ class Estimate:
             return tiny
         log_alpha = optimize.brentq(lambda log: self._half(np.exp(log)) - distance, np.log(tiny), 0.0, xtol=1e-9)
         return float(np.exp(log_alpha))
+
+    def power(self, distance: float, alpha: float = 0.05) -> float:
+        """Return the chance to decide a boundary that the true mean is `distance` beyond.
+
+        That is the chance that the interval of level 1 − alpha lies beyond it, if the true variance of the mean is Σ
+        variance and each part is estimated with its degrees of freedom. With one part it is the power of Student's
+        test, a tail of the noncentral t; with several it is averaged over quantiles of the parts' χ².
+
+        Args:
+            distance: How far the true mean lies beyond the boundary.
+            alpha: The level of the test.
+        """
+        if not self.parts:
+            return 0.0
+        error = np.sqrt(sum(variance for variance, _ in self.parts))
+        if len(self.parts) == 1:
+            ((_, df),) = self.parts
+            return float(stats.nct.sf(special.stdtrit(df, 1 - alpha / 2), df, (distance - self.slack) / error))
+        squares = np.zeros(())
+        for (variance, df), n in zip(self.parts, (64, 16), strict=True):
+            ratios = 2 * special.gammaincinv(df / 2, (np.arange(n) + 0.5) / n) / df  # quantiles of χ²/df
+            squares = np.add.outer(squares, special.stdtrit(df, alpha / 2) ** 2 * variance * ratios)
+        return float(special.ndtr((distance - self.slack - np.sqrt(squares)) / error).mean())
+
+    def smallest_decidable(self, alpha: float = 0.05, power: float = 0.8) -> float:
+        """Return the distance from a boundary that is decided with a given power (Bloom 1995: "minimum detectable").
+
+        Args:
+            alpha: The level of the test.
+            power: The chance to decide.
+
+        Returns:
+            The distance; infinite if nothing is known about the spread.
+        """
+        if not self.parts:
+            return np.inf
+        far = self.slack + self._half(alpha)
+        while self.power(far, alpha) < power:
+            far *= 2
+        return float(optimize.brentq(lambda distance: self.power(distance, alpha) - power, 0.0, far, rtol=1e-6))
+
+    def enlarged(self, seeds: tuple[int, int], examples: float = 1.0) -> Estimate:
+        """Return what a larger study would have: the variance of each part falls with the number that it is over.
+
+        The first part is that of the seeds, the second that of the examples (see `paired_estimate`). The first has
+        some variance of examples within seeds in it, which falls with both; here it falls with the seeds alone, so
+        that the larger study is no better than it says.
+
+        Args:
+            seeds: How many seeds there are, and how many there would be.
+            examples: How many times as many examples there would be.
+        """
+        now, then = seeds
+        parts = [(variance * now / then, df * (then - 1) / (now - 1)) for variance, df in self.parts[:1]]
+        parts += [(variance / examples, df * examples) for variance, df in self.parts[1:]]
+        return replace(self, parts=tuple(parts))
+
+    def sample_size(
+        self, distance: float, seeds: int, alpha: float = 0.05, power: float = 0.8
+    ) -> tuple[int, float] | None:
+        """Return the smallest study of at least this size that decides a distance with a given power.
+
+        Args:
+            distance: How far the true mean lies beyond the boundary.
+            seeds: How many seeds this study has.
+            alpha: The level of the test.
+            power: The chance to decide.
+
+        Returns:
+            The number of seeds, and how many times as many examples, with the smallest product; None if no study of up
+            to 1,000 seeds and 1,000 times as many examples does.
+        """
+        if not self.parts or distance <= self.slack:
+            return None
+        numbers = [seeds, *(n for n in SEED_COUNTS if n > seeds)]
+        sizes: list[tuple[int, float]] = []
+        for factor in EXAMPLE_FACTORS if len(self.parts) > 1 else (1.0,):
+
+            def power_of(n: int, factor: float = factor) -> float:
+                return self.enlarged((seeds, n), factor).power(distance, alpha)
+
+            at = bisect.bisect_left(numbers, power, key=power_of)
+            sizes += [(n, factor) for n in numbers[at : at + 1]]
+        return min(sizes, key=lambda size: size[0] * size[1], default=None)
 
     def _half(self, alpha: float) -> float:
         if not self.parts:

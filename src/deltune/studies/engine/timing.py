@@ -64,7 +64,7 @@ def time_methods(
 
     Returns:
         Label -> the median of seconds for each of `phases`, with "turns" (all seconds of each), "kept" (bytes that a
-        forward pass saves) and "percent" (the share of parameters trained).
+        forward pass saves), "percent" (the share of parameters trained) and "parameters" (of the bare model).
     """
     models = {label: build_timed_model(model, kind, method, rows, tokens) for label, method in methods.items()}
     models[BARE] = build_timed_model(model, kind, None, rows, tokens)
@@ -76,9 +76,11 @@ def time_methods(
     }
     gc.collect()
     seconds = time_interleaved(cases, repeats)
+    parameters = sum(parameter.numel() for parameter in models[BARE][0].model.parameters())
     results: dict[str, dict[str, Any]] = {}
     for label, (timed, percent) in models.items():
         turns = {phase: times for (owner, phase), times in seconds.items() if owner == label}
         results[label] = {phase: statistics.median(times) for phase, times in turns.items()}
         results[label] |= {"turns": turns, "kept": timed.saved_bytes() if timed.optimiser else 0, "percent": percent}
+        results[label]["parameters"] = parameters
     return results

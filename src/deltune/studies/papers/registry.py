@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..claims.claims import Claim
+from ..claims.decisions import PaperStatements
 from ..scales import StudySetup
 from ..study import Study
 from .apet import AP_CLAIMS, AP_STUDIES
 from .ln import LN_CLAIMS, LN_STUDIES
+from .printed import PRINTED
+from .published import CHOICES, RULE
 from .uv import UV_CLAIMS, UV_STUDIES
 
 FIRST = (
@@ -22,3 +25,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {**LN_CLAIMS, **UV_CLAIMS, **AP_CLAIMS}
 
 STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDIES, **AP_STUDIES}
 """Name -> the function that builds the study. Building one loads nothing and does not use the hub."""
+
+
+def paper_statements(study: str) -> PaperStatements:
+    """Return what a study's paper claims and prints; empty for a study that is not of the papers."""
+    choices = tuple(choice.text for choice in CHOICES if study in choice.studies)
+    return PaperStatements(CLAIMS.get(study, ()), PRINTED.get(study, ()), (RULE, *choices) if choices else ())

@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -17,10 +17,11 @@ import yaml
 from markupsafe import Markup
 
 from ...pages.rendering import render as render_template
-from ..claims.claims import Finding
+from ..claims.decisions import Finding, PrintedFinding
 from ..engine.jobs import Outcome
 from .aggregate import SEED
 from .charts import DrawnFigure, render
+from .findings import FindingRow, FindingTable, finding_tables
 from .tables import Row, Table, TableCell, header_label, note_mark, table_legend, to_csv, to_latex, to_markdown
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
@@ -170,8 +171,8 @@ def _yaml(value: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100).rstrip()
 
 
-VERDICTS = {"holds": ("holds", "✓"), "does not hold": ("fails", "✗"), "undecided": ("undecided", "?")}
-"""Verdict -> its class in the style sheet and a sign, so that it does not depend on colour alone."""
+GLYPHS = {"holds": "✓", "fails": "✗", "undecided": "?"}
+"""Class of a verdict -> a sign, so that it does not depend on colour alone."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,10 @@ class Section:
         findings: The claims it decides.
         outcomes: The outcomes of all its jobs.
         missing: What was planned and has no result, in words.
+        printed: What the paper's printed numbers say of the claims.
+        choices: Where the paper disagrees with itself or is silent, and what was chosen.
+        small: Whether the study is of small scale, whose findings are not about the paper.
+        names: How labels are shown.
     """
 
     title: str
@@ -195,6 +200,15 @@ class Section:
     findings: tuple[Finding, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     missing: tuple[str, ...] = ()
+    printed: tuple[PrintedFinding, ...] = ()
+    choices: tuple[str, ...] = ()
+    small: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def finding_tables(self) -> list[FindingTable]:
+        """The findings in words: about the paper, and about runs of small scale."""
+        return finding_tables(self.findings, self.printed, self.outcomes, self.names, self.small)
 
 
 def render_page(sections: Sequence[Section], title: str = "deltune report") -> str:
@@ -219,7 +233,7 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "section": section,
         "summary": _summary(section.outcomes, section.findings),
         "paragraphs": [part for part in re.split(r"\n\s*\n", section.text.strip()) if part],
-        "findings": [_finding_context(finding) for finding in section.findings],
+        "findings": [_finding_table_context(table) for table in section.finding_tables],
         "tables": [_table_context(table) for table in section.tables],
         "figures": [_figure_context(figure, f"s{at}f{i}-") for i, figure in enumerate(section.figures)],
         **_runs_context(section.outcomes),
@@ -246,24 +260,20 @@ def _summary(outcomes: Sequence[Outcome], findings: Iterable[Finding]) -> str:
     return " · ".join(summaries)
 
 
-def _finding_context(finding: Finding) -> dict[str, Any]:
-    kind, glyph = VERDICTS[finding.verdict]
-    interval = "" if finding.interval is None else "{:+.3g} … {:+.3g}".format(*finding.interval)
-    p = finding.p_adjusted
-    return {
-        "claim": finding.claim.text,
-        "source": finding.claim.source,
-        "verdict": finding.verdict,
-        "kind": kind,
-        "glyph": glyph,
-        "rank": list(VERDICTS).index(finding.verdict),
-        "effect": "" if finding.effect is None else repr(float(finding.effect)),
-        "effect_text": "–" if finding.effect is None else f"{finding.effect:+.3g}".replace("-", "−"),
-        "interval": interval.replace("-", "−") or "–",
-        "p": "" if p is None else repr(float(p)),
-        "p_text": "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}",
-        "note": finding.remark,
-    }
+def _finding_table_context(table: FindingTable) -> dict[str, Any]:
+    rows = [_finding_row_context(table, row) for row in table.rows]
+    return {"table": table, "rows": rows}
+
+
+def _finding_row_context(table: FindingTable, row: FindingRow) -> dict[str, Any]:
+    """Return what the template needs of a row; a verdict sorts by its kind, a p value by its number."""
+    cells = []
+    for at, (column, text) in enumerate(zip(table.columns, row.cells, strict=True)):
+        value = str(list(GLYPHS).index(row.kind)) if at == table.verdict_column and row.kind else ""
+        if column == "p" and row.p is not None:
+            value = repr(float(row.p))
+        cells.append({"column": column, "text": text, "value": value, "is_verdict": at == table.verdict_column})
+    return {"cells": cells, "kind": row.kind, "glyph": GLYPHS.get(row.kind, ""), "details": row.details}
 
 
 def _table_context(table: Table) -> dict[str, Any]:

@@ -1,0 +1,507 @@
+"""Deciding claims on a study's outcomes, and on a paper's printed tables: each holds, does not hold or is undecided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ..engine.jobs import Outcome
+from .claims import Claim
+from .comparisons import Cells, Check, Comparison, Exact, MetricChoice, MissingCells, with_derived_axes
+from .selectors import DATA_AXES, Names
+from .statistics import Estimate, holm, holm_levels, paired_estimate
+
+Verdict = Literal["holds", "does not hold", "undecided"]
+
+POWER = 0.8
+"""The chance to decide an effect with which the smallest decidable effect is stated."""
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """A comparison in one setting.
+
+    Attributes:
+        setting: The setting in words, such as "on CB".
+        effect: The mean effect there.
+        interval: Its interval of 95 %, for itself alone: it describes and decides nothing.
+        agrees: Whether the effect lies where the claim is true.
+    """
+
+    setting: str
+    effect: float
+    interval: tuple[float, float]
+    agrees: bool
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """One comparison of a finding.
+
+    Attributes:
+        text: What was compared.
+        effect: The measured effect, in `unit`.
+        interval: Its interval; None if the number is exact.
+        unit: The unit of effect and interval.
+        region: The open interval of effects in which the claim is true.
+        subject: What was measured.
+        is_difference: Whether the effect is a difference, as opposed to a number of one side or a ratio.
+        by_setting: The same in each setting, if there are several.
+    """
+
+    text: str
+    effect: float
+    interval: tuple[float, float] | None
+    unit: str
+    region: tuple[float, float]
+    subject: str = ""
+    is_difference: bool = True
+    by_setting: tuple[SettingResult, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the effect lies where the claim is true; an exact number may lie on the border."""
+        low, high = self.region
+        return low < self.effect < high or (self.interval is None and self.effect == high)
+
+
+@dataclass(frozen=True)
+class PartVerdict:
+    """The verdict on one part of a claim that is about a score and about a number of parameters.
+
+    Attributes:
+        verdict: The verdict on this part alone.
+        result: The comparison that decides it; None if it could not be made.
+    """
+
+    verdict: Verdict
+    result: ComparisonResult | None
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What a run of this size can decide, and what size would decide more.
+
+    Attributes:
+        smallest: The distance from the border that is decided with the chance `POWER`.
+        alpha: The level of the test.
+        target: The distance for which the size is computed.
+        target_is_printed: Whether the target is the paper's own effect, as opposed to the one that was measured.
+        seeds: How many seeds decide the target with the same chance; None if no run of up to 1,000 seeds and 1,000
+            times as many test rows does.
+        rows: How many rows of each test split these seeds need; None if rows play no part.
+        unit: The unit of the distances.
+        margin: What a distance is from: "" for zero.
+    """
+
+    smallest: float
+    alpha: float
+    target: float
+    target_is_printed: bool
+    seeds: int | None
+    rows: int | None
+    unit: str
+    margin: str = ""
+
+    @property
+    def text(self) -> str:
+        """Both in a sentence."""
+        smallest = f"{self.smallest:.3g}{f' {self.unit}' if self.unit else ''}"
+        effect = f"{smallest} beyond {self.margin}" if self.margin else f"of {smallest}"
+        whose = "the paper's" if self.target_is_printed else "the one measured"
+        size = f"{self.seeds} seeds" + (f" × {self.rows:,} test rows" if self.rows else "")
+        needs = "more than 1,000 seeds" if self.seeds is None else size
+        return (
+            f"a run of this size decides an effect {effect} in {100 * POWER:.0f} % of cases (α = {self.alpha:.2g}); "
+            f"one as large as {whose} ({self.target:.2g}) takes {needs}"
+        )
+
+
+@dataclass(frozen=True)
+class UndecidedEffect:
+    """An effect that was tested and not decided.
+
+    Attributes:
+        estimate: Its estimate.
+        borders: The borders of the region in which the claim is true.
+        alpha: The level of the test.
+        seeds: How many seeds each setting has.
+        rows: How many rows a test split has on average; None if rows play no part.
+        printed: The paper's effect, if it prints one that agrees with the claim.
+        unit: The unit of the effect.
+    """
+
+    estimate: Estimate
+    borders: tuple[float, ...]
+    alpha: float
+    seeds: int
+    rows: float | None
+    printed: float | None
+    unit: str
+
+    def resolution(self) -> Resolution | None:
+        """Return what a run of this size can decide; None if nothing is known about the spread."""
+        smallest = self.estimate.smallest_decidable(self.alpha, POWER)
+        if not math.isfinite(smallest):
+            return None
+        effect = self.estimate.mean if self.printed is None else self.printed
+        target = min(abs(effect - border) for border in self.borders)
+        size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
+        rows = round(size[1] * self.rows) if size and self.rows else None
+        seeds = size[0] if size else None
+        margin = "" if self.borders == (0.0,) else " or ".join(f"{border:g}" for border in self.borders)
+        return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, rows, self.unit, margin)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a study says of a claim.
+
+    Attributes:
+        claim: The claim.
+        verdict: Whether it holds, does not hold, or is undecided.
+        effect: The effect of the comparison that decides, in a reader's direction; None if nothing could be compared.
+            Of a claim about a score and a number of parameters it is that of the score.
+        interval: Its interval, of the level at which Holm's procedure tested the claim, so that it decides as
+            `p_adjusted` does; None if the effect is exact.
+        unit: The unit of effect and interval.
+        p: The two-sided p value against the nearest border of the region in which the claim is true. Of several
+            comparisons that must all be true it is the largest p; if one of them appears false, the smallest times
+            their number. None if nothing was tested.
+        p_adjusted: p after Holm's procedure over all claims of the study.
+        n_pairs: How many pairs of seeds were compared, over all settings.
+        note: What the numbers rest on, or why nothing was decided.
+        comparisons: All comparisons.
+        deciding: The comparison that decides.
+        parts: The verdicts on the score and on the number of parameters, if the claim is about both.
+        undecided: What is known of an effect that was tested and not decided.
+    """
+
+    claim: Claim
+    verdict: Verdict
+    effect: float | None = None
+    interval: tuple[float, float] | None = None
+    unit: str = ""
+    p: float | None = None
+    p_adjusted: float | None = None
+    n_pairs: int = 0
+    note: str = ""
+    comparisons: tuple[ComparisonResult, ...] = ()
+    deciding: ComparisonResult | None = None
+    parts: tuple[PartVerdict, ...] = ()
+    undecided: UndecidedEffect | None = None
+
+    @property
+    def resolution(self) -> Resolution | None:
+        """What this run could have decided; None if the claim is decided or nothing is known about the spread."""
+        return None if self.undecided is None else self.undecided.resolution()
+
+
+@dataclass(frozen=True)
+class PrintedTable:
+    """Numbers that a paper prints, as outcomes of a study without seeds.
+
+    Attributes:
+        name: Where they are printed.
+        outcomes: The outcomes.
+        metric: The score that counts, or task -> score.
+    """
+
+    name: str
+    outcomes: tuple[Outcome, ...]
+    metric: str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PrintedFinding:
+    """What a paper's printed numbers say of one of its claims.
+
+    Attributes:
+        claim: The claim.
+        agrees: Whether they agree with it; None if the paper prints no numbers to compare.
+        deciding: The comparison that is the nearest to being false, or the furthest from being true.
+        source: Where they are printed.
+        comparisons: All comparisons.
+    """
+
+    claim: Claim
+    agrees: bool | None
+    deciding: ComparisonResult | None = None
+    source: str = ""
+    comparisons: tuple[ComparisonResult, ...] = ()
+
+
+@dataclass(frozen=True)
+class PaperStatements:
+    """What a paper says about a study.
+
+    Attributes:
+        claims: Its claims.
+        tables: Its printed numbers.
+        choices: Where it disagrees with itself or is silent, and what was chosen.
+    """
+
+    claims: tuple[Claim, ...] = ()
+    tables: tuple[PrintedTable, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | None = None) -> PrintedFinding:
+    """Compare a claim with the numbers that its paper prints, as they are printed.
+
+    Args:
+        claim: The claim.
+        tables: The paper's tables; the first that has all cells of the claim counts.
+        names: How labels are shown.
+    """
+    for table in tables:
+        cells = Cells(with_derived_axes(table.outcomes), MetricChoice(table.metric), names)
+        try:
+            checks = claim.form.checks(cells.excluding(claim.exclude))
+        except MissingCells:
+            continue
+        results = tuple(_printed_result(check, cells) for check in checks)
+        deciding = min(results, key=_room)
+        return PrintedFinding(claim, all(result.agrees for result in results), deciding, table.name, results)
+    return PrintedFinding(claim, None)
+
+
+def _printed_result(check: Check, cells: Cells) -> ComparisonResult:
+    if isinstance(check, Exact):
+        return _exact_result(check)
+    region = (check.low, check.high)
+    by_setting = {
+        setting: float(np.mean([number.value for number in seeds.values()])) for setting, seeds in check.effects.items()
+    }
+    settings = tuple(
+        SettingResult(cells.describe_setting(setting), effect, (effect, effect), check.low < effect < check.high)
+        for setting, effect in by_setting.items()
+    )
+    # Printed decimals have no sum in binary fractions: 79.8 − 78.8 is not 1.
+    effect = round(float(np.mean(list(by_setting.values()))), 9)
+    several = settings if len(settings) > 1 else ()
+    subject = check.subject or cells.metrics(check.effects)
+    return ComparisonResult(check.text, effect, None, check.unit, region, subject, check.is_difference, several)
+
+
+def _room(result: ComparisonResult) -> float:
+    """How far an effect lies inside of its region; negative outside."""
+    low, high = result.region
+    return min(result.effect - low, high - result.effect)
+
+
+def _exact_result(check: Exact) -> ComparisonResult:
+    region = (-math.inf, check.maximum)
+    return ComparisonResult(check.text, check.value, None, check.unit, region, check.subject, is_difference=False)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """A claim's comparisons of scores with their estimates, their p value, and the index of the one that decides.
+
+    Without a p value nothing could be tested, for the reason in the note.
+    """
+
+    has_scores: bool
+
+    comparisons: tuple[Comparison, ...]
+    estimates: tuple[Estimate, ...]
+    counts: tuple[Exact, ...]
+    p: float | None
+    decides: int
+    appears_true: bool
+    note: str
+
+
+def decide_claims(
+    claims: Sequence[Claim],
+    outcomes: Sequence[Outcome],
+    metric: str | Mapping[str, str],
+    lower: bool = False,
+    alpha: float = 0.05,
+    names: Names | None = None,
+    printed: Sequence[PrintedFinding] = (),
+) -> list[Finding]:
+    """Decide claims, with Holm's procedure over all that can be tested.
+
+    The chance that any "holds" or "does not hold" of the study is wrong is at most alpha (Holm 1979; for the directions
+    Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
+    cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute
+    a claim without a test, and its score is tested all the same.
+
+    Args:
+        claims: The claims.
+        outcomes: The study's outcomes.
+        metric: The score that counts, or task -> score.
+        lower: Whether lower is better, for scores of which `METRICS` does not say so.
+        alpha: The level of the study.
+        names: How labels are shown.
+        printed: What the paper's tables say of each claim; their effects are those that a larger run is to decide.
+
+    Returns:
+        A finding for each claim, in order.
+
+    Raises:
+        DeltuneError: Two outcomes belong to one cell.
+    """
+    cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower), names)
+    tests = [_test(claim, cells) for claim in claims]
+    p_values = {i: test.p for i, test in enumerate(tests) if test.p is not None}
+    adjusted = dict(zip(p_values, holm(list(p_values.values())).tolist(), strict=True))
+    levels = dict(zip(p_values, holm_levels(list(p_values.values()), alpha).tolist(), strict=True))
+    return [
+        _finding(claim, test, cells, adjusted.get(i), levels.get(i, alpha), alpha, printed[i] if printed else None)
+        for i, (claim, test) in enumerate(zip(claims, tests, strict=True))
+    ]
+
+
+def _test(claim: Claim, cells: Cells) -> _Test:
+    """Make a claim's comparisons, or say why they cannot be made."""
+    reasons: list[str] = []
+    try:
+        checks = claim.form.checks(cells.excluding(claim.exclude))
+    except MissingCells as lacking:
+        checks, reasons = lacking.checks, lacking.reasons
+    counts = tuple(check for check in checks if isinstance(check, Exact))
+    comparisons = tuple(check for check in checks if isinstance(check, Comparison))
+    for setting in dict.fromkeys(s for check in comparisons for s, seeds in check.effects.items() if len(seeds) < 2):
+        where = f" {cells.describe_setting(setting)}" if setting else ""
+        reasons = [*reasons, f"one seed{where}: no claim from one seed"]
+    if reasons:
+        return _Test(True, (), (), counts, None, 0, False, str(MissingCells(reasons)))
+    if not comparisons:
+        return _Test(False, (), (), counts, None, 0, False, "numbers of parameters, without a test")
+    estimates = tuple(_estimate(check) for check in comparisons)
+    p = [_p_value(check, estimate) for check, estimate in zip(comparisons, estimates, strict=True)]
+    false = [
+        i
+        for i, (check, estimate) in enumerate(zip(comparisons, estimates, strict=True))
+        if not check.low < estimate.mean < check.high
+    ]
+    if false:
+        decides = min(false, key=lambda i: p[i])
+        value = min(1.0, len(p) * p[decides])
+    else:
+        decides = max(range(len(p)), key=lambda i: p[i])
+        value = p[decides]
+    note = _basis(comparisons)
+    if value == 1.0 and (means := _means_without_spread(estimates)):
+        note = f"every seed gave the same ({means}): no spread to judge by"
+    return _Test(True, comparisons, estimates, counts, value, decides, not false, note)
+
+
+def _estimate(check: Comparison) -> Estimate:
+    strata: list[np.ndarray] = []
+    tests: list[Hashable] = []
+    slack = 0.0
+    for setting, seeds in check.effects.items():
+        numbers = list(seeds.values())
+        examples = [number.examples for number in numbers if number.examples is not None]
+        aligned = len(examples) == len(numbers) and len({len(row) for row in examples}) == 1
+        strata.append(np.stack(examples) if aligned else np.array([number.value for number in numbers]))
+        tests.append((tuple((axis, label) for axis, label in setting if axis in DATA_AXES), strata[-1].shape[1:]))
+        slack += sum(number.slack for number in numbers) / len(numbers) / len(check.effects)
+    return replace(paired_estimate(strata, tests), slack=slack)
+
+
+def _borders(check: Comparison) -> list[float]:
+    return [border for border in (check.low, check.high) if math.isfinite(border)]
+
+
+def _p_value(check: Comparison, estimate: Estimate) -> float:
+    return estimate.p_value(*_borders(check))
+
+
+def _basis(comparisons: Sequence[Comparison]) -> str:
+    """Say what an interval rests on: "8 settings × 3 seeds, spread of seeds and examples"."""
+    settings = {len(c.effects) for c in comparisons}
+    seeds = {len(s) for c in comparisons for s in c.effects.values()}
+    by_example = {number.examples is not None for c in comparisons for s in c.effects.values() for number in s.values()}
+    spread = "seeds, and examples where there are any"
+    if len(by_example) == 1:
+        spread = "seeds and examples" if by_example == {True} else "seeds alone"
+    prefix = f"{len(comparisons)} comparisons, " if len(comparisons) > 1 else ""
+    return f"{prefix}{_range(settings, 'setting')} × {_range(seeds, 'seed')}, spread of {spread}"
+
+
+def _range(sizes: set[int], word: str) -> str:
+    low, high = min(sizes), max(sizes)
+    return f"{low if low == high else f'{low} to {high}'} {word}{'' if high == 1 else 's'}"
+
+
+def _means_without_spread(estimates: Sequence[Estimate]) -> str:
+    means = [e.mean for e in estimates if not math.isfinite(e.interval()[0])]
+    return ", ".join(f"{mean:.4g}" for mean in means[:3])
+
+
+def _finding(
+    claim: Claim,
+    test: _Test,
+    cells: Cells,
+    adjusted: float | None,
+    level: float,
+    alpha: float,
+    printed: PrintedFinding | None,
+) -> Finding:
+    """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
+    share = level if test.appears_true else level / max(1, len(test.estimates))
+    scores = [
+        _comparison_result(check, estimate, cells, share)
+        for check, estimate in zip(test.comparisons, test.estimates, strict=True)
+    ]
+    counts = [_exact_result(check) for check in test.counts]
+    score: Verdict = "undecided"
+    if adjusted is not None and adjusted <= alpha:
+        score = "holds" if test.appears_true else "does not hold"
+    count: Verdict = "holds" if all(result.agrees for result in counts) else "does not hold"
+    worst = min(counts, key=_room, default=None)
+    deciding = scores[test.decides] if scores else worst
+    verdict = score if test.has_scores and count == "holds" else count
+    return Finding(
+        claim,
+        verdict,
+        deciding.effect if deciding else None,
+        deciding.interval if deciding else None,
+        deciding.unit if deciding else "",
+        test.p,
+        adjusted,
+        max((sum(len(seeds) for seeds in check.effects.values()) for check in test.comparisons), default=0),
+        test.note,
+        (*scores, *counts),
+        deciding,
+        (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
+        if test.has_scores and counts
+        else (),
+        _undecided_effect(test, share, printed) if scores and score == "undecided" else None,
+    )
+
+
+def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None) -> UndecidedEffect:
+    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
+    effect = printed.deciding.effect if printed is not None and printed.agrees and printed.deciding else None
+    seeds = min(len(numbers) for numbers in check.effects.values())
+    rows = [len(n.examples) for numbers in check.effects.values() for n in numbers.values() if n.examples is not None]
+    mean_rows = sum(rows) / len(rows) if rows else None
+    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, mean_rows, effect, check.unit)
+
+
+def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
+    by_setting: list[SettingResult] = []
+    for setting, seeds in check.effects.items() if len(check.effects) > 1 else ():
+        one = _estimate(replace(check, effects={setting: seeds}))
+        agrees = check.low < one.mean < check.high
+        by_setting.append(SettingResult(cells.describe_setting(setting), one.mean, one.interval(), agrees))
+    return ComparisonResult(
+        check.text,
+        estimate.mean,
+        estimate.interval(alpha),
+        check.unit,
+        (check.low, check.high),
+        check.subject or cells.metrics(check.effects),
+        check.is_difference,
+        tuple(by_setting),
+    )

@@ -1,0 +1,146 @@
+"""The papers' printed tables: transcribed rightly, and on them claims have the papers' verdicts."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import numpy as np
+import pytest
+from transformers import BertConfig
+
+import deltune
+from deltune.metrics.registry import METRICS
+from deltune.studies.claims.decisions import PrintedFinding, check_printed
+from deltune.studies.claims.statistics import average_ranks
+from deltune.studies.papers.apet import PAPER_FAMILIES
+from deltune.studies.papers.ln import SIZES
+from deltune.studies.papers.published import (
+    AP_TABLE2,
+    CHOICES,
+    LN_TABLE1,
+    LN_TABLE2,
+    LN_TABLE5,
+    TASKS,
+    UV_TABLE3,
+    UV_TABLE4,
+    UV_TABLE5,
+    UV_TABLE6,
+    UV_TABLE12,
+    Published,
+)
+from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
+
+VERDICTS = {
+    "ln/nlu": "++++++", "ln/nlg": "++++-", "ln/time": ".........", "ln/terms": "....", "ln/ablation": "++-+++",
+    "ln/unified": "....", "uv/budget": "+++", "uv/insertion": "++", "uv/representation": "+++++++",
+    "uv/composition": "++++++", "uv/integration": "+++++.", "uv/full": "+++", "uv/glue": "++.", "ap/gap": "...",
+    "ap/structure": "...", "ap/convergence": "..", "ap/thresholds": ".+.", "ap/all": "-+", "ap/transfer": "..",
+}  # fmt: skip
+"""Study -> for each claim whether the printed numbers agree (+), disagree (-), or are none (.)."""
+
+
+def checked(study: str) -> list[PrintedFinding]:
+    statements = paper_statements(study)
+    return [check_printed(claim, statements.tables) for claim in statements.claims]
+
+
+@pytest.mark.parametrize("study", CLAIMS)
+def test_the_printed_tables_give_the_papers_verdicts(study: str) -> None:
+    printed = checked(study)
+    assert "".join({True: "+", False: "-", None: "."}[one.agrees] for one in printed) == VERDICTS[study]
+    for one in printed:
+        assert one.agrees is not False or one.claim.contradiction, (
+            f"{one.claim.text}: a contradiction without its reason"
+        )
+        assert (one.agrees is None) == (one.deciding is None) == (not one.source)
+
+
+def test_contradictions_inside_a_paper() -> None:
+    """All of them, so that none is added or lost unnoticed."""
+    contradicted = {claim.text for claims in CLAIMS.values() for claim in claims if claim.contradiction}
+    assert contradicted == {
+        "prefix + LN beats MAM with fewer parameters", "full tuning ranks best of all",
+        "the norm of attention alone beats that of the FFN alone",
+        "on the largest model adjacent parameters match full tuning in every group: no more than 1 point below "
+        "(margin ours)",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "layers", "size"), [("bert-base", 768, 12, "8"), ("bert-large", 1024, 24, "16")]
+)
+def test_by_the_sizes_of_the_text_mam_trains_fewer_than_prefix_and_norms(
+    model: str, width: int, layers: int, size: str
+) -> None:
+    config = BertConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64, intermediate_size=4 * width
+    )
+    by_text, by_table, prefix = (
+        deltune.count(config, SIZES[model][name]).percent for name in ("mam_text", "mam", "prefix_layernorm")
+    )
+    assert by_text < prefix < by_table
+    assert SIZES[model]["mam_text"] == f"mam(length=8, rank={size})"
+    printed = {name: LN_TABLE1[model, name, "percent"] for name in ("mam", "prefix_layernorm")}
+    assert by_table == pytest.approx(printed["mam"], rel=0.1) and by_text < 0.6 * printed["mam"]
+
+
+# -- transcriptions
+
+
+@pytest.mark.parametrize("table", [LN_TABLE1, LN_TABLE5])
+def test_averages_are_those_of_their_rows(table: Published) -> None:
+    """Scores and averages have one digit each: they differ by less than two halves of a tenth."""
+    for key, average in table.items():
+        if key[-1] == "average":
+            assert fmean(table[*key[:2], task] for task in TASKS) == pytest.approx(average, abs=0.1), key
+
+
+def test_the_rank_column_of_ln_table_2_does_not_follow_from_its_numbers() -> None:
+    methods = [key[0] for key in LN_TABLE2 if key[1] == "rank"]
+    columns = list(dict.fromkeys(key[1:] for key in LN_TABLE2 if len(key) == 3))
+    values = np.array([[LN_TABLE2[method, *column] for method in methods] for column in columns])
+    ranks = average_ranks(values, [METRICS[metric].better == "lower" for _, metric in columns])
+    ours, printed = dict(zip(methods, ranks, strict=True)), {m: LN_TABLE2[m, "rank"] for m in methods}
+    assert len(columns) == 14 and sum(printed.values()) == pytest.approx(36, abs=0.05) == pytest.approx(
+        sum(ranks), abs=0.05
+    )
+    assert ours["prefix_layernorm"] == pytest.approx(2.46, abs=0.005) and ours["full"] == pytest.approx(2.71, abs=0.005)
+    assert min(printed, key=printed.__getitem__) == "full" != min(ours, key=ours.__getitem__)
+
+
+def test_uv_tables_repeat_each_other() -> None:
+    scores = ("xsum.rouge1", "xsum.rouge2", "xsum.rougeL", "wmt16_en_ro.bleu")
+    for column in (column.split(".") for column in scores):
+        assert UV_TABLE3["attention", "prefix", *column] == UV_TABLE12["attention", "prefix", "200", *column]
+        assert UV_TABLE6["prefix", *column] == UV_TABLE3["attention", "prefix", *column]
+        for site in ("attention", "ffn"):
+            for ours, name in (("adapter", "sequential"), ("parallel_adapter", "parallel")):
+                assert UV_TABLE12[site, ours, "200", *column] == UV_TABLE3[site, name, *column]
+    for metric, other in (("rouge1", "rouge1"), ("rouge2", "rouge2"), ("rougeL", "rougeLsum")):
+        assert UV_TABLE12["ffn", "lora", "102", "xsum", metric] == UV_TABLE5["lora s=4", "xsum", other]
+        assert UV_TABLE12["ffn", "parallel_adapter", "512", "xsum", metric] == UV_TABLE5["pa s=1", "xsum", other]
+    for method in ("prefix", "parallel_adapter"):
+        assert UV_TABLE4["attention", method, "200"] == UV_TABLE12["attention", method, "200", "wmt16_en_ro", "bleu"]
+
+
+def test_ap_table_2_has_every_cell_but_five() -> None:
+    cells = {key[:2] for key in AP_TABLE2}
+    assert len(cells) == 6 * 5 and len(AP_TABLE2) == 5 * 3 * (12 + 9) - 5
+    assert all(0 < number <= 100 for number in AP_TABLE2.values())
+
+
+@pytest.mark.parametrize(("model", "parameters"), [
+    ("bert-small", 28_763_648), ("bert-base", 109_482_240), ("bert-large", 335_141_888), ("t5-small", 76_961_152),
+    ("t5-base", 247_577_856), ("t5-xxl", 11_135_332_352),
+])  # fmt: skip
+def test_the_n_of_each_group_gives_the_printed_share(model: str, parameters: int) -> None:
+    family = next(family for family in PAPER_FAMILIES.values() if model in family.models)
+    for group, n in zip(("prompt", "bitfit", "lora", "adapter"), family.models[model].sizes, strict=True):
+        printed = AP_TABLE2[model, group, "percent"]
+        digits = 3 if printed < 0.01 else 2
+        assert abs(100 * n / parameters - printed) <= 10**-digits, group
+
+
+def test_every_choice_is_of_a_study() -> None:
+    assert {study for choice in CHOICES for study in choice.studies} <= set(STUDIES)
+    assert paper_statements("ln/nlu").choices and not paper_statements("a sweep").claims
