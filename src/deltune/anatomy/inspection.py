@@ -6,7 +6,9 @@ How each part is recognised:
                that do not use it.
   FFN          The output linear reads, through an activation, linears that read the hidden states.
   projections  The linears that query, key and value come from; of a fused one, the columns that each view covers.
-  layer        One self-attention and what follows it up to the next; its path is the innermost module around them.
+  experts      What joins the residual stream was returned by a module that holds experts, weights of three dimensions.
+  mixer        The output linear reads, by products without a softmax or by a convolution, what it does of other tokens.
+  layer        One self-attention or mixer and what follows it up to the next, in one element of a list of modules.
   norm         Its place follows from what it reads and what reads it: a residual sum, a sub-layer's output or input.
 No model family is named here. The stored numbers of a quantised weight are not the weights that would be tuned.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -29,7 +32,20 @@ from ..errors import DeltuneError, error_summary
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
-from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, NormPosition, Stack, StackName, Tensor
+from .types import (
+    FFN,
+    Anatomy,
+    Attention,
+    Columns,
+    Experts,
+    Layer,
+    Linear,
+    Norm,
+    NormPosition,
+    Stack,
+    StackName,
+    Tensor,
+)
 
 TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that can be tuned."""
@@ -117,6 +133,7 @@ class _Inspector:
         self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in base_modules(model, remove_duplicate=False)}
         self.hidden: list[str] = []
+        self.widths: dict[str, int] = {}
 
     # -- sub-layers
 
@@ -131,10 +148,12 @@ class _Inspector:
     def attention_of(self, sub: SubLayer, norms: dict[str, str]) -> Attention:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
-        if node.kind == "mix":
-            path = self.trace.around([n.path for n in sub.inputs] + [sub.output.path])
-            self.hidden.append(f"query, key, value and heads of {path} (not on the attention interface)")
-            return Attention(path, "self", sub.inputs[0].path, output, **norms)  # type: ignore[arg-type]
+        if node.kind != "attention":
+            path = self.trace.around(sub.paths)
+            reason = "not on the attention interface" if sub.kind == "self" else "tokens are mixed without an attention"
+            self.hidden.append(f"query, key, value and heads of {path} ({reason})")
+            inputs = tuple(self.linear(n) for n in sub.inputs)
+            return Attention(path, sub.kind, sub.inputs[0].path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
         query, key, value = (t.shape for t in node.inputs[:3])
         parts = {role: self.linear(*sub.projections[role]) for role in ("query", "key", "value")}
         return Attention(
@@ -150,6 +169,23 @@ class _Inspector:
         path = self.trace.around([n.path for n in [*sub.inputs, sub.output]])
         return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
 
+    def experts_of(self, sub: SubLayer, norms: dict[str, str]) -> Experts:
+        inside = [n for n in self.trace.nodes if n.path == sub.block or n.path.startswith(f"{sub.block}.")]
+        nodes = list({n.path: n for n in inside}.values())
+        holders = {n.path: n.module for n in nodes if n.kind == "experts"}
+        weights = {
+            f"{path}.{leaf}": p
+            for path, module in holders.items()
+            for leaf, p in parameters_of(module).items()
+            if p is not None and p.dim() == 3
+        }
+        number = next(iter(weights.values())).shape[0]
+        router = next((n.path for n in nodes if n.path not in holders and _chooses(n, number)), None)
+        linears = tuple(self.linear(n) for n in nodes if n.kind == "linear" and n.path != router)
+        read = next(t for n in inside for t in n.inputs if t.is_floating_point())
+        out_width = sub.output.outputs[0].shape[-1]
+        return Experts(sub.block, number, read.shape[-1], out_width, tuple(weights), router, linears, **norms)
+
     # -- layers
 
     def stack_of(self, subs: Sequence[SubLayer]) -> dict[int, StackName]:
@@ -158,14 +194,13 @@ class _Inspector:
         The encoder is what the keys of a cross-attention depend on. A model without cross-attention has one stack,
         which is a decoder if it is causal.
         """
-        every_kind = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
         cross_attentions = [s for s in subs if s.kind == "cross"]
         if cross_attentions:
             encoder_nodes: set[int] = set()
             queue = [cross_attentions[0].projections["key"][0]]
             while queue:
                 node = queue.pop()
-                if id(node) not in encoder_nodes and node.kind in every_kind:
+                if id(node) not in encoder_nodes:
                     encoder_nodes.add(id(node))
                     queue.extend(node.parents)
             return {id(s): "encoder" if id(s.output) in encoder_nodes else "decoder" for s in subs}
@@ -183,27 +218,20 @@ class _Inspector:
 
     def layers(self) -> list[Layer]:
         subs = find_sublayers(self.trace)
-        if not any(s.attention for s in subs):
-            raise DeltuneError(f"{type(self.model).__name__}: no attention shows in its forward pass")
+        if not subs:
+            raise DeltuneError(
+                f"{type(self.model).__name__}: no attention shows in its forward pass, nor any other sub-layer"
+            )
         stacks = self.stack_of(subs)
-        groups: list[list[SubLayer]] = []
-        for sub in subs:
-            opens = sub.attention is not None and sub.kind == "self"
-            if opens and groups and not any(s.attention for s in groups[-1]):
-                groups[-1].append(sub)  # an FFN before the attention
-            elif opens or not groups or stacks[id(sub)] != stacks[id(groups[-1][0])]:
-                groups.append([sub])
-            else:
-                groups[-1].append(sub)
         layers: dict[str, Layer] = {}
         counts = {"encoder": 0, "decoder": 0}
-        for group in groups:
-            path = self.trace.around([p for s in group for p in self._paths_of(s)])
+        for path, group in self._groups(subs, stacks):
             name = stacks[id(group[0])]
             if path in layers:
                 old = layers[path]
-                layers[path] = Layer(**{**vars(old), "passes": old.passes + 1})
+                layers[path] = replace(old, passes=old.passes + 1)
                 continue
+            self.widths[path] = group[0].add.outputs[0].shape[-1]
             layers[path] = self._layer(path, name, counts[name], group)
             counts[name] += 1
         paths = list(layers)
@@ -212,19 +240,47 @@ class _Inspector:
                 raise DeltuneError(f"{type(self.model).__name__}: its layers cannot be told apart at {path!r}")
         return list(layers.values())
 
-    @staticmethod
-    def _paths_of(sub: SubLayer) -> list[str]:
-        inner = [node.path for node, _ in sub.projections.values()] or [n.path for n in sub.inputs]
-        return [*inner, sub.output.path]
+    def _groups(self, subs: list[SubLayer], stacks: dict[int, StackName]) -> list[tuple[str, list[SubLayer]]]:
+        """Return the sub-layers of each layer with the layer's path, once for each time that the layer runs."""
+        has_mixing = {stacks[id(sub)] for sub in subs if sub.mixes_tokens}
+        groups: list[list[SubLayer]] = []
+        for sub in subs:
+            opens = sub.mixes_tokens and sub.kind != "cross"
+            if not groups or stacks[id(sub)] != stacks[id(groups[-1][0])]:
+                groups.append([sub])
+            elif opens and any(s.mixes_tokens for s in groups[-1]):
+                groups.append([sub])  # otherwise it follows an FFN that stands before it
+            elif stacks[id(sub)] not in has_mixing and self._element(sub.paths) != self._element(groups[-1][-1].paths):
+                groups.append([sub])
+            else:
+                groups[-1].append(sub)
+        named: list[tuple[str, list[SubLayer]]] = []
+        for group in groups:
+            path = self._element([path for sub in group for path in sub.paths])
+            if named and named[-1][0] == path and self.trace.runs.get(path) == 1:
+                named[-1][1].extend(group)  # two mixers side by side
+            else:
+                named.append((path, group))
+        return named
+
+    def _element(self, paths: Sequence[str]) -> str:
+        """Return the innermost element of a list of modules around paths; where there is none, the innermost module."""
+        inner = around = self.trace.around(paths)
+        while around:
+            container = around.rpartition(".")[0]
+            if container not in self.trace.entered and isinstance(self.model.get_submodule(container), _LISTS):
+                return around
+            around = container
+        return inner
 
     def _layer(self, path: str, stack: StackName, index: int, group: list[SubLayer]) -> Layer:
         placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
         for node in self.trace.of_kind("norm"):
             if node.path.startswith(path + ".") and node.path not in placed:
                 place, sublayers = norm_position(node, group)
-                roles = tuple(sorted({"attention" if s.attention else "ffn" for s in sublayers}))
+                roles = tuple(sorted({s.role for s in sublayers}))
                 placed[node.path] = (self._norm(node, place, roles), sublayers)
-        attentions, ffns = [], []
+        attentions, ffns, experts = [], [], []
         for sub in group:
             norms: dict[str, str] = {}
             for norm, sublayers in placed.values():
@@ -232,10 +288,12 @@ class _Inspector:
                     norms[norm.place] = norm.path
             if sub.attention is not None:
                 attentions.append(self.attention_of(sub, norms))
+            elif sub.block:
+                experts.append(self.experts_of(sub, norms))
             else:
                 ffns.append(self.ffn_of(sub, norms))
         layer_norms = tuple(norm for norm, _ in placed.values())
-        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms)
+        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms, experts=tuple(experts))
 
     def _norm(self, node: Node, place: NormPosition, of: tuple[str, ...]) -> Norm:
         has = parameters_of(node.module)
@@ -272,9 +330,8 @@ class _Inspector:
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
-        entries = {a.reads for layer in first_layers.values() for a in layer.attentions if a.kind == "self"}
-        queue = [n for n in self.trace.nodes if n.path in entries and n.kind == "linear"]
-        start = {path: next(n for n in queue if n.path == path) for path in entries}
+        entries = {part.reads for layer in first_layers.values() for part in (*layer.attentions, *layer.ffns)[:1]}
+        start = {n.path: n for n in reversed(self.trace.nodes) if n.path in entries}
         seen: set[int] = set()
         paths: set[str] = set()
         queue = list(start.values())
@@ -307,12 +364,11 @@ class _Inspector:
         position_embedding = next(
             (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
         )
-        first_output = next(n for n in self.trace.nodes if n.path == layers[0].attentions[0].output.path)
         causal = any(a.causal for layer in layers for a in layer.attentions) or (
             name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
         )
         depth = sum(layer.passes for layer in layers)
-        width = first_output.outputs[0].shape[-1]
+        width = self.widths[layers[0].path]
         position_ids = "position_ids" in _argument_names(self.trace.entered[entry][0])
         return Stack(name, entry, container, depth, width, causal, word_embedding, position_embedding, position_ids)
 
@@ -405,6 +461,16 @@ class _Inspector:
             computed = f".{aliases[0]}".endswith(self.computed)
             tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, computed))
         return tuple(tensors)
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Modules that hold the layers of a stack."""
+
+
+def _chooses(node: Node, number: int) -> bool:
+    """Whether a module that is one node has a row of weights for each of a number of experts."""
+    weight = parameters_of(node.module).get("weight") if node.module is not None else None
+    return weight is not None and weight.dim() == 2 and weight.shape[0] == number
 
 
 def _role(kind: str, leaf: str) -> str:

@@ -1,7 +1,8 @@
-"""Finds the attentions and FFNs in a traced forward pass by its residual additions, and the place of each norm.
+"""Finds the attentions, FFNs and experts of a traced forward pass by its residual additions, and places its norms.
 
 A residual addition has an operand that comes from one linear. That linear is the output of an attention if it reads
-one, and of an FFN if it reads, through an activation, linears that read the hidden states.
+one, and of an FFN if it reads, through an activation, linears that read the hidden states. Or the operand is what a
+module has returned that has experts inside, and reads the other operand: then the module is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -10,30 +11,50 @@ import torch
 
 from ..compat import storage_id
 from ..errors import DeltuneError
-from .tracing import Node, Trace, ancestors, descendants
+from .tracing import Node, Trace, ancestors, depends_on, descendants, nodes_above
 from .types import AttentionKind, Columns, NormPosition
 
 _PASS_THROUGH = {"view", "pass"}  # nodes that change a tensor's shape or scale only
+_SOFTMAX = {"_softmax", "softmax", "_safe_softmax"}
 _WITHIN_SUBLAYER = {"view", "pass", "op", "add", "norm"}  # nodes between two linears of one sub-layer
 
 
 class SubLayer:
-    """An attention or FFN as nodes of the trace: its output linear, and what that linear reads."""
+    """A sub-layer as nodes of the trace: the node that it ends with, an output linear or experts, and what it reads."""
 
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
         self.projections: dict[str, tuple[Node, Columns | None]] = {}
         self.kind: AttentionKind = "self"
+        self.block = ""
 
     @property
     def reads(self) -> Node:
         """The linear that reads the hidden states first."""
         return self.projections["query"][0] if "query" in self.projections else self.inputs[0]
 
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether tokens see each other in it."""
+        return self.attention is not None
+
+    @property
+    def role(self) -> str:
+        """What its norms belong to: "attention", which any mixer of tokens counts as, or "ffn"."""
+        return "attention" if self.mixes_tokens else "ffn"
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of its modules; of a mixture of experts, the one around it."""
+        if self.block:
+            return [self.block]
+        return [*([node.path for node, _ in self.projections.values()] or [n.path for n in self.inputs]), self.output.path]
+
 
 def find_sublayers(trace: Trace) -> list[SubLayer]:
     """Return every sub-layer of a trace, in the order of execution."""
     sublayers: dict[int, SubLayer] = {}
+    expert_paths = {node.path for node in trace.of_kind("experts")}
     for add in trace.of_kind("add"):
         sources = [_source_linear(node) for node in add.sources]
         if _share_one_linear(add, sources):
@@ -41,12 +62,51 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
         readers = descendants(add, _WITHIN_SUBLAYER, {"linear", "attention", "mix"})
         if any(n.kind in ("attention", "mix") for n in readers):
             continue  # a rotary embedding or a score, not the residual stream
-        for output in sources:
+        for number, output in enumerate(sources):
             if output is not None and id(output) not in sublayers:
                 sublayer = _sub_layer(add, output)
                 if sublayer is not None:
                     sublayers[id(output)] = sublayer
-    return sorted(sublayers.values(), key=lambda s: s.output.order)
+            elif output is None and expert_paths:
+                sublayer = _experts(trace, add, number, expert_paths)
+                if sublayer is not None:
+                    sublayers[id(sublayer.output)] = sublayer
+    blocks = tuple(f"{sub.block}." for sub in sublayers.values() if sub.block)
+    outside = [sub for sub in sublayers.values() if sub.block or not sub.output.path.startswith(blocks)]
+    return sorted(outside, key=lambda s: s.output.order)
+
+
+def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> SubLayer | None:
+    """Return the mixture of experts that an operand of a residual addition is the output of, or None.
+
+    The operand depends on the other one, the residual stream, which the outputs of earlier layers do not.
+    """
+    operands = [(t, n) for t, n in zip(add.inputs, add.sources, strict=True) if n is not None]
+    if len(operands) != 2:
+        return None
+    operand, (_, stream) = operands[number % 2], operands[(number + 1) % 2]
+    if not depends_on(operand[1], stream):
+        return None
+    queue, seen = [operand], set()
+    while queue:
+        tensor, node = queue.pop()
+        if node is None or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        for path in trace.returned.get(id(tensor), ()):
+            inside = [n for n in trace.nodes[trace.began[path] :] if n.path.startswith(f"{path}.")]
+            if any(n.path in expert_paths for n in inside):
+                reading = [n for n in inside if n.kind in ("linear", "experts", "op")]
+                sub = SubLayer(add, node, None, reading)
+                sub.block = path
+                return sub
+        if node.kind == "experts":  # the layer calls its router and its experts itself
+            sub = SubLayer(add, node, None, [node])
+            sub.block = node.path
+            return sub
+        if node.kind in (*_PASS_THROUGH, "norm"):
+            queue.extend(zip(node.inputs, node.sources, strict=True))
+    return None
 
 
 def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
@@ -58,13 +118,13 @@ def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
 
 def _source_linear(producer: Node | None) -> Node | None:
     """Return the one linear that a residual operand comes from, or None."""
-    stops = {"linear", "add", "op", "mix", "attention", "embedding", "input"}
+    stops = {"linear", "add", "op", "mix", "attention", "experts", "embedding", "input"}
     sources = ancestors([producer], _PASS_THROUGH | {"norm"}, stops) if producer else []
     return sources[0] if len(sources) == 1 and sources[0].kind == "linear" else None
 
 
 def _sub_layer(add: Node, output: Node) -> SubLayer | None:
-    sources = ancestors(output.parents, _WITHIN_SUBLAYER, {"attention", "mix", "linear", "embedding"})
+    sources = ancestors(output.parents, _WITHIN_SUBLAYER, {"attention", "mix", "linear", "embedding", "experts"})
     attention = next((n for n in sources if n.kind == "attention"), None)
     if attention is not None:
         sublayer = SubLayer(add, output, attention, [])
@@ -73,13 +133,21 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
             sublayer.projections[role] = _projection(tensor, source)
         sublayer.kind = "self" if _read_node(sublayer, "key") is _read_node(sublayer, "query") else "cross"
         return sublayer
-    if any(n.kind == "mix" for n in sources):
-        inputs = ancestors([n for n in sources if n.kind == "mix"], _WITHIN_SUBLAYER | {"mix"}, {"linear", "embedding"})
-        inputs = [n for n in inputs if n.kind == "linear"]
-        return SubLayer(add, output, sources[0], inputs) if inputs else None
+    inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
+    mixing = [n for n in inside if n.kind == "mix" or _convolves(n)]
+    linears = [n for n in inside if n.kind == "linear"]
+    if mixing and linears:
+        sublayer = SubLayer(add, output, mixing[0], linears)
+        sublayer.kind = "self" if any(n.operation in _SOFTMAX for n in mixing) else "mixer"
+        return sublayer
     if sources and all(n.kind == "linear" for n in sources):
         return SubLayer(add, output, None, sources)
     return None
+
+
+def _convolves(node: Node) -> bool:
+    """Whether a step is a convolution over the tokens."""
+    return isinstance(node.module, torch.nn.Conv1d) and max(node.module.kernel_size) > 1
 
 
 def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None]:
@@ -99,8 +167,9 @@ def _read_node(sub: SubLayer, role: str) -> Node:
 
 def norm_position(node: Node, group: list[SubLayer]) -> tuple[NormPosition, list[SubLayer]]:
     """Return where a norm stands in its layer, and the sub-layers that it belongs to."""
-    above = ancestors(node.parents, _PASS_THROUGH, {"linear", "add", "norm", "op", "mix", "attention", "embedding"})
-    below = descendants(node, _PASS_THROUGH, {"linear", "add", "attention", "op", "mix"})
+    stops = {"linear", "add", "op", "mix", "attention", "experts"}
+    above = ancestors(node.parents, _PASS_THROUGH, stops | {"norm", "embedding"})
+    below = descendants(node, _PASS_THROUGH, stops)
     readers = [s for s in group if any(n in below for n in _input_linears(s))]
     adds = {id(s.add) for s in group}
     summed = any(n.kind == "add" for n in below)

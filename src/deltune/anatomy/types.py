@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ..notebook import html_table
 
 StackName = Literal["encoder", "decoder"]
-AttentionKind = Literal["self", "cross"]
+AttentionKind = Literal["self", "cross", "mixer"]
 NormPosition = Literal["pre", "post", "output", "query", "key", "inner", "embedding", "final", "unknown"]
 
 
@@ -60,14 +60,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention with its projections.
+    """An attention with its projections, or another sub-layer through which tokens see each other.
 
     Query, key, value and what is known of the heads are None where the model does not call transformers' attention
     interface, so that they cannot be observed.
 
     Attributes:
         path: The path of the attention's module.
-        kind: "self" or "cross".
+        kind: "self", "cross", or "mixer": a state-space layer, a linear attention, a convolution over the tokens.
         reads: The path of the module whose first input is x, the hidden states that the attention reads.
         output: The output projection W_o.
         query: The query projection.
@@ -80,6 +80,7 @@ class Attention:
         causal: Whether tokens see earlier tokens only.
         pre: The path of the norm before it.
         post: The path of the norm after its residual addition.
+        inputs: The linears that it reads the hidden states with, where their roles cannot be observed.
     """
 
     path: str
@@ -96,6 +97,7 @@ class Attention:
     causal: bool = False
     pre: str | None = None
     post: str | None = None
+    inputs: tuple[Linear, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,34 @@ class FFN:
     inputs: tuple[Linear, ...]
     output: Linear
     gated: bool
+    pre: str | None = None
+    post: str | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: a router sends each token through some of many FFNs.
+
+    Attributes:
+        path: The path of the module around router and experts, whose output joins the residual stream. Its first input
+            is x, the hidden states that it reads.
+        number: The number of experts.
+        in_width: The width of x.
+        out_width: The width of its output.
+        tensors: The names of the experts' weights, each of which has one matrix for every expert.
+        router: The path of the module that chooses the experts; None where it does not show.
+        linears: The linears inside that every token goes through, as those of shared experts.
+        pre: The path of the norm before it.
+        post: The path of the norm after its residual addition.
+    """
+
+    path: str
+    number: int
+    in_width: int
+    out_width: int
+    tensors: tuple[str, ...]
+    router: str | None = None
+    linears: tuple[Linear, ...] = ()
     pre: str | None = None
     post: str | None = None
 
@@ -156,6 +186,7 @@ class Layer:
         ffns: Its FFNs, in the order of execution.
         norms: Its norms, in the order of execution.
         passes: How often the same modules run in one forward pass; more than 1 where layers share them (ALBERT).
+        experts: Its mixtures of experts, in the order of execution.
     """
 
     stack: StackName
@@ -165,6 +196,7 @@ class Layer:
     ffns: tuple[FFN, ...]
     norms: tuple[Norm, ...]
     passes: int = 1
+    experts: tuple[Experts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -390,6 +422,12 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
         return
     yield f"├─ layer {layer.index}{times} [{layer.path}]"
     for attention in layer.attentions:
+        if attention.kind == "mixer":
+            yield f"│  ├─ mixer of tokens, no attention [{attention.path}]"
+            for linear in attention.inputs:
+                yield f"│  │  ├─ input  {_linear(linear)}"
+            yield f"│  │  └─ output {_linear(attention.output)}"
+            continue
         heads = f"{attention.heads} heads × {attention.head_width}" if attention.heads else "heads not visible"
         groups = f", {attention.kv_heads} key-value heads" if attention.kv_heads != attention.heads else ""
         causal = ", causal" if attention.causal else ""
@@ -403,6 +441,12 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
         for linear in ffn.inputs:
             yield f"│  │  ├─ input  {_linear(linear)}"
         yield f"│  │  └─ output {_linear(ffn.output)}"
+    for experts in layer.experts:
+        yield f"│  ├─ {experts.number} experts, {experts.in_width} -> {experts.out_width} [{experts.path}]"
+        if experts.router:
+            yield f"│  │  ├─ router [{experts.router}]"
+        for linear in experts.linears:
+            yield f"│  │  ├─ for every token {_linear(linear)}"
     for norm in layer.norms:
         yield f"│  ├─ norm {_norm(norm)}"
 

@@ -297,10 +297,12 @@ def _sublayer_kind(anatomy: Anatomy, tensor: Tensor) -> str | None:
         for linear in (attention.query, attention.key, attention.value, attention.output)
         if linear is not None
     }
+    kinds |= {linear.path: "attention" for attention in layer.attentions for linear in attention.inputs}
     kinds |= {linear.path: "ffn" for ffn in layer.ffns for linear in (*ffn.inputs, ffn.output)}
     if path in kinds:
         return kinds[path]
-    containers = [(a.path, "attention") for a in layer.attentions] + [(f.path, "ffn") for f in layer.ffns]
+    containers = [(a.path, "attention") for a in layer.attentions]
+    containers += [(part.path, "ffn") for part in (*layer.ffns, *layer.experts)]
     for container, kind in sorted(containers, key=lambda pair: -len(pair[0])):
         inside = {of for linear, of in kinds.items() if linear.startswith(f"{container}.")}
         if inside <= {kind} and (path == container or path.startswith(f"{container}.")):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear
+from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, Layer, Linear
 from ..errors import DeltuneError
 from .forms import Prompt, Vector, Widths
 from .spec import OUTER_LAYERS, LayersArg, Modification
@@ -212,9 +212,13 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
     elif site.startswith("ffn"):
         for number, ffn in enumerate(layer.ffns):
             yield from _ffn_sites(f"{stem}.{number}" if number else stem, layer, ffn, modification)
+        for number, experts in enumerate(layer.experts, len(layer.ffns)):
+            if site == "ffn" or not modification.optional:
+                yield _experts_site(f"{stem}.{number}" if number else stem, layer, experts, modification)
     else:
         for attention in layer.attentions:
-            if modification.attention in ("all", attention.kind):
+            is_mixer = attention.kind == "mixer"
+            if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
                 yield _attention_site(f"{stem}.{attention.kind}", layer, attention, modification)
 
 
@@ -269,6 +273,19 @@ def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) ->
         )
     else:
         yield SiteLocation(f"{stem}.ffn", ModuleSide(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
+
+
+def _experts_site(stem: str, layer: Layer, experts: Experts, modification: Modification) -> SiteLocation:
+    """Return the place of a mixture of experts as a whole, which is where an FFN would be."""
+    if modification.site != "ffn":
+        raise DeltuneError(
+            f"site {modification.site!r} is a linear of an FFN, and {experts.path!r} is a mixture of {experts.number} "
+            "experts; site 'ffn' is beside or after all of them, and layers= chooses layers without experts"
+        )
+    path = experts.pre if modification.x == "residual" and experts.pre is not None else experts.path
+    target, x = ModuleSide(experts.path, "output"), ModuleSide(path, "input")
+    sublayer = f"{stem}.ffn"
+    return SiteLocation(sublayer, target, experts.out_width, sublayer, layer.stack, x, experts.in_width)
 
 
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
