@@ -25,14 +25,28 @@ SAMPLES = 4000
 FRAMES = 32
 """Frames of a spectrogram, where the model does not fix their number."""
 
-READABLE = ("input_ids", "pixel_values", "input_features", "input_values")
-"""The inputs that can be made up, the first that a model takes being its main input."""
+READABLE = ("input_ids", "pixel_values", "input_features", "input_values", "hidden_states")
+"""The inputs that can be made up, the first that a model takes being its main input. The last are patches of images."""
+
+GRID = (1, 4, 4)
+"""Frames, rows and columns of patches, for a model that is given them in a list with their grid."""
 
 
 def main_input(model: nn.Module) -> str | None:
     """Return the name of the input that a model reads first, or None where it is none of `READABLE`."""
     accepted = inspect.signature(model.forward).parameters
-    return next((name for name in READABLE if name in accepted), None)
+    main = next((name for name in READABLE if name in accepted), None)
+    return None if main == "hidden_states" and "grid_thw" not in accepted else main
+
+
+def tower_name(model: nn.Module) -> str:
+    """Return what a model reads, by the inputs and modalities that its class names: "text", "vision" or "audio"."""
+    modalities = getattr(model, "input_modalities", "text")
+    words = {modalities} if isinstance(modalities, str) else set(modalities)
+    main = main_input(model) or getattr(model, "main_input_name", "input_ids")
+    if main == "input_ids" and "text" in words:
+        return "text"
+    return "vision" if main.startswith("pixel") or words & {"image", "video"} else "audio"
 
 
 def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
@@ -63,42 +77,60 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
                 common[mask] = partial(torch.ones, 1, length, dtype=torch.long)
     if "use_cache" in accepted:
         common["use_cache"] = False
+    if "grid_thw" in accepted and main != "input_ids":
+        common["grid_thw"] = partial(torch.tensor, [GRID])
     candidates = [common] if main == "input_ids" else []
-    for name in READABLE[1:]:  # a model of text and images may do without the images, or not
+    for name in (
+        READABLE[1:-1] if main != "hidden_states" else (main,)
+    ):  # a model of text and images may do without the images, or not
         if name in accepted:
             config = getattr(model, "config", None)
             candidates += [{**common, name: partial(torch.zeros, *shape)} for shape in _SHAPES[name](config)]
     return candidates
 
 
+def _setting(config: Any, *names: str) -> Any:
+    """Return a setting of a configuration, or else of one inside it, by the first of some names that has a value."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    for part in (config, *parts):
+        for name in names:
+            if (value := getattr(part, name, None)) is not None:
+                return value
+    return None
+
+
 def _image_shapes(config: Any) -> list[tuple[int, ...]]:
-    channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
-    size = getattr(config, "image_size", None) or getattr(config, "input_size", None) or 224
+    channels = _setting(config, "num_channels", "in_channels", "in_chans") or 3
+    size = _setting(config, "image_size", "input_size") or 224
+    size = tuple(size.values()) if isinstance(size, dict) else size
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    frames = getattr(config, "num_frames", None)
+    frames = _setting(config, "num_frames")
     images: list[tuple[int, ...]] = [(1, channels, height, width)]
     return [(1, frames, channels, height, width), *images] if frames else images
 
 
+def _patch_shapes(config: Any) -> list[tuple[int, ...]]:
+    channels, size = _setting(config, "in_channels", "num_channels") or 3, _setting(config, "patch_size") or 14
+    frames = _setting(config, "temporal_patch_size") or 1
+    count = GRID[0] * GRID[1] * GRID[2]
+    return [(count, channels * frames * size * size), (count, channels * size * size)]
+
+
 def _feature_shapes(config: Any) -> list[tuple[int, ...]]:
-    bins = next(
-        (size for name in _BINS if isinstance(size := getattr(config, name, None), int)), 80
-    )  # of the spectrogram
-    positions = getattr(config, "max_source_positions", None)
-    frames = 2 * positions if isinstance(positions, int) else FRAMES  # a first convolution halves them
+    bins = _setting(config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel") or 80
+    positions = _setting(config, "max_source_positions")
+    frames = 2 * positions if positions else FRAMES  # a first convolution halves them
     return [(1, bins, frames), (1, frames, bins), (1, FRAMES, bins)]
 
 
-_BINS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "input_channels")
-
-
 def _value_shapes(config: Any) -> list[tuple[int, ...]]:
-    bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
+    bins, length = _setting(config, "num_mel_bins"), _setting(config, "max_length")
     sound: list[tuple[int, ...]] = [(1, SAMPLES)]
-    return [(1, length, bins), *sound] if isinstance(bins, int) and isinstance(length, int) else sound
+    return [(1, length, bins), *sound] if bins and length else sound
 
 
 _SHAPES: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
     "pixel_values": _image_shapes, "input_features": _feature_shapes, "input_values": _value_shapes,
+    "hidden_states": _patch_shapes,
 }  # fmt: skip
 """By main input, a function from the configuration to the shapes to try."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -29,6 +29,7 @@ from transformers.models.auto import modeling_auto
 
 from ..compat import auto_class_mapping, parameters_of, submodules_of
 from ..errors import DeltuneError, error_summary
+from .inputs import READABLE, tower_name
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
@@ -96,8 +97,7 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
         The anatomy. Printing it shows a tree of all parts.
 
     Raises:
-        DeltuneError: The weights are quantised, the forward pass cannot run on shapes alone, or it contains no
-            transformer layer.
+        DeltuneError: The weights are quantised, or the forward pass runs neither on shapes alone nor on zeros.
     """
     if isinstance(model, PreTrainedConfig):
         return inspect(meta_model(model))
@@ -133,7 +133,23 @@ class _Inspector:
         self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in base_modules(model, remove_duplicate=False)}
         self.hidden: list[str] = []
+        self.tower = tower_name(self.base)
+        self.towers = self._towers()
         self.widths: dict[str, int] = {}
+
+    def _towers(self) -> dict[str, str]:
+        """Return the models inside the base model that read images or sounds, which a pass on text does not enter."""
+        towers: dict[str, str] = {}
+        for path, module in base_modules(self.model):
+            if (
+                isinstance(module, PreTrainedModel)
+                and path not in self.trace.entered
+                and not path.startswith(tuple(f"{p}." for p in towers))
+            ):
+                tower = tower_name(module)
+                if tower != self.tower and path.startswith(self.base_path) and path != self.base_path:
+                    towers[path] = tower
+        return towers
 
     # -- sub-layers
 
@@ -155,11 +171,15 @@ class _Inspector:
             inputs = tuple(self.linear(n) for n in sub.inputs)
             return Attention(path, sub.kind, sub.inputs[0].path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
         query, key, value = (t.shape for t in node.inputs[:3])
-        parts = {role: self.linear(*sub.projections[role]) for role in ("query", "key", "value")}
+        parts = {role: self.linear(*projection) for role, projection in sub.projections.items()}
+        path, inputs = self.paths[node.module], ()
+        if missing := [role for role in ("query", "key", "value") if role not in parts]:
+            self.hidden.append(f"{' and '.join(missing)} of {path} (not the output of one linear)")
+            inputs = tuple(self.linear(n) for n in sub.inputs)
         return Attention(
-            self.paths[node.module], sub.kind, sub.reads.path, output, parts["query"], parts["key"], parts["value"],
+            path, sub.kind, sub.reads.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
             heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
-            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), **norms,
+            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs, **norms,
         )  # fmt: skip
 
     def ffn_of(self, sub: SubLayer, norms: dict[str, str]) -> FFN:
@@ -219,9 +239,7 @@ class _Inspector:
     def layers(self) -> list[Layer]:
         subs = find_sublayers(self.trace)
         if not subs:
-            raise DeltuneError(
-                f"{type(self.model).__name__}: no attention shows in its forward pass, nor any other sub-layer"
-            )
+            raise DeltuneError("no attention shows in its forward pass, nor any other sub-layer")
         stacks = self.stack_of(subs)
         layers: dict[str, Layer] = {}
         counts = {"encoder": 0, "decoder": 0}
@@ -237,41 +255,65 @@ class _Inspector:
         paths = list(layers)
         for path in paths:
             if any(other != path and other.startswith(path + ".") for other in paths):
-                raise DeltuneError(f"{type(self.model).__name__}: its layers cannot be told apart at {path!r}")
+                raise DeltuneError(f"its layers cannot be told apart at {path!r}")
         return list(layers.values())
 
     def _groups(self, subs: list[SubLayer], stacks: dict[int, StackName]) -> list[tuple[str, list[SubLayer]]]:
         """Return the sub-layers of each layer with the layer's path, once for each time that the layer runs."""
-        has_mixing = {stacks[id(sub)] for sub in subs if sub.mixes_tokens}
-        groups: list[list[SubLayer]] = []
-        for sub in subs:
-            opens = sub.mixes_tokens and sub.kind != "cross"
-            if not groups or stacks[id(sub)] != stacks[id(groups[-1][0])]:
-                groups.append([sub])
-            elif opens and any(s.mixes_tokens for s in groups[-1]):
-                groups.append([sub])  # otherwise it follows an FFN that stands before it
-            elif stacks[id(sub)] not in has_mixing and self._element(sub.paths) != self._element(groups[-1][-1].paths):
-                groups.append([sub])
-            else:
-                groups[-1].append(sub)
-        named: list[tuple[str, list[SubLayer]]] = []
-        for group in groups:
-            path = self._element([path for sub in group for path in sub.paths])
-            if named and named[-1][0] == path and self.trace.runs.get(path) == 1:
-                named[-1][1].extend(group)  # two mixers side by side
-            else:
-                named.append((path, group))
-        return named
+        groups: list[tuple[str, list[SubLayer]]] = []
+        for group in self._by_element(subs, 0):
+            parts: list[list[SubLayer]] = []
+            for sub in group:
+                opens = sub.mixes_tokens and sub.kind != "cross"
+                if parts and opens and not any(s.mixes_tokens for s in parts[-1]):
+                    parts[-1].append(sub)  # it follows an FFN that stands before it
+                elif opens or not parts or stacks[id(sub)] != stacks[id(parts[-1][0])]:
+                    parts.append([sub])
+                else:
+                    parts[-1].append(sub)
+            for part in parts:
+                elements = self._elements([path for sub in part for path in sub.paths])
+                path = elements[-1] if elements else self.trace.around([path for sub in part for path in sub.paths])
+                if groups and groups[-1][0] == path and self.trace.runs.get(path) == 1:
+                    groups[-1][1].extend(part)  # two mixers side by side
+                else:
+                    groups.append((path, part))
+        for path, group in groups:
+            if len({sub.output.path or sub.block for sub in group}) < len(group):
+                raise DeltuneError(f"its layers cannot be told apart: {path!r} runs modules several times in one pass")
+        return groups
 
-    def _element(self, paths: Sequence[str]) -> str:
-        """Return the innermost element of a list of modules around paths; where there is none, the innermost module."""
-        inner = around = self.trace.around(paths)
-        while around:
-            container = around.rpartition(".")[0]
+    def _by_element(self, subs: list[SubLayer], level: int) -> list[list[SubLayer]]:
+        """Split sub-layers by the elements of lists of modules that they are in.
+
+        A stage, of which each element has a mixer of tokens of its own, is split further.
+        """
+        split: list[list[SubLayer]] = []
+        last = None
+        for sub in subs:
+            element = self._elements(sub.paths)[: level + 1]
+            if not split or element != last:
+                split.append([])
+            split[-1].append(sub)
+            last = element
+        if level and not all(any(s.mixes_tokens for s in part) for part in split):
+            return [subs]
+        if len(split) == 1 and level:
+            return split
+        return [
+            part for group in split for part in (self._by_element(group, level + 1) if _mixers(group) > 1 else [group])
+        ]
+
+    def _elements(self, paths: Sequence[str]) -> list[str]:
+        """Return the elements of lists of modules around some paths, the outermost first."""
+        elements = []
+        path = self.trace.around(paths)
+        while path:
+            container = path.rpartition(".")[0]
             if container not in self.trace.entered and isinstance(self.model.get_submodule(container), _LISTS):
-                return around
-            around = container
-        return inner
+                elements.append(path)
+            path = container
+        return elements[::-1]
 
     def _layer(self, path: str, stack: StackName, index: int, group: list[SubLayer]) -> Layer:
         placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
@@ -303,7 +345,10 @@ class _Inspector:
     # -- the whole model
 
     def anatomy(self) -> Anatomy:
-        layers = self.layers()
+        try:
+            layers = self.layers()
+        except DeltuneError as error:  # what is unknown does not hide the norms and biases
+            layers, self.hidden = [], [f"the layers ({error})"]
         first_layers: dict[StackName, Layer] = {}
         for layer in layers:
             first_layers.setdefault(layer.stack, layer)
@@ -322,10 +367,11 @@ class _Inspector:
             self.computed = tuple(f".{name}" for name in computed_parameters(self.model))
         pooler = self._pooler(outside_layers, embedding_paths)
         head = self._head()
+        parts = tuple(self._parts())
         return Anatomy(
             self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
-            tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head), tuple(self.hidden),
-            self._answers(head),
+            tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head, parts), tuple(self.hidden),
+            self._answers(head), parts,
         )  # fmt: skip
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
@@ -349,11 +395,7 @@ class _Inspector:
         paths = [layer.path for layer in layers]
         container = self.trace.around(paths, proper=True)
         entry = container
-        while "inputs_embeds" not in _argument_names(self.trace.entered[entry][0]) or not (
-            self.trace.entered[entry][1] & {"input_ids", "inputs_embeds"}
-        ):
-            if entry == self.base_path:
-                break
+        while entry != self.base_path and not self._enters(entry):
             entry = self.trace.around([entry], proper=True)
         prefix = f"{entry}." if entry else ""
         embeddings = [
@@ -362,7 +404,7 @@ class _Inspector:
         ]  # fmt: skip
         word_embedding = next((n.path for n in embeddings if self._reads_ids(n)), None)
         position_embedding = next(
-            (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
+            (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n, entry)), None
         )
         causal = any(a.causal for layer in layers for a in layer.attentions) or (
             name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
@@ -372,14 +414,22 @@ class _Inspector:
         position_ids = "position_ids" in _argument_names(self.trace.entered[entry][0])
         return Stack(name, entry, container, depth, width, causal, word_embedding, position_embedding, position_ids)
 
+    def _enters(self, path: str) -> bool:
+        """Whether a module takes what the model reads: tokens, for which it also takes vectors, images or sounds."""
+        module, arguments = self.trace.entered[path]
+        if "inputs_embeds" in _argument_names(module) and arguments & {"input_ids", "inputs_embeds"}:
+            return True
+        return bool(arguments & set(READABLE[1:-1]))
+
     def _reads_ids(self, node: Node) -> bool:
         """Whether an embedding's indices are the token ids themselves, through views."""
         sources = ancestors(node.parents, {"view"}, {"input", "op"})
         return any(s.argument.endswith("input_ids") for s in sources)
 
-    def _is_positional(self, node: Node) -> bool:
+    def _is_positional(self, node: Node, entry: str) -> bool:
         """Whether an embedding that does not read the token ids has positions as its rows, not token types."""
-        types = getattr(self.model.config, "type_vocab_size", None)
+        config = getattr(self.trace.entered[entry][0], "config", self.model.config)
+        types = getattr(config, "type_vocab_size", None)
         return node.module.weight.shape[0] != types
 
     def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
@@ -424,8 +474,23 @@ class _Inspector:
         children = ((n, m) for n, m in base_modules(self.model) if "." not in n)
         return tuple(n for n, m in children if n not in base_children and list(m.parameters()))
 
+    def _parts(self) -> Iterator[Anatomy]:
+        """Yield the anatomies of the other towers; of one that cannot be observed, note why."""
+        for path in self.towers:
+            module = self.model.get_submodule(path)
+            assert isinstance(module, PreTrainedModel)
+            try:
+                yield _Inspector(module).anatomy().inside(path)
+            except Exception as error:
+                self.hidden.append(f"the layers of the tower {path} ({type(error).__name__}: {error_summary(error)})")
+
     def _tensors(
-        self, layers: list[Layer], embedding_paths: set[str], pooler: str | None, head: tuple[str, ...]
+        self,
+        layers: list[Layer],
+        embedding_paths: set[str],
+        pooler: str | None,
+        head: tuple[str, ...],
+        parts: tuple[Anatomy, ...],
     ) -> tuple[Tensor, ...]:
         kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
         names: dict[int, list[str]] = {}
@@ -435,6 +500,8 @@ class _Inspector:
             parameters[id(parameter)] = parameter
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = self._of_batch()
+        read = self._read_names()
+        of_parts = {t.name: t for part in parts for t in part.tensors}
         layer_prefixes = [(layer.path + ".", i) for i, layer in enumerate(layers)]
         inside_base = f"{self.base_path}." if self.base_path else ""
         tensors = []
@@ -459,8 +526,34 @@ class _Inspector:
             direct = not self.direct.isdisjoint(aliases)
             shape = tuple(parameters[key].shape)
             computed = f".{aliases[0]}".endswith(self.computed)
-            tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, computed))
+            is_read = not read.isdisjoint(aliases) or not aliases[0].startswith(inside_base)
+            tower = self.tower
+            if not is_read and self.towers:
+                tower = next((self.towers[o] for o in _around(owners[0]) if o in self.towers), "projector")
+            role = of_parts[aliases[0]].role if aliases[0] in of_parts else role
+            others = tuple(aliases[1:])
+            tensors.append(
+                Tensor(aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read)
+            )
         return tuple(tensors)
+
+    def _read_names(self) -> set[str]:
+        """Return the names of the parameters that the forward pass has read."""
+        names = {
+            f"{n.path}.{leaf}" for n in self.trace.nodes if n.module is not None for leaf in parameters_of(n.module)
+        }
+        inputs = (tensor for node in self.trace.nodes for tensor in node.inputs)
+        return names | {name for tensor in inputs if (name := self.trace.parameters.get(id(tensor)))}
+
+
+def _mixers(group: Sequence[SubLayer]) -> int:
+    return sum(sub.mixes_tokens and sub.kind != "cross" for sub in group)
+
+
+def _around(path: str) -> list[str]:
+    """Return a path and those of the modules around it, the innermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from ..compat import storage_id
-from ..errors import DeltuneError
 from .tracing import Node, Trace, ancestors, depends_on, descendants, nodes_above
 from .types import AttentionKind, Columns, NormPosition
 
@@ -48,7 +47,8 @@ class SubLayer:
         """The paths of its modules; of a mixture of experts, the one around it."""
         if self.block:
             return [self.block]
-        return [*([node.path for node, _ in self.projections.values()] or [n.path for n in self.inputs]), self.output.path]
+        read = [node.path for node, _ in self.projections.values()] or [n.path for n in self.inputs]
+        return [*read, self.output.path]
 
 
 def find_sublayers(trace: Trace) -> list[SubLayer]:
@@ -60,8 +60,8 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
         if _share_one_linear(add, sources):
             continue  # x + f(x) inside an activation, or a rotation
         readers = descendants(add, _WITHIN_SUBLAYER, {"linear", "attention", "mix"})
-        if any(n.kind in ("attention", "mix") for n in readers):
-            continue  # a rotary embedding or a score, not the residual stream
+        if any(n.kind in ("attention", "mix") for n in readers) and not _is_residual(add):
+            continue  # a rotary embedding or a score
         for number, output in enumerate(sources):
             if output is not None and id(output) not in sublayers:
                 sublayer = _sub_layer(add, output)
@@ -71,6 +71,10 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
                 sublayer = _experts(trace, add, number, expert_paths)
                 if sublayer is not None:
                     sublayers[id(sublayer.output)] = sublayer
+    keys = {id(s.projections["key"][0]) for s in sublayers.values() if s.kind == "self" and "key" in s.projections}
+    for sub in sublayers.values():
+        if "key" in sub.projections and id(sub.projections["key"][0]) in keys:
+            sub.kind = "self"  # the keys of an earlier layer once more
     blocks = tuple(f"{sub.block}." for sub in sublayers.values() if sub.block)
     outside = [sub for sub in sublayers.values() if sub.block or not sub.output.path.startswith(blocks)]
     return sorted(outside, key=lambda s: s.output.order)
@@ -109,6 +113,12 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
     return None
 
 
+def _is_residual(add: Node) -> bool:
+    """Whether one operand of an addition is computed from the other."""
+    first, second = (node for node in add.sources if node is not None)
+    return depends_on(first, second) or depends_on(second, first)
+
+
 def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
     """Whether both operands come, by operations on single elements, from the same linear."""
     stops = {"linear", "add", "norm", "mix", "attention", "embedding"}
@@ -127,12 +137,20 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
     sources = ancestors(output.parents, _WITHIN_SUBLAYER, {"attention", "mix", "linear", "embedding", "experts"})
     attention = next((n for n in sources if n.kind == "attention"), None)
     if attention is not None:
-        sublayer = SubLayer(add, output, attention, [])
+        linears = [n for n in nodes_above(attention.parents, _WITHIN_SUBLAYER | {"mix"}) if n.kind == "linear"]
+        sublayer = SubLayer(add, output, attention, linears)
         reads = zip(attention.inputs, attention.sources, strict=True)
         for role, (tensor, source) in zip(("query", "key", "value"), reads, strict=True):
-            sublayer.projections[role] = _projection(tensor, source)
-        sublayer.kind = "self" if _read_node(sublayer, "key") is _read_node(sublayer, "query") else "cross"
-        return sublayer
+            projection = _projection(tensor, source)
+            if projection is not None:
+                sublayer.projections[role] = projection
+        nodes = [(linear, columns) for linear, columns in sublayer.projections.values()]
+        for role, (linear, columns) in list(sublayer.projections.items()):
+            if columns is None and sum(linear is other for other, _ in nodes) > 1:
+                del sublayer.projections[role]  # cut otherwise than by views, or one projection for both
+        query, key = (_streams(source) for source in attention.sources[:2])
+        sublayer.kind = "cross" if query.isdisjoint(key) else "self"
+        return sublayer if linears else None
     inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
     mixing = [n for n in inside if n.kind == "mix" or _convolves(n)]
     linears = [n for n in inside if n.kind == "linear"]
@@ -147,22 +165,30 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
 
 def _convolves(node: Node) -> bool:
     """Whether a step is a convolution over the tokens."""
+    if node.operation == "convolution":
+        weights = node.inputs[1]
+        return weights.dim() == 3 and weights.shape[-1] > 1
     return isinstance(node.module, torch.nn.Conv1d) and max(node.module.kernel_size) > 1
 
 
-def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None]:
+def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None] | None:
+    """Return the linear that a query, key or value comes from, and its columns; None where it comes from several."""
     sources = ancestors([producer] if producer else [], _WITHIN_SUBLAYER, {"linear", "attention"})
     linears = [n for n in sources if n.kind == "linear"]
     if len(linears) != 1:
-        raise DeltuneError("an attention's query, key or value does not come from one linear projection")
-    linear = linears[0]
-    return linear, _columns(linear, _views_of_output(tensor, producer, linear))
+        return None
+    try:
+        return linears[0], _columns(linears[0], _views_of_output(tensor, producer, linears[0]))
+    except _IrregularColumns:
+        return None
 
 
-def _read_node(sub: SubLayer, role: str) -> Node:
-    """Return the node whose output a projection reads."""
-    nodes = ancestors(sub.projections[role][0].parents, {"view"}, {"linear", "add", "norm", "op", "pass", "embedding"})
-    return nodes[0]
+def _streams(node: Node | None) -> set[int]:
+    """Return the ids of the sums and embeddings that a query or key is projected from: its residual stream."""
+    first = ancestors([node] if node else [], _WITHIN_SUBLAYER, {"linear"})
+    parents = [parent for linear in first for parent in linear.parents]
+    streams = ancestors(parents, {"linear", "norm", "view", "pass", "op"}, {"add", "embedding", "input", "attention"})
+    return {id(stream) for stream in streams}
 
 
 def norm_position(node: Node, group: list[SubLayer]) -> tuple[NormPosition, list[SubLayer]]:
@@ -215,6 +241,10 @@ def _views_of_output(tensor: torch.Tensor, source: Node | None, linear: Node) ->
     return views
 
 
+class _IrregularColumns(Exception):
+    """A fused projection is cut into parts that no `Columns` describes."""
+
+
 def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
     """Return which of the linear's columns the views cover, by their offsets and strides; None for all of them."""
     width = linear.outputs[0].shape[-1]
@@ -234,5 +264,5 @@ def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
     start = ordered[0]
     expected = [g * block + start + k for g in range(groups) for k in range(size)]
     if expected != ordered or width % groups:
-        raise DeltuneError(f"the fused projection {linear.path!r} is cut into parts of irregular shape")
+        raise _IrregularColumns
     return Columns(groups, start, start + size)

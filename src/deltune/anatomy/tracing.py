@@ -4,13 +4,14 @@ No arithmetic is done: a copy of the model's structure runs on meta tensors, wit
 return the right shape in place of attentions and experts. What remains is which step reads which, and that is all that
 `inspection` needs. The model itself is neither run nor changed, so other threads may run it meanwhile.
 
-Some models decide by the numbers what they do next. Of these the copy runs on zeros: every weight is one zero in memory,
-seen in the shape of the weight, and matrix products give zeros without being computed.
+Some models decide by the numbers what they do next. Of these the copy runs on zeros: every weight is one zero in
+memory, seen in the shape of the weight, and matrix products give zeros without being computed.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,10 +30,11 @@ from ..compat import (
     parameters_of,
     set_attention_implementation,
     set_experts_implementation,
+    storage_id,
     submodules_of,
 )
 from ..errors import DeltuneError, error_summary
-from .inputs import input_candidates, main_input
+from .inputs import LENGTHS, input_candidates, main_input
 from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, structure_stamp
 
 
@@ -139,6 +141,15 @@ class CallOrder:
     attended: frozenset[str]
     began: dict[str, int]
     ended: dict[str, int]
+
+    def including(self, other: CallOrder, path: str) -> CallOrder:
+        """Return the order with the calls inside another model, at a path of this one, that a pass may enter too."""
+        prefix = f"{path}."
+        return CallOrder(
+            self.attended | {f"{prefix}{name}".rstrip(".") for name in other.attended},
+            self.began | {f"{prefix}{name}".rstrip("."): number for name, number in other.began.items()},
+            self.ended | {f"{prefix}{name}".rstrip("."): number for name, number in other.ended.items()},
+        )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -250,6 +261,7 @@ class _Recorder(TorchDispatchMode):
         self.paths, self.originals, self.on_zeros = paths, originals, on_zeros
         self.trace = Trace([], {}, {})
         self.producer: dict[int, Node] = {}
+        self.written: dict[int, list[Node]] = {}  # by storage, the steps that wrote to a part of it in place
         self.opaque = 0
         self.direct: set[int] = set()
         self.alive: list[Any] = []  # keeps the tensors, since an id is unique only while its object lives
@@ -275,15 +287,26 @@ class _Recorder(TorchDispatchMode):
     def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **fields: Any) -> Node:
         producer = self.producer
         sources = [producer.get(id(t)) for t in inputs]
-        parents = list({id(p): p for p in sources if p is not None}.values())
+        parents = list({id(p): p for p in (*sources, *self._writers(inputs)) if p is not None}.values())
         order = len(self.trace.nodes)
         node = Node(kind, parents, order, inputs=inputs, sources=sources, outputs=outputs, **fields)
         for parent in parents:
             parent.children.append(node)
+        for output in outputs:
+            if any(output is t for t in inputs):
+                self.written.setdefault(storage_id(output), []).append(node)
         producer.update((id(t), node) for t in outputs)
         self.alive.extend((inputs, outputs))
         self.trace.nodes.append(node)
         return node
+
+    def _writers(self, inputs: list[torch.Tensor]) -> Iterator[Node]:
+        """Iterate over the steps that wrote to the memory of tensors, through other views, after these were made."""
+        for tensor in inputs:
+            source = self.producer.get(id(tensor))
+            for writer in self.written.get(storage_id(tensor), ()) if self.written else ():
+                if source is not None and writer.order > source.order:
+                    yield writer
 
 
 def _zeros_of_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -318,7 +341,7 @@ def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any)
         return "experts"
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
-        return None
+        return "pass" if _scales(module, inputs, output) else None
     read = next((t for t in inputs if t.is_floating_point()), None)
     if weight.dim() == 2 and (read is None or any(not t.is_floating_point() for t in inputs)):
         return "embedding"
@@ -478,8 +501,36 @@ def _first_trace(model: PreTrainedModel) -> Trace:
                     trace.on_zeros = reasons[0] if on_zeros else ""
                     return trace
     last = f", nor on zeros ({reasons[-1]})" if reasons[-1] != reasons[0] else ""
+    name = type(model).__name__
     raise DeltuneError(
-        f"{type(model).__name__} cannot be inspected: its forward pass does not run on shapes alone ({reasons[0]}){last}"
+        f"{name} cannot be inspected: its forward pass does not run on shapes alone ({reasons[0]}){last}"
+    )
+
+
+def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
+    """Check that a model runs on vectors in place of token ids.
+
+    Args:
+        model: A live model, which is neither run nor changed.
+        width: The width of the word embeddings.
+
+    Raises:
+        DeltuneError: It does not; the message quotes the model's own error.
+    """
+    inputs = input_candidates(base_model(model))[0]
+    length = LENGTHS["input_ids"]
+    inputs |= {"input_ids": None, "inputs_embeds": functools.partial(torch.zeros, 1, length, width)}
+    reasons = []
+    for on_zeros in (False, True):
+        for attention in (OBSERVING_ATTENTION, "eager"):
+            try:
+                _record(model, attention, inputs, on_zeros)
+                return
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error_summary(error)}")
+    raise DeltuneError(
+        f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
+        f"does not ({reasons[-1]})"
     )
 
 
@@ -552,6 +603,12 @@ def _is_leaf(module: torch.nn.Module) -> bool:
     if submodules_of(module):
         return _holds_experts(module)
     return any(p is not None for p in parameters_of(module).values())
+
+
+def _scales(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> bool:
+    """Whether a module only multiplies the features that it reads by numbers of its own."""
+    sizes = [p.shape for p in parameters_of(module).values() if p is not None]
+    return [t.shape for t in inputs] == [getattr(output, "shape", None)] and sizes == [inputs[0].shape[-1:]]
 
 
 def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:

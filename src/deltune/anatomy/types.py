@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -240,6 +240,9 @@ class Tensor:
         common: Whether its module reads nothing that depends on the batch (a table of relative positions).
         direct: Whether the model reads it without calling the module that holds it.
         computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
+        tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
+        read: Whether a pass on the main input alone reads it; the cross-attention of a decoder without an encoder and
+            the weights of another tower are not.
     """
 
     name: str
@@ -251,6 +254,8 @@ class Tensor:
     common: bool = False
     direct: bool = False
     computed: bool = False
+    tower: str = "text"
+    read: bool = True
 
     @property
     def numel(self) -> int:
@@ -275,6 +280,9 @@ class Anatomy:
         hidden: What could not be observed, in words.
         answers: What the model outputs: "states" (hidden states), "labels" (from a head), "choices" (from a head over
             multiple choices) or "words" (logits over the vocabulary).
+        parts: The other towers of a model of several, such as what reads its images, each as an anatomy with the paths
+            that it has in this model.
+        root: Of such a part, the path of its model; "" otherwise.
     """
 
     family: str
@@ -288,6 +296,8 @@ class Anatomy:
     tensors: tuple[Tensor, ...]
     hidden: tuple[str, ...] = ()
     answers: str = "states"
+    parts: tuple[Anatomy, ...] = ()
+    root: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
@@ -309,6 +319,16 @@ class Anatomy:
         return self._tensors_by_name[name]
 
     @property
+    def tower(self) -> str:
+        """The tower that the main input enters, "text", "vision" or "audio", in which a method acts by default."""
+        return next((t.tower for t in self.tensors if t.read), "text")
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """The towers of the model, the main one first."""
+        return tuple(dict.fromkeys((self.tower, *(t.tower for t in self.tensors))))
+
+    @property
     def shared(self) -> bool:
         """Whether several layers share one set of modules."""
         return any(layer.passes > 1 for layer in self.layers)
@@ -323,6 +343,30 @@ class Anatomy:
             The stack.
         """
         return next(stack for stack in self.stacks if stack.name == name)
+
+    def inside(self, path: str) -> Anatomy:
+        """Return the anatomy with the paths that it has where the model is a part of another one.
+
+        Args:
+            path: The path of the model in the other one.
+
+        Returns:
+            The anatomy.
+        """
+        anatomy: Anatomy = _inside(self, path)
+        return anatomy
+
+    def in_tower(self, tower: str) -> list[Anatomy]:
+        """Return the anatomies that a method acts on.
+
+        Args:
+            tower: "main" (the one that the main input enters), the name of a tower, or "all".
+
+        Returns:
+            This anatomy, parts of it, or both; none where the tower has no layers that could be observed.
+        """
+        matches = [part for part in self.parts if tower in ("all", part.tower)]
+        return [self, *matches] if tower in ("main", "all", self.tower) else matches
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
         """Yield every norm with its layer; first the norms outside of the layers, with None.
@@ -373,6 +417,14 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
     yield _title(anatomy)
     for fact in anatomy.hidden:
         yield f"  not visible: {fact}"
+    if len(anatomy.towers) > 1:
+        for tower in anatomy.towers:
+            tensors = [t for t in anatomy.tensors if t.tower == tower]
+            default = ", in which methods act unless tower= says otherwise" if tower == anatomy.tower else ""
+            yield f"  tower {tower}: {len(tensors)} tensors, {sum(t.numel for t in tensors):,} parameters{default}"
+    unread = [t.name for t in anatomy.tensors if not t.read and t.tower == anatomy.tower]
+    if unread:
+        yield f"  not read by a pass on the main input alone: {len(unread)} tensors, such as {unread[0]}"
     for stack in anatomy.stacks:
         causal = ", causal" if stack.causal else ""
         yield f"├─ {stack.name}: {stack.depth} layers, width {stack.width}{causal} [{stack.entry or '(the model)'}]"
@@ -385,10 +437,38 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         for norm in anatomy.norms:
             if norm.place == "final" and norm.path.startswith(stack.entry):
                 yield f"│  └─ norm {_norm(norm)}"
+    for part in anatomy.parts:
+        yield f"├─ tower {part.tower} [{part.root}]"
+        yield from (f"│  {line}" for line in list(_lines(part))[1:])
     if anatomy.pooler:
         yield f"├─ pooler [{anatomy.pooler}]"
     for path in anatomy.head:
         yield f"└─ head [{path}]"
+
+
+_PATHS = frozenset(
+    {"path", "reads", "pre", "post", "entry", "container", "words", "positions", "router", "base", "pooler", "root"}
+)
+_LISTS_OF_PATHS = frozenset({"aliases", "head"})
+
+
+def _inside(value: Any, path: str) -> Any:
+    """Return a value of this module with a path before each of its paths."""
+    if isinstance(value, tuple):
+        return tuple(_inside(item, path) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changes: dict[str, Any] = {}
+    for field in fields(value):
+        content = getattr(value, field.name)
+        is_name = field.name == "name" and isinstance(value, Tensor)
+        if content is not None and (field.name in _PATHS or is_name):
+            changes[field.name] = f"{path}.{content}".strip(".")
+        elif field.name in _LISTS_OF_PATHS or (field.name == "tensors" and isinstance(value, Experts)):
+            changes[field.name] = tuple(f"{path}.{item}" for item in content)
+        else:
+            changes[field.name] = _inside(content, path)
+    return replace(value, **changes)
 
 
 def _runs_of_equal_layers(layers: tuple[Layer, ...]) -> list[tuple[Layer, Layer]]:
