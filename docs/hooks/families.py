@@ -206,12 +206,12 @@ def attempt(model: PreTrainedModel, text: str) -> str:
             parameters = list(tuned.trainable_parameters())
             assert parameters, "nothing is trained"
             outputs = [tensor for tensor in floats(model(**batch(model))) if tensor.requires_grad]
-            assert outputs, "nothing that is trained has a part in the outputs"
-            torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
+            if outputs:
+                torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
             unread = {t.name for t in tuned.anatomy.tensors if not t.read}  # `inspect` tells of them
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in unread]
             if unreached := [name for name, p in trained if p.grad is None]:
-                refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more have no part in the outputs"
+                refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more get no gradient"
         finally:
             tuned.detach()
             model.requires_grad_(False)
@@ -237,8 +237,9 @@ def family(auto: str, model_type: str, class_name: str) -> dict[str, Any]:
             try:
                 model = build(auto, model_type, class_name)
                 with torch.no_grad():
-                    if not floats(model(**batch(model))):
-                        raise NotImplementedError("it has no output of numbers")
+                    first, second = (floats(model(**batch(model))) for _ in range(2))
+                if not first or not all(map(_same, first, second)):
+                    raise NotImplementedError("its outputs are no numbers, or other ones each time")
             except TooLate:
                 raise
             except Exception as error:
@@ -255,8 +256,7 @@ def family(auto: str, model_type: str, class_name: str) -> dict[str, Any]:
     except TooLate as error:
         row |= {"verdict": "too slow", "why": str(error)}
     except AssertionError as error:
-        verdict = "silent scope" if "has a part" in str(error) else "WRONG"
-        row |= {"verdict": verdict, "why": f"{name}: {error}"}
+        row |= {"verdict": "WRONG", "why": f"{name}: {error}"}
     except Exception as error:
         row |= {"verdict": "RAW EXCEPTION", "why": f"{name}: {_line(error)}"}
     finally:
@@ -291,7 +291,7 @@ WORDS = {
     "reads no token ids first": "it reads no token ids",
     "rows before the input embeddings": "it does not run on vectors in place of token ids",
     "mixture of": "its FFNs are mixtures of experts",
-    "positions, and this model has": "it has too few positions",
+    "get no gradient": "some of what it trains gets no gradient",
 }
 """Short reasons for what a refusal says."""
 

@@ -404,7 +404,7 @@ class _Inspector:
         ]  # fmt: skip
         word_embedding = next((n.path for n in embeddings if self._reads_ids(n)), None)
         position_embedding = next(
-            (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n, entry)), None
+            (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
         )
         causal = any(a.causal for layer in layers for a in layer.attentions) or (
             name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
@@ -426,10 +426,11 @@ class _Inspector:
         sources = ancestors(node.parents, {"view"}, {"input", "op"})
         return any(s.argument.endswith("input_ids") for s in sources)
 
-    def _is_positional(self, node: Node, entry: str) -> bool:
+    def _is_positional(self, node: Node) -> bool:
         """Whether an embedding that does not read the token ids has positions as its rows, not token types."""
-        config = getattr(self.trace.entered[entry][0], "config", self.model.config)
-        types = getattr(config, "type_vocab_size", None)
+        around = (getattr(self.model.get_submodule(path), "config", None) for path in _around(node.path))
+        types = next((t for config in around if (t := getattr(config, "type_vocab_size", None)) is not None), None)
+        types = getattr(self.model.config, "type_vocab_size", None) if types is None else types
         return node.module.weight.shape[0] != types
 
     def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
@@ -500,7 +501,7 @@ class _Inspector:
             parameters[id(parameter)] = parameter
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = self._of_batch()
-        read = self._read_names()
+        read, reached = (self._names_read_by(nodes) for nodes in (self.trace.nodes, self.trace.differentiable()))
         of_parts = {t.name: t for part in parts for t in part.tensors}
         layer_prefixes = [(layer.path + ".", i) for i, layer in enumerate(layers)]
         inside_base = f"{self.base_path}." if self.base_path else ""
@@ -526,9 +527,10 @@ class _Inspector:
             direct = not self.direct.isdisjoint(aliases)
             shape = tuple(parameters[key].shape)
             computed = f".{aliases[0]}".endswith(self.computed)
-            is_read = not read.isdisjoint(aliases) or not aliases[0].startswith(inside_base)
+            outside = not aliases[0].startswith(inside_base)
+            is_read = outside or not reached.isdisjoint(aliases)
             tower = self.tower
-            if not is_read and self.towers:
+            if self.towers and not outside and read.isdisjoint(aliases):
                 tower = next((self.towers[o] for o in _around(owners[0]) if o in self.towers), "projector")
             role = of_parts[aliases[0]].role if aliases[0] in of_parts else role
             others = tuple(aliases[1:])
@@ -537,12 +539,10 @@ class _Inspector:
             )
         return tuple(tensors)
 
-    def _read_names(self) -> set[str]:
-        """Return the names of the parameters that the forward pass has read."""
-        names = {
-            f"{n.path}.{leaf}" for n in self.trace.nodes if n.module is not None for leaf in parameters_of(n.module)
-        }
-        inputs = (tensor for node in self.trace.nodes for tensor in node.inputs)
+    def _names_read_by(self, nodes: Sequence[Node]) -> set[str]:
+        """Return the names of the parameters that steps of the forward pass have read."""
+        names = {f"{n.path}.{leaf}" for n in nodes if n.module is not None for leaf in parameters_of(n.module)}
+        inputs = (tensor for node in nodes for tensor in node.inputs)
         return names | {name for tensor in inputs if (name := self.trace.parameters.get(id(tensor)))}
 
 

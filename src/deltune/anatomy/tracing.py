@@ -89,6 +89,7 @@ class Trace:
         parameters: Names of the model's parameters by the identity that they have in this pass.
         returned: The paths of the modules, without those that are one node, that returned a tensor first, by the
             tensor's identity; inner ones first.
+        results: The nodes that the outputs of the pass came from.
         on_zeros: Why the pass ran on zeros in place of shapes alone; "" where it did not.
     """
 
@@ -100,6 +101,7 @@ class Trace:
     attended: set[str] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
     returned: dict[int, list[str]] = field(default_factory=dict)
+    results: list[Node] = field(default_factory=list)
     on_zeros: str = ""
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
@@ -122,6 +124,19 @@ class Trace:
         while shared and (".".join(shared) not in self.entered or (proper and self.runs[".".join(shared)] > 1)):
             shared.pop()
         return ".".join(shared)
+
+    def differentiable(self) -> list[Node]:
+        """Return the nodes that the outputs depend on by floating-point numbers, so that gradients reach them."""
+        queue, seen = list(self.results), {}
+        while queue:
+            node = queue.pop()
+            if id(node) not in seen:
+                seen[id(node)] = node
+                reads = zip(node.inputs, node.sources, strict=True)
+                direct = [source for tensor, source in reads if source is not None and tensor.is_floating_point()]
+                known = {id(source) for source in node.sources if source is not None}
+                queue += [*direct, *(parent for parent in node.parents if id(parent) not in known)]
+        return list(seen.values())
 
     def of_kind(self, kind: str) -> list[Node]:
         """Return the nodes of a kind, in the order of execution."""
@@ -557,9 +572,11 @@ def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_z
             for name, tensor in inputs.items():
                 if isinstance(tensor, torch.Tensor):
                     recorder.record("input", [], [tensor], argument=name)
-            base(**inputs)
+            output = base(**inputs)
     finally:
         _RECORDER.reset(token)
+    producers = (recorder.producer.get(id(tensor)) for tensor in tensors_in(output))
+    recorder.trace.results = [node for node in producers if node is not None]
     return recorder.trace
 
 

@@ -241,8 +241,8 @@ class Tensor:
         direct: Whether the model reads it without calling the module that holds it.
         computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
         tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
-        read: Whether a pass on the main input alone reads it; the cross-attention of a decoder without an encoder and
-            the weights of another tower are not.
+        read: Whether the outputs of a pass on the main input alone depend on it by a gradient. They do not on the
+            cross-attention of a decoder without an encoder, nor on another tower.
     """
 
     name: str
@@ -424,7 +424,7 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
             yield f"  tower {tower}: {len(tensors)} tensors, {sum(t.numel for t in tensors):,} parameters{default}"
     unread = [t.name for t in anatomy.tensors if not t.read and t.tower == anatomy.tower]
     if unread:
-        yield f"  not read by a pass on the main input alone: {len(unread)} tensors, such as {unread[0]}"
+        yield f"  without a gradient in a pass on the main input alone: {len(unread)} tensors, such as {unread[0]}"
     for stack in anatomy.stacks:
         causal = ", causal" if stack.causal else ""
         yield f"├─ {stack.name}: {stack.depth} layers, width {stack.width}{causal} [{stack.entry or '(the model)'}]"
