@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deltune
 from deltune.methods.forms import ACTIVATIONS
 from deltune.methods.registry import REGISTRY
-from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, Method, explicit_expression
+from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, TOWERS, Method, explicit_expression
 
 RANKS = st.integers(1, 4096)
 LENGTHS = st.integers(2, 4096)  # one ungated prefix vector is refused
@@ -26,6 +26,7 @@ WHERE = {
     "stack": st.sampled_from(STACKS),
     "attention": st.sampled_from(ATTENTIONS),
 }
+TOWER = {"tower": st.sampled_from(TOWERS)}
 INITS = {"init": st.sampled_from(["lora", "bert"]), "dropout": SHARES}
 BOTTLENECK = {
     "rank": RANKS, "bias": st.booleans(), "activation": st.sampled_from(sorted(ACTIVATIONS)),
@@ -42,32 +43,34 @@ def sites(*known: str) -> st.SearchStrategy[str | tuple[str, ...]]:
 
 PARALLEL = {
     "at": sites("ffn", "attention", "heads"), "scale": SCALES, "x": st.sampled_from(["input", "residual"]),
-    "zero_up": st.booleans(), **BOTTLENECK, **WHERE,
+    "zero_up": st.booleans(), **BOTTLENECK, **WHERE, **TOWER,
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "full": {},
+    "full": TOWER,
     "head": {},
     "layernorm": {
         "terms": st.sampled_from(["both", "gain", "bias"]), "of": st.sampled_from(["both", "attention", "ffn"]),
         "layers": WHERE["layers"], "embedding": st.none() | st.booleans(),
-        "final": st.none() | st.booleans(), "stack": WHERE["stack"],
+        "final": st.none() | st.booleans(), "stack": WHERE["stack"], **TOWER,
     },
     "bitfit": {
         "which": st.sampled_from(["layers", "linear", "query+ffn_up", "norm"]), "layers": WHERE["layers"],
-        "add_missing": st.booleans(),
+        "add_missing": st.booleans(), **TOWER,
     },
-    "adapter": {"style": st.sampled_from(["houlsby", "pfeiffer"]), "zero_up": st.booleans(), **BOTTLENECK, **WHERE},
+    "adapter": {
+        "style": st.sampled_from(["houlsby", "pfeiffer"]), "zero_up": st.booleans(), **BOTTLENECK, **WHERE, **TOWER,
+    },
     "parallel_adapter": PARALLEL,
     "scaled_parallel_adapter": PARALLEL,
     "prefix": {
         "length": LENGTHS, "reparameterise": st.none() | RANKS, "gate": st.booleans(), "shift_positions": st.booleans(),
-        **WHERE,
+        **WHERE, **TOWER,
     },
     "prompt": {
         "length": RANKS, "init_from": st.none() | st.lists(st.integers(0, 99), min_size=1).map(tuple),
         "positions": st.sampled_from(["shift", "none"]),
     },
-    "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE},
+    "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE, **TOWER},
     "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS, **WHERE},
     "p_tuning_v2": {"length": RANKS, **WHERE},
     "multi_head_parallel_adapter": {

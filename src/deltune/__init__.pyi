@@ -7,6 +7,7 @@ from .methods.attention_forms import OwnMultiHead as OwnMultiHead
 from .methods.attention_forms import Prefix as Prefix
 from .methods.budget import fit as fit
 from .methods.compositions import Add as Add
+from .methods.compositions import Composition as Composition
 from .methods.compositions import Gate as Gate
 from .methods.compositions import Scale as Scale
 from .methods.compositions import SigmoidGate as SigmoidGate
@@ -14,6 +15,9 @@ from .methods.counting import Count as Count
 from .methods.counting import count as count
 from .methods.forms import (
     Bottleneck as Bottleneck,
+)
+from .methods.forms import (
+    Form as Form,
 )
 from .methods.forms import (
     LowRank as LowRank,
@@ -89,8 +93,10 @@ from .methods.library import (
 )
 from .methods.registry import methods as methods
 from .methods.registry import parse as parse
+from .methods.registry import register as register
 from .methods.spec import Modification as Modification
 from .methods.spec import Selection as Selection
+from .methods.spec import named_method as named_method
 from .runtime.attaching import attach as attach
 from .runtime.attaching import export as export
 from .runtime.attaching import load as load

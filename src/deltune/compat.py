@@ -232,6 +232,12 @@ def set_attention_implementation(config: Any, name: Any) -> None:
     config._attn_implementation_internal = name
 
 
+def set_experts_implementation(config: Any, name: Any) -> None:
+    """Choose the function that computes the experts of one configuration; `set_experts_implementation` checks names."""
+    if hasattr(config, "_experts_implementation_internal"):
+        config._experts_implementation_internal = name
+
+
 def auto_class_mapping(auto_class: Any) -> Any:
     """The classes that an auto class such as AutoModel makes, by the class of the configuration."""
     return auto_class._model_mapping

@@ -50,6 +50,7 @@ SCALE = odd(
 STACK, ATTENTION = words("all", "all", "encoder", "decoder"), words("all", "all", "self", "cross")
 ACTIVATION = words("relu", "gelu", "tanh", "sigmoid", "identity")
 WHERE = {"layers": LAYERS, "stack": STACK, "attention": ATTENTION}
+TOWER = {"tower": words("main", "text", "vision", "projector", "all")}
 BOTTLENECK = {
     "rank": SIZE, "bias": TRUTH, "activation": ACTIVATION, "layer_norm": TRUTH, "dropout": SHARE,
     "init": words("lora", "bert"),
@@ -59,20 +60,21 @@ PARALLEL = {
 }  # fmt: skip
 AT = odd(st.sampled_from(["'query'", "'ffn'", "('query', 'value')", "('ffn', 'ffn_up')", "()"]))
 ARGUMENTS: Mapping[str, Mapping[str, st.SearchStrategy[str]]] = {
-    "full": {},
+    "full": TOWER,
     "head": {},
     "three_vectors": {},
     "ia3": WHERE,
     "layernorm": {
         "terms": words("both", "gain", "bias"), "of": words("both", "attention", "ffn"), "layers": LAYERS,
-        "embedding": TRUTH, "final": TRUTH, "stack": STACK,
+        "embedding": TRUTH, "final": TRUTH, "stack": STACK, **TOWER,
     },
-    "bitfit": {"which": words("all", "layers", "linear", "query+ffn_up", "norm"), "add_missing": TRUTH},
-    "adapter": {"style": words("houlsby", "pfeiffer"), "zero_up": TRUTH, **BOTTLENECK, **WHERE},
-    "parallel_adapter": {**PARALLEL, **BOTTLENECK, **WHERE},
-    "scaled_parallel_adapter": {**PARALLEL, **BOTTLENECK, **WHERE},
+    "bitfit": {"which": words("all", "layers", "linear", "query+ffn_up", "norm"), "add_missing": TRUTH, **TOWER},
+    "adapter": {"style": words("houlsby", "pfeiffer"), "zero_up": TRUTH, **BOTTLENECK, **WHERE, **TOWER},
+    "parallel_adapter": {**PARALLEL, **BOTTLENECK, **WHERE, **TOWER},
+    "scaled_parallel_adapter": {**PARALLEL, **BOTTLENECK, **WHERE, **TOWER},
     "prefix": {
         "length": SIZE, "reparameterise": odd(st.just("None")), "gate": TRUTH, "shift_positions": TRUTH, **WHERE,
+        **TOWER,
     },
     "prompt": {
         "length": SIZE, "init_from": odd(st.sampled_from(["None", "(7, 8)", "()", "[99]", "(-1,)"])),
@@ -82,7 +84,7 @@ ARGUMENTS: Mapping[str, Mapping[str, st.SearchStrategy[str]]] = {
     "multi_head_parallel_adapter": {"length": SIZE, "own_down": TRUTH, "zero_up": TRUTH, **WHERE},
     "lora": {
         "rank": SIZE, "scale": SCALE, "at": AT, "alpha": odd(st.sampled_from(["None", "8", "0"])), "dropout": SHARE,
-        **WHERE,
+        **WHERE, **TOWER,
     },
     "mam": {"length": SIZE, "rank": SIZE, "scale": SCALE, **WHERE},
     "prefix_layernorm": {"length": SIZE, "layers": LAYERS, "stack": STACK},

@@ -125,12 +125,18 @@ def _fields(kind: type[PreTrainedConfig]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(kind)}
 
 
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def sizes(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     """Small values for the attributes of a configuration class, and those of the configurations inside it."""
     fields = _fields(kind)
     chosen: dict[str, Any] = {}
     for name in (*SIZES, *TOKENS):
         for target in {name, kind.attribute_map.get(name, name)} & fields.keys():
+            if isinstance(_default(fields[target]), list | tuple):
+                continue  # one size for each stage
             chosen[target] = {**SIZES, **TOKENS}[name]
     for name, field in fields.items():
         default = field.default

@@ -189,21 +189,19 @@ def test_what_hides_says_so(name: str) -> None:
             deltune.count(config(FAMILIES[name]), method)
 
 
-class _Vision(PreTrainedConfig):
+class _Unknown(PreTrainedConfig):
     model_type = "not-a-family"
 
 
-def test_what_is_no_language_model() -> None:
-    from transformers import ViTConfig, ViTModel
+def test_what_reads_neither_text_nor_images_nor_sounds() -> None:
+    from transformers import PatchTSTConfig, PatchTSTModel
 
-    with pytest.raises(deltune.DeltuneError, match="does not take input_ids"):
-        deltune.inspect(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
-    with pytest.raises(deltune.DeltuneError, match="no model can be built from this _Vision"):
-        deltune.inspect(_Vision())
-    model = ViTModel(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64))
-    with pytest.raises(deltune.DeltuneError, match="only language models"):
+    model = PatchTSTModel(PatchTSTConfig(d_model=16, num_attention_heads=2, ffn_dim=16, num_hidden_layers=1))
+    with pytest.raises(deltune.DeltuneError, match="only models of text, images or sounds can be inspected"):
         deltune.attach(model, "layernorm")
     assert not any("deltune" in name for name, _ in model.named_modules())
+    with pytest.raises(deltune.DeltuneError, match="no model can be built from this _Unknown"):
+        deltune.inspect(_Unknown())
 
 
 @EACH

@@ -6,7 +6,9 @@ How each part is recognised:
                that do not use it.
   FFN          The output linear reads, through an activation, linears that read the hidden states.
   projections  The linears that query, key and value come from; of a fused one, the columns that each view covers.
-  layer        One self-attention and what follows it up to the next; its path is the innermost module around them.
+  experts      What joins the residual stream was returned by a module that holds experts, weights of three dimensions.
+  mixer        The output linear reads, by products without a softmax or by a convolution, what it does of other tokens.
+  layer        One self-attention or mixer and what follows it up to the next, in one element of a list of modules.
   norm         Its place follows from what it reads and what reads it: a residual sum, a sub-layer's output or input.
 No model family is named here. The stored numbers of a quantised weight are not the weights that would be tuned.
 """
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,24 @@ from transformers.models.auto import modeling_auto
 
 from ..compat import auto_class_mapping, parameters_of, submodules_of
 from ..errors import DeltuneError, describe_value, error_summary, excerpt
+from .inputs import READABLE, tower_name
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
-from .types import FFN, Anatomy, Attention, Columns, Layer, Linear, Norm, NormPosition, Stack, StackName, Tensor
+from .types import (
+    FFN,
+    Anatomy,
+    Attention,
+    Columns,
+    Experts,
+    Layer,
+    Linear,
+    Norm,
+    NormPosition,
+    Stack,
+    StackName,
+    Tensor,
+)
 
 TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that can be tuned."""
@@ -81,8 +98,7 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
         The anatomy. Printing it shows a tree of all parts.
 
     Raises:
-        DeltuneError: The weights are quantised, the forward pass cannot run on shapes alone, or it contains no
-            transformer layer.
+        DeltuneError: The weights are quantised, or the forward pass runs neither on shapes alone nor on zeros.
     """
     check_model_or_config(model, "inspect")
     if isinstance(model, PreTrainedConfig):
@@ -137,6 +153,23 @@ class _Inspector:
         self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in base_modules(model, remove_duplicate=False)}
         self.hidden: list[str] = []
+        self.tower = tower_name(self.base)
+        self.towers = self._towers()
+        self.widths: dict[str, int] = {}
+
+    def _towers(self) -> dict[str, str]:
+        """Return the models inside the base model that read images or sounds, which a pass on text does not enter."""
+        towers: dict[str, str] = {}
+        for path, module in base_modules(self.model):
+            if (
+                isinstance(module, PreTrainedModel)
+                and path not in self.trace.entered
+                and not path.startswith(tuple(f"{p}." for p in towers))
+            ):
+                tower = tower_name(module)
+                if tower != self.tower and path.startswith(self.base_path) and path != self.base_path:
+                    towers[path] = tower
+        return towers
 
     # -- sub-layers
 
@@ -151,16 +184,22 @@ class _Inspector:
     def attention_of(self, sub: SubLayer, norms: dict[str, str]) -> Attention:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
-        if node.kind == "mix":
-            path = self.trace.around([n.path for n in sub.inputs] + [sub.output.path])
-            self.hidden.append(f"query, key, value and heads of {path} (not on the attention interface)")
-            return Attention(path, "self", sub.inputs[0].path, output, **norms)  # type: ignore[arg-type]
+        if node.kind != "attention":
+            path = self.trace.around(sub.paths)
+            reason = "not on the attention interface" if sub.kind == "self" else "tokens are mixed without an attention"
+            self.hidden.append(f"query, key, value and heads of {path} ({reason})")
+            inputs = tuple(self.linear(n) for n in sub.inputs)
+            return Attention(path, sub.kind, sub.inputs[0].path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
         query, key, value = (t.shape for t in node.inputs[:3])
-        parts = {role: self.linear(*sub.projections[role]) for role in ("query", "key", "value")}
+        parts = {role: self.linear(*projection) for role, projection in sub.projections.items()}
+        path, inputs = self.paths[node.module], ()
+        if missing := [role for role in ("query", "key", "value") if role not in parts]:
+            self.hidden.append(f"{' and '.join(missing)} of {path} (not the output of one linear)")
+            inputs = tuple(self.linear(n) for n in sub.inputs)
         return Attention(
-            self.paths[node.module], sub.kind, sub.reads.path, output, parts["query"], parts["key"], parts["value"],
+            path, sub.kind, sub.reads.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
             heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
-            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), **norms,
+            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs, **norms,
         )  # fmt: skip
 
     def ffn_of(self, sub: SubLayer, norms: dict[str, str]) -> FFN:
@@ -170,6 +209,23 @@ class _Inspector:
         path = self.trace.around([n.path for n in [*sub.inputs, sub.output]])
         return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
 
+    def experts_of(self, sub: SubLayer, norms: dict[str, str]) -> Experts:
+        inside = [n for n in self.trace.nodes if n.path == sub.block or n.path.startswith(f"{sub.block}.")]
+        nodes = list({n.path: n for n in inside}.values())
+        holders = {n.path: n.module for n in nodes if n.kind == "experts"}
+        weights = {
+            f"{path}.{leaf}": p
+            for path, module in holders.items()
+            for leaf, p in parameters_of(module).items()
+            if p is not None and p.dim() == 3
+        }
+        number = next(iter(weights.values())).shape[0]
+        router = next((n.path for n in nodes if n.path not in holders and _chooses(n, number)), None)
+        linears = tuple(self.linear(n) for n in nodes if n.kind == "linear" and n.path != router)
+        read = next(t for n in inside for t in n.inputs if t.is_floating_point())
+        out_width = sub.output.outputs[0].shape[-1]
+        return Experts(sub.block, number, read.shape[-1], out_width, tuple(weights), router, linears, **norms)
+
     # -- layers
 
     def stack_of(self, subs: Sequence[SubLayer]) -> dict[int, StackName]:
@@ -178,14 +234,13 @@ class _Inspector:
         The encoder is what the keys of a cross-attention depend on. A model without cross-attention has one stack,
         which is a decoder if it is causal.
         """
-        every_kind = {"linear", "attention", "add", "norm", "embedding", "op", "mix", "view", "pass", "input"}
         cross_attentions = [s for s in subs if s.kind == "cross"]
         if cross_attentions:
             encoder_nodes: set[int] = set()
             queue = [cross_attentions[0].projections["key"][0]]
             while queue:
                 node = queue.pop()
-                if id(node) not in encoder_nodes and node.kind in every_kind:
+                if id(node) not in encoder_nodes:
                     encoder_nodes.add(id(node))
                     queue.extend(node.parents)
             return {id(s): "encoder" if id(s.output) in encoder_nodes else "decoder" for s in subs}
@@ -203,48 +258,91 @@ class _Inspector:
 
     def layers(self) -> list[Layer]:
         subs = find_sublayers(self.trace)
-        if not any(s.attention for s in subs):
-            raise DeltuneError(f"{type(self.model).__name__}: no attention shows in its forward pass")
+        if not subs:
+            raise DeltuneError("no attention shows in its forward pass, nor any other sub-layer")
         stacks = self.stack_of(subs)
-        groups: list[list[SubLayer]] = []
-        for sub in subs:
-            opens = sub.attention is not None and sub.kind == "self"
-            if opens and groups and not any(s.attention for s in groups[-1]):
-                groups[-1].append(sub)  # an FFN before the attention
-            elif opens or not groups or stacks[id(sub)] != stacks[id(groups[-1][0])]:
-                groups.append([sub])
-            else:
-                groups[-1].append(sub)
         layers: dict[str, Layer] = {}
         counts = {"encoder": 0, "decoder": 0}
-        for group in groups:
-            path = self.trace.around([p for s in group for p in self._paths_of(s)])
+        for path, group in self._groups(subs, stacks):
             name = stacks[id(group[0])]
             if path in layers:
                 old = layers[path]
-                layers[path] = Layer(**{**vars(old), "passes": old.passes + 1})
+                layers[path] = replace(old, passes=old.passes + 1)
                 continue
+            self.widths[path] = group[0].add.outputs[0].shape[-1]
             layers[path] = self._layer(path, name, counts[name], group)
             counts[name] += 1
         paths = list(layers)
         for path in paths:
             if any(other != path and other.startswith(path + ".") for other in paths):
-                raise DeltuneError(f"{type(self.model).__name__}: its layers cannot be told apart at {path!r}")
+                raise DeltuneError(f"its layers cannot be told apart at {path!r}")
         return list(layers.values())
 
-    @staticmethod
-    def _paths_of(sub: SubLayer) -> list[str]:
-        inner = [node.path for node, _ in sub.projections.values()] or [n.path for n in sub.inputs]
-        return [*inner, sub.output.path]
+    def _groups(self, subs: list[SubLayer], stacks: dict[int, StackName]) -> list[tuple[str, list[SubLayer]]]:
+        """Return the sub-layers of each layer with the layer's path, once for each time that the layer runs."""
+        groups: list[tuple[str, list[SubLayer]]] = []
+        for group in self._by_element(subs, 0):
+            parts: list[list[SubLayer]] = []
+            for sub in group:
+                opens = sub.mixes_tokens and sub.kind != "cross"
+                if parts and opens and not any(s.mixes_tokens for s in parts[-1]):
+                    parts[-1].append(sub)  # it follows an FFN that stands before it
+                elif opens or not parts or stacks[id(sub)] != stacks[id(parts[-1][0])]:
+                    parts.append([sub])
+                else:
+                    parts[-1].append(sub)
+            for part in parts:
+                elements = self._elements([path for sub in part for path in sub.paths])
+                path = elements[-1] if elements else self.trace.around([path for sub in part for path in sub.paths])
+                if groups and groups[-1][0] == path and self.trace.runs.get(path) == 1:
+                    groups[-1][1].extend(part)  # two mixers side by side
+                else:
+                    groups.append((path, part))
+        for path, group in groups:
+            if len({sub.output.path or sub.block for sub in group}) < len(group):
+                raise DeltuneError(f"its layers cannot be told apart: {path!r} runs modules several times in one pass")
+        return groups
+
+    def _by_element(self, subs: list[SubLayer], level: int) -> list[list[SubLayer]]:
+        """Split sub-layers by the elements of lists of modules that they are in.
+
+        A stage, of which each element has a mixer of tokens of its own, is split further.
+        """
+        split: list[list[SubLayer]] = []
+        last = None
+        for sub in subs:
+            element = self._elements(sub.paths)[: level + 1]
+            if not split or element != last:
+                split.append([])
+            split[-1].append(sub)
+            last = element
+        if level and not all(any(s.mixes_tokens for s in part) for part in split):
+            return [subs]
+        if len(split) == 1 and level:
+            return split
+        return [
+            part for group in split for part in (self._by_element(group, level + 1) if _mixers(group) > 1 else [group])
+        ]
+
+    def _elements(self, paths: Sequence[str]) -> list[str]:
+        """Return the elements of lists of modules around some paths, the outermost first."""
+        elements = []
+        path = self.trace.around(paths)
+        while path:
+            container = path.rpartition(".")[0]
+            if container not in self.trace.entered and isinstance(self.model.get_submodule(container), _LISTS):
+                elements.append(path)
+            path = container
+        return elements[::-1]
 
     def _layer(self, path: str, stack: StackName, index: int, group: list[SubLayer]) -> Layer:
         placed: dict[str, tuple[Norm, list[SubLayer]]] = {}
         for node in self.trace.of_kind("norm"):
             if node.path.startswith(path + ".") and node.path not in placed:
                 place, sublayers = norm_position(node, group)
-                roles = tuple(sorted({"attention" if s.attention else "ffn" for s in sublayers}))
+                roles = tuple(sorted({s.role for s in sublayers}))
                 placed[node.path] = (self._norm(node, place, roles), sublayers)
-        attentions, ffns = [], []
+        attentions, ffns, experts = [], [], []
         for sub in group:
             norms: dict[str, str] = {}
             for norm, sublayers in placed.values():
@@ -252,10 +350,12 @@ class _Inspector:
                     norms[norm.place] = norm.path
             if sub.attention is not None:
                 attentions.append(self.attention_of(sub, norms))
+            elif sub.block:
+                experts.append(self.experts_of(sub, norms))
             else:
                 ffns.append(self.ffn_of(sub, norms))
         layer_norms = tuple(norm for norm, _ in placed.values())
-        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms)
+        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms, experts=tuple(experts))
 
     def _norm(self, node: Node, place: NormPosition, of: tuple[str, ...]) -> Norm:
         has = parameters_of(node.module)
@@ -265,7 +365,10 @@ class _Inspector:
     # -- the whole model
 
     def anatomy(self) -> Anatomy:
-        layers = self.layers()
+        try:
+            layers = self.layers()
+        except DeltuneError as error:  # what is unknown does not hide the norms and biases
+            layers, self.hidden = [], [f"the layers ({error})"]
         first_layers: dict[StackName, Layer] = {}
         for layer in layers:
             first_layers.setdefault(layer.stack, layer)
@@ -284,17 +387,17 @@ class _Inspector:
             self.computed = tuple(f".{name}" for name in computed_parameters(self.model))
         pooler = self._pooler(outside_layers, embedding_paths)
         head = self._head()
+        parts = tuple(self._parts())
         return Anatomy(
             self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
-            tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head), tuple(self.hidden),
-            self._answers(head),
+            tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head, parts), tuple(self.hidden),
+            self._answers(head), parts,
         )  # fmt: skip
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
-        entries = {a.reads for layer in first_layers.values() for a in layer.attentions if a.kind == "self"}
-        queue = [n for n in self.trace.nodes if n.path in entries and n.kind == "linear"]
-        start = {path: next(n for n in queue if n.path == path) for path in entries}
+        entries = {part.reads for layer in first_layers.values() for part in (*layer.attentions, *layer.ffns)[:1]}
+        start = {n.path: n for n in reversed(self.trace.nodes) if n.path in entries}
         seen: set[int] = set()
         paths: set[str] = set()
         queue = list(start.values())
@@ -312,11 +415,7 @@ class _Inspector:
         paths = [layer.path for layer in layers]
         container = self.trace.around(paths, proper=True)
         entry = container
-        while "inputs_embeds" not in _argument_names(self.trace.entered[entry][0]) or not (
-            self.trace.entered[entry][1] & {"input_ids", "inputs_embeds"}
-        ):
-            if entry == self.base_path:
-                break
+        while entry != self.base_path and not self._enters(entry):
             entry = self.trace.around([entry], proper=True)
         prefix = f"{entry}." if entry else ""
         embeddings = [
@@ -327,14 +426,20 @@ class _Inspector:
         position_embedding = next(
             (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
         )
-        first_output = next(n for n in self.trace.nodes if n.path == layers[0].attentions[0].output.path)
         causal = any(a.causal for layer in layers for a in layer.attentions) or (
             name == "decoder" and not any(a.heads for layer in layers for a in layer.attentions)
         )
         depth = sum(layer.passes for layer in layers)
-        width = first_output.outputs[0].shape[-1]
+        width = self.widths[layers[0].path]
         position_ids = "position_ids" in _argument_names(self.trace.entered[entry][0])
         return Stack(name, entry, container, depth, width, causal, word_embedding, position_embedding, position_ids)
+
+    def _enters(self, path: str) -> bool:
+        """Whether a module takes what the model reads: tokens, for which it also takes vectors, images or sounds."""
+        module, arguments = self.trace.entered[path]
+        if "inputs_embeds" in _argument_names(module) and arguments & {"input_ids", "inputs_embeds"}:
+            return True
+        return bool(arguments & set(READABLE[1:-1]))
 
     def _reads_ids(self, node: Node) -> bool:
         """Whether an embedding's indices are the token ids themselves, through views."""
@@ -343,7 +448,9 @@ class _Inspector:
 
     def _is_positional(self, node: Node) -> bool:
         """Whether an embedding that does not read the token ids has positions as its rows, not token types."""
-        types = getattr(self.model.config, "type_vocab_size", None)
+        around = (getattr(self.model.get_submodule(path), "config", None) for path in _around(node.path))
+        types = next((t for config in around if (t := getattr(config, "type_vocab_size", None)) is not None), None)
+        types = getattr(self.model.config, "type_vocab_size", None) if types is None else types
         return node.module.weight.shape[0] != types
 
     def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
@@ -388,8 +495,23 @@ class _Inspector:
         children = ((n, m) for n, m in base_modules(self.model) if "." not in n)
         return tuple(n for n, m in children if n not in base_children and list(m.parameters()))
 
+    def _parts(self) -> Iterator[Anatomy]:
+        """Yield the anatomies of the other towers; of one that cannot be observed, note why."""
+        for path in self.towers:
+            module = self.model.get_submodule(path)
+            assert isinstance(module, PreTrainedModel)
+            try:
+                yield _Inspector(module).anatomy().inside(path)
+            except Exception as error:
+                self.hidden.append(f"the layers of the tower {path} ({type(error).__name__}: {error_summary(error)})")
+
     def _tensors(
-        self, layers: list[Layer], embedding_paths: set[str], pooler: str | None, head: tuple[str, ...]
+        self,
+        layers: list[Layer],
+        embedding_paths: set[str],
+        pooler: str | None,
+        head: tuple[str, ...],
+        parts: tuple[Anatomy, ...],
     ) -> tuple[Tensor, ...]:
         kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
         names: dict[int, list[str]] = {}
@@ -399,6 +521,8 @@ class _Inspector:
             parameters[id(parameter)] = parameter
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = self._of_batch()
+        read, reached = (self._names_read_by(nodes) for nodes in (self.trace.nodes, self.trace.differentiable()))
+        of_parts = {t.name: t for part in parts for t in part.tensors}
         layer_prefixes = [(layer.path + ".", i) for i, layer in enumerate(layers)]
         inside_base = f"{self.base_path}." if self.base_path else ""
         tensors = []
@@ -423,8 +547,43 @@ class _Inspector:
             direct = not self.direct.isdisjoint(aliases)
             shape = tuple(parameters[key].shape)
             computed = f".{aliases[0]}".endswith(self.computed)
-            tensors.append(Tensor(aliases[0], shape, area, role, layer, tuple(aliases[1:]), common, direct, computed))
+            outside = not aliases[0].startswith(inside_base)
+            is_read = outside or not reached.isdisjoint(aliases)
+            tower = self.tower
+            if self.towers and not outside and read.isdisjoint(aliases):
+                tower = next((self.towers[o] for o in _around(owners[0]) if o in self.towers), "projector")
+            role = of_parts[aliases[0]].role if aliases[0] in of_parts else role
+            others = tuple(aliases[1:])
+            tensors.append(
+                Tensor(aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read)
+            )
         return tuple(tensors)
+
+    def _names_read_by(self, nodes: Sequence[Node]) -> set[str]:
+        """Return the names of the parameters that steps of the forward pass have read."""
+        names = {f"{n.path}.{leaf}" for n in nodes if n.module is not None for leaf in parameters_of(n.module)}
+        inputs = (tensor for node in nodes for tensor in node.inputs)
+        return names | {name for tensor in inputs if (name := self.trace.parameters.get(id(tensor)))}
+
+
+def _mixers(group: Sequence[SubLayer]) -> int:
+    return sum(sub.mixes_tokens and sub.kind != "cross" for sub in group)
+
+
+def _around(path: str) -> list[str]:
+    """Return a path and those of the modules around it, the innermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Modules that hold the layers of a stack."""
+
+
+def _chooses(node: Node, number: int) -> bool:
+    """Whether a module that is one node has a row of weights for each of a number of experts."""
+    weight = parameters_of(node.module).get("weight") if node.module is not None else None
+    return weight is not None and weight.dim() == 2 and weight.shape[0] == number
 
 
 def _role(kind: str, leaf: str) -> str:

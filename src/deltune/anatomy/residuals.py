@@ -1,7 +1,8 @@
-"""Finds the attentions and FFNs in a traced forward pass by its residual additions, and the place of each norm.
+"""Finds the attentions, FFNs and experts of a traced forward pass by its residual additions, and places its norms.
 
 A residual addition has an operand that comes from one linear. That linear is the output of an attention if it reads
-one, and of an FFN if it reads, through an activation, linears that read the hidden states.
+one, and of an FFN if it reads, through an activation, linears that read the hidden states. Or the operand is what a
+module has returned that has experts inside, and reads the other operand: then the module is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -9,44 +10,113 @@ from __future__ import annotations
 import torch
 
 from ..compat import storage_id
-from ..errors import DeltuneError
-from .tracing import Node, Trace, ancestors, descendants
+from .tracing import Node, Trace, ancestors, depends_on, descendants, nodes_above
 from .types import AttentionKind, Columns, NormPosition
 
 _PASS_THROUGH = {"view", "pass"}  # nodes that change a tensor's shape or scale only
+_SOFTMAX = {"_softmax", "softmax", "_safe_softmax"}
 _WITHIN_SUBLAYER = {"view", "pass", "op", "add", "norm"}  # nodes between two linears of one sub-layer
 
 
 class SubLayer:
-    """An attention or FFN as nodes of the trace: its output linear, and what that linear reads."""
+    """A sub-layer as nodes of the trace: the node that it ends with, an output linear or experts, and what it reads."""
 
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
         self.projections: dict[str, tuple[Node, Columns | None]] = {}
         self.kind: AttentionKind = "self"
+        self.block = ""
 
     @property
     def reads(self) -> Node:
         """The linear that reads the hidden states first."""
         return self.projections["query"][0] if "query" in self.projections else self.inputs[0]
 
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether tokens see each other in it."""
+        return self.attention is not None
+
+    @property
+    def role(self) -> str:
+        """What its norms belong to: "attention", which any mixer of tokens counts as, or "ffn"."""
+        return "attention" if self.mixes_tokens else "ffn"
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of its modules; of a mixture of experts, the one around it."""
+        if self.block:
+            return [self.block]
+        read = [node.path for node, _ in self.projections.values()] or [n.path for n in self.inputs]
+        return [*read, self.output.path]
+
 
 def find_sublayers(trace: Trace) -> list[SubLayer]:
     """Return every sub-layer of a trace, in the order of execution."""
     sublayers: dict[int, SubLayer] = {}
+    expert_paths = {node.path for node in trace.of_kind("experts")}
     for add in trace.of_kind("add"):
         sources = [_source_linear(node) for node in add.sources]
         if _share_one_linear(add, sources):
             continue  # x + f(x) inside an activation, or a rotation
         readers = descendants(add, _WITHIN_SUBLAYER, {"linear", "attention", "mix"})
-        if any(n.kind in ("attention", "mix") for n in readers):
-            continue  # a rotary embedding or a score, not the residual stream
-        for output in sources:
+        if any(n.kind in ("attention", "mix") for n in readers) and not _is_residual(add):
+            continue  # a rotary embedding or a score
+        for number, output in enumerate(sources):
             if output is not None and id(output) not in sublayers:
                 sublayer = _sub_layer(add, output)
                 if sublayer is not None:
                     sublayers[id(output)] = sublayer
-    return sorted(sublayers.values(), key=lambda s: s.output.order)
+            elif output is None and expert_paths:
+                sublayer = _experts(trace, add, number, expert_paths)
+                if sublayer is not None:
+                    sublayers[id(sublayer.output)] = sublayer
+    keys = {id(s.projections["key"][0]) for s in sublayers.values() if s.kind == "self" and "key" in s.projections}
+    for sub in sublayers.values():
+        if "key" in sub.projections and id(sub.projections["key"][0]) in keys:
+            sub.kind = "self"  # the keys of an earlier layer once more
+    blocks = tuple(f"{sub.block}." for sub in sublayers.values() if sub.block)
+    outside = [sub for sub in sublayers.values() if sub.block or not sub.output.path.startswith(blocks)]
+    return sorted(outside, key=lambda s: s.output.order)
+
+
+def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> SubLayer | None:
+    """Return the mixture of experts that an operand of a residual addition is the output of, or None.
+
+    The operand depends on the other one, the residual stream, which the outputs of earlier layers do not.
+    """
+    operands = [(t, n) for t, n in zip(add.inputs, add.sources, strict=True) if n is not None]
+    if len(operands) != 2:
+        return None
+    operand, (_, stream) = operands[number % 2], operands[(number + 1) % 2]
+    if not depends_on(operand[1], stream):
+        return None
+    queue, seen = [operand], set()
+    while queue:
+        tensor, node = queue.pop()
+        if node is None or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        for path in trace.returned.get(id(tensor), ()):
+            inside = [n for n in trace.nodes[trace.began[path] :] if n.path.startswith(f"{path}.")]
+            if any(n.path in expert_paths for n in inside):
+                reading = [n for n in inside if n.kind in ("linear", "experts", "op")]
+                sub = SubLayer(add, node, None, reading)
+                sub.block = path
+                return sub
+        if node.kind == "experts":  # the layer calls its router and its experts itself
+            sub = SubLayer(add, node, None, [node])
+            sub.block = node.path
+            return sub
+        if node.kind in (*_PASS_THROUGH, "norm"):
+            queue.extend(zip(node.inputs, node.sources, strict=True))
+    return None
+
+
+def _is_residual(add: Node) -> bool:
+    """Whether one operand of an addition is computed from the other."""
+    first, second = (node for node in add.sources if node is not None)
+    return depends_on(first, second) or depends_on(second, first)
 
 
 def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
@@ -58,49 +128,74 @@ def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
 
 def _source_linear(producer: Node | None) -> Node | None:
     """Return the one linear that a residual operand comes from, or None."""
-    stops = {"linear", "add", "op", "mix", "attention", "embedding", "input"}
+    stops = {"linear", "add", "op", "mix", "attention", "experts", "embedding", "input"}
     sources = ancestors([producer], _PASS_THROUGH | {"norm"}, stops) if producer else []
     return sources[0] if len(sources) == 1 and sources[0].kind == "linear" else None
 
 
 def _sub_layer(add: Node, output: Node) -> SubLayer | None:
-    sources = ancestors(output.parents, _WITHIN_SUBLAYER, {"attention", "mix", "linear", "embedding"})
+    sources = ancestors(output.parents, _WITHIN_SUBLAYER, {"attention", "mix", "linear", "embedding", "experts"})
     attention = next((n for n in sources if n.kind == "attention"), None)
     if attention is not None:
-        sublayer = SubLayer(add, output, attention, [])
+        linears = [n for n in nodes_above(attention.parents, _WITHIN_SUBLAYER | {"mix"}) if n.kind == "linear"]
+        sublayer = SubLayer(add, output, attention, linears)
         reads = zip(attention.inputs, attention.sources, strict=True)
         for role, (tensor, source) in zip(("query", "key", "value"), reads, strict=True):
-            sublayer.projections[role] = _projection(tensor, source)
-        sublayer.kind = "self" if _read_node(sublayer, "key") is _read_node(sublayer, "query") else "cross"
+            projection = _projection(tensor, source)
+            if projection is not None:
+                sublayer.projections[role] = projection
+        nodes = [(linear, columns) for linear, columns in sublayer.projections.values()]
+        for role, (linear, columns) in list(sublayer.projections.items()):
+            if columns is None and sum(linear is other for other, _ in nodes) > 1:
+                del sublayer.projections[role]  # cut otherwise than by views, or one projection for both
+        query, key = (_streams(source) for source in attention.sources[:2])
+        sublayer.kind = "cross" if query.isdisjoint(key) else "self"
+        return sublayer if linears else None
+    inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
+    mixing = [n for n in inside if n.kind == "mix" or _convolves(n)]
+    linears = [n for n in inside if n.kind == "linear"]
+    if mixing and linears:
+        sublayer = SubLayer(add, output, mixing[0], linears)
+        sublayer.kind = "self" if any(n.operation in _SOFTMAX for n in mixing) else "mixer"
         return sublayer
-    if any(n.kind == "mix" for n in sources):
-        inputs = ancestors([n for n in sources if n.kind == "mix"], _WITHIN_SUBLAYER | {"mix"}, {"linear", "embedding"})
-        inputs = [n for n in inputs if n.kind == "linear"]
-        return SubLayer(add, output, sources[0], inputs) if inputs else None
     if sources and all(n.kind == "linear" for n in sources):
         return SubLayer(add, output, None, sources)
     return None
 
 
-def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None]:
+def _convolves(node: Node) -> bool:
+    """Whether a step is a convolution over the tokens."""
+    if node.operation == "convolution":
+        weights = node.inputs[1]
+        return weights.dim() == 3 and weights.shape[-1] > 1
+    return isinstance(node.module, torch.nn.Conv1d) and max(node.module.kernel_size) > 1
+
+
+def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Columns | None] | None:
+    """Return the linear that a query, key or value comes from, and its columns; None where it comes from several."""
     sources = ancestors([producer] if producer else [], _WITHIN_SUBLAYER, {"linear", "attention"})
     linears = [n for n in sources if n.kind == "linear"]
     if len(linears) != 1:
-        raise DeltuneError("an attention's query, key or value does not come from one linear projection")
-    linear = linears[0]
-    return linear, _columns(linear, _views_of_output(tensor, producer, linear))
+        return None
+    try:
+        return linears[0], _columns(linears[0], _views_of_output(tensor, producer, linears[0]))
+    except _IrregularColumns:
+        return None
 
 
-def _read_node(sub: SubLayer, role: str) -> Node:
-    """Return the node whose output a projection reads."""
-    nodes = ancestors(sub.projections[role][0].parents, {"view"}, {"linear", "add", "norm", "op", "pass", "embedding"})
-    return nodes[0]
+def _streams(node: Node | None) -> set[int]:
+    """Return the ids of the sums and embeddings that a query or key is projected from: its residual stream."""
+    first = ancestors([node] if node else [], _WITHIN_SUBLAYER, {"linear"})
+    parents = [parent for linear in first for parent in linear.parents]
+    streams = ancestors(parents, {"linear", "norm", "view", "pass", "op"}, {"add", "embedding", "input", "attention"})
+    return {id(stream) for stream in streams}
 
 
 def norm_position(node: Node, group: list[SubLayer]) -> tuple[NormPosition, list[SubLayer]]:
     """Return where a norm stands in its layer, and the sub-layers that it belongs to."""
-    above = ancestors(node.parents, _PASS_THROUGH, {"linear", "add", "norm", "op", "mix", "attention", "embedding"})
-    below = descendants(node, _PASS_THROUGH, {"linear", "add", "attention", "op", "mix"})
+    stops = {"linear", "add", "op", "mix", "attention", "experts"}
+    above = ancestors(node.parents, _PASS_THROUGH, stops | {"norm", "embedding"})
+    below = descendants(node, _PASS_THROUGH, stops)
     readers = [s for s in group if any(n in below for n in _input_linears(s))]
     adds = {id(s.add) for s in group}
     summed = any(n.kind == "add" for n in below)
@@ -146,6 +241,10 @@ def _views_of_output(tensor: torch.Tensor, source: Node | None, linear: Node) ->
     return views
 
 
+class _IrregularColumns(Exception):
+    """A fused projection is cut into parts that no `Columns` describes."""
+
+
 def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
     """Return which of the linear's columns the views cover, by their offsets and strides; None for all of them."""
     width = linear.outputs[0].shape[-1]
@@ -165,5 +264,5 @@ def _columns(linear: Node, views: list[torch.Tensor]) -> Columns | None:
     start = ordered[0]
     expected = [g * block + start + k for g in range(groups) for k in range(size)]
     if expected != ordered or width % groups:
-        raise DeltuneError(f"the fused projection {linear.path!r} is cut into parts of irregular shape")
+        raise _IrregularColumns
     return Columns(groups, start, start + size)

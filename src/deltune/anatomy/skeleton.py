@@ -41,6 +41,27 @@ def structural_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Mo
     return twin, copier.originals
 
 
+def fill_with_zeros(twin: nn.Module) -> None:
+    """Put zeros in place of the meta tensors of a copy. A large tensor is one zero in memory, seen in its shape."""
+    for module in twin.modules():
+        for name, parameter in parameters_of(module).items():
+            if parameter is not None:
+                parameters_of(module)[name] = nn.Parameter(_zeros(parameter), requires_grad=False)
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None:
+                buffers_of(module)[name] = _zeros(buffer)
+
+
+LARGEST_FILLED = 1 << 20
+"""Numbers of the largest tensor of a copy that has memory for each, so that it can be written to."""
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() <= LARGEST_FILLED:
+        return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tuple(tensor.shape))
+
+
 def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over the model's own modules by path; those of deltas are left out, since threads may be attaching them.
 

@@ -1,13 +1,17 @@
-"""Records one forward pass on the meta device as a graph of linears, norms, embeddings, attentions and additions.
+"""Records one forward pass as a graph of linears, norms, embeddings, attentions, experts and additions.
 
-No arithmetic is done: a copy of the model's structure runs on meta tensors, without masks, and with a function that
-returns the right shape in place of the attention. What remains is which step reads which, and that is all that
+No arithmetic is done: a copy of the model's structure runs on meta tensors, without masks, and with functions that
+return the right shape in place of attentions and experts. What remains is which step reads which, and that is all that
 `inspection` needs. The model itself is neither run nor changed, so other threads may run it meanwhile.
+
+Some models decide by the numbers what they do next. Of these the copy runs on zeros: every weight is one zero in
+memory, seen in the shape of the weight, and matrix products give zeros without being computed.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from ..compat import (
     TorchDispatchMode,
@@ -24,10 +29,13 @@ from ..compat import (
     operation_name,
     parameters_of,
     set_attention_implementation,
+    set_experts_implementation,
+    storage_id,
     submodules_of,
 )
 from ..errors import DeltuneError, error_summary
-from .skeleton import Stamp, base_modules, structural_copy, structure_stamp
+from .inputs import LENGTHS, input_candidates, main_input
+from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, structure_stamp
 
 
 @dataclass(eq=False)
@@ -35,11 +43,13 @@ class Node:
     """One recorded step of the forward pass.
 
     Attributes:
-        kind: "linear", "norm", "embedding", "attention", "add" (of two activations), "mix" (a product of two
-            activations), "view", "pass" (a change of scale, or dropout), "input", or "op" (anything else).
+        kind: "linear", "norm", "embedding", "attention", "experts" (weights of three dimensions, one FFN for each
+            index of the first), "add" (of two activations), "mix" (a product of two activations), "view", "pass" (a
+            change of scale, or dropout), "input", or "op" (anything else).
         parents: The nodes whose outputs it reads.
         order: Its number in the order of execution.
         path: The path of its module, "" for a step that is no module.
+        operation: The name of its operation, "" for a step that is a module.
         argument: The name of the model's input that it is.
         module: The module of the live model.
         inputs: The tensors that it read.
@@ -53,6 +63,7 @@ class Node:
     parents: list[Node]
     order: int
     path: str = ""
+    operation: str = ""
     argument: str = ""
     module: Any = None
     inputs: list[torch.Tensor] = field(default_factory=list)
@@ -76,6 +87,10 @@ class Trace:
         ended: How many nodes there were when each module last returned.
         attended: Paths of the modules that called the attention interface.
         parameters: Names of the model's parameters by the identity that they have in this pass.
+        returned: The paths of the modules, without those that are one node, that returned a tensor first, by the
+            tensor's identity; inner ones first.
+        results: The nodes that the outputs of the pass came from.
+        on_zeros: Why the pass ran on zeros in place of shapes alone; "" where it did not.
     """
 
     nodes: list[Node]
@@ -85,6 +100,9 @@ class Trace:
     ended: dict[str, int] = field(default_factory=dict)
     attended: set[str] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
+    returned: dict[int, list[str]] = field(default_factory=dict)
+    results: list[Node] = field(default_factory=list)
+    on_zeros: str = ""
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
         """Return the path of the innermost module that was called and contains all the paths.
@@ -107,6 +125,19 @@ class Trace:
             shared.pop()
         return ".".join(shared)
 
+    def differentiable(self) -> list[Node]:
+        """Return the nodes that the outputs depend on by floating-point numbers, so that gradients reach them."""
+        queue, seen = list(self.results), {}
+        while queue:
+            node = queue.pop()
+            if id(node) not in seen:
+                seen[id(node)] = node
+                reads = zip(node.inputs, node.sources, strict=True)
+                direct = [source for tensor, source in reads if source is not None and tensor.is_floating_point()]
+                known = {id(source) for source in node.sources if source is not None}
+                queue += [*direct, *(parent for parent in node.parents if id(parent) not in known)]
+        return list(seen.values())
+
     def of_kind(self, kind: str) -> list[Node]:
         """Return the nodes of a kind, in the order of execution."""
         return [node for node in self.nodes if node.kind == kind]
@@ -125,6 +156,15 @@ class CallOrder:
     attended: frozenset[str]
     began: dict[str, int]
     ended: dict[str, int]
+
+    def including(self, other: CallOrder, path: str) -> CallOrder:
+        """Return the order with the calls inside another model, at a path of this one, that a pass may enter too."""
+        prefix = f"{path}."
+        return CallOrder(
+            self.attended | {f"{prefix}{name}".rstrip(".") for name in other.attended},
+            self.began | {f"{prefix}{name}".rstrip("."): number for name, number in other.began.items()},
+            self.ended | {f"{prefix}{name}".rstrip("."): number for name, number in other.ended.items()},
+        )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -149,6 +189,35 @@ def descendants(node: Node, through: set[str], stop: set[str]) -> list[Node]:
     return _search(list(node.children), through, stop, lambda child: child.children)
 
 
+def nodes_above(nodes: Iterable[Node], through: set[str]) -> list[Node]:
+    """Return all nodes that are reached from `nodes` (inclusive) by going up through nodes of the kinds `through`.
+
+    Returns:
+        The nodes, also those of other kinds at which the way ends, in the order of execution.
+    """
+    queue, seen = list(nodes), {}
+    while queue:
+        node = queue.pop()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            if node.kind in through:
+                queue.extend(node.parents)
+    return sorted(seen.values(), key=lambda n: n.order)
+
+
+def depends_on(node: Node, source: Node) -> bool:
+    """Whether a node reads, directly or through others, what another node has returned."""
+    queue, seen = [node], set()
+    while queue:
+        node = queue.pop()
+        if node is source:
+            return True
+        if id(node) not in seen and node.order > source.order:
+            seen.add(id(node))
+            queue.extend(node.parents)
+    return False
+
+
 def _search(
     queue: list[Node], through: set[str], stop: set[str], neighbours: Callable[[Node], list[Node]]
 ) -> list[Node]:
@@ -166,10 +235,8 @@ def _search(
 
 
 OBSERVING_ATTENTION = "deltune_observe"
-"""The name under which the attention that only records its call is registered with transformers."""
-
-DUMMY_LENGTHS = {"input_ids": 4, "decoder_input_ids": 3}
-"""Lengths of the dummy inputs; they differ, so that a cross-attention can be told from a self-attention."""
+"""The name under which the attention that only records its call, and experts of no arithmetic, are registered with
+transformers."""
 
 _VIEW_OPERATIONS = {
     "view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "slice", "select", "split", "chunk",
@@ -189,17 +256,27 @@ _PASS_OPERATIONS = _VIEW_OPERATIONS | {
 _MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
 
 
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"}
+"""Operations that are not computed on zeros either: they take the time, and would unfold a weight in memory."""
+
+
 class _Recorder(TorchDispatchMode):
     """Records a node for each operation; a module without children, or an attention, is one node without its inside.
 
     `opaque` is greater than 0 while the inside of such a node runs.
     """
 
-    def __init__(self, paths: dict[torch.nn.Module, str], originals: dict[torch.nn.Module, torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        paths: dict[torch.nn.Module, str],
+        originals: dict[torch.nn.Module, torch.nn.Module],
+        on_zeros: bool = False,
+    ) -> None:
         super().__init__()
-        self.paths, self.originals = paths, originals
+        self.paths, self.originals, self.on_zeros = paths, originals, on_zeros
         self.trace = Trace([], {}, {})
         self.producer: dict[int, Node] = {}
+        self.written: dict[int, list[Node]] = {}  # by storage, the steps that wrote to a part of it in place
         self.opaque = 0
         self.direct: set[int] = set()
         self.alive: list[Any] = []  # keeps the tensors, since an id is unique only while its object lives
@@ -207,29 +284,56 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.rstrip("_") if not operation_name(func).endswith("__") else ""
+        operation = func.overloadpacket.__name__
+        if self.on_zeros and operation in _PRODUCTS and "out" not in (kwargs or {}):
+            out = _zeros_of_product(func, args, kwargs or {})
+        else:
+            out = func(*args, **(kwargs or {}))
+        name = operation.rstrip("_") if not operation_name(func).endswith("__") else ""
         if self.opaque:
             if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
         inputs = list(tensors_in((args, kwargs or {})))
         kind = _operation_kind(name, inputs, self.producer)
-        self.record(kind, inputs, list(tensors_in(out)))
+        self.record(kind, inputs, list(tensors_in(out)), operation=name)
         return out
 
     def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **fields: Any) -> Node:
         producer = self.producer
         sources = [producer.get(id(t)) for t in inputs]
-        parents = list({id(p): p for p in sources if p is not None}.values())
+        parents = list({id(p): p for p in (*sources, *self._writers(inputs)) if p is not None}.values())
         order = len(self.trace.nodes)
         node = Node(kind, parents, order, inputs=inputs, sources=sources, outputs=outputs, **fields)
         for parent in parents:
             parent.children.append(node)
+        for output in outputs:
+            if any(output is t for t in inputs):
+                self.written.setdefault(storage_id(output), []).append(node)
         producer.update((id(t), node) for t in outputs)
         self.alive.extend((inputs, outputs))
         self.trace.nodes.append(node)
         return node
+
+    def _writers(self, inputs: list[torch.Tensor]) -> Iterator[Node]:
+        """Iterate over the steps that wrote to the memory of tensors, through other views, after these were made."""
+        for tensor in inputs:
+            source = self.producer.get(id(tensor))
+            for writer in self.written.get(storage_id(tensor), ()) if self.written else ():
+                if source is not None and writer.order > source.order:
+                    yield writer
+
+
+def _zeros_of_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return zeros in the shape that an operation gives, without computing it."""
+
+    def meta(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    out = func(*map(meta, args), **{name: meta(value) for name, value in kwargs.items()})
+    return torch.zeros(out.shape, dtype=out.dtype)
 
 
 def _operation_kind(name: str, inputs: list[torch.Tensor], producer: dict[int, Node]) -> str:
@@ -247,10 +351,12 @@ def _operation_kind(name: str, inputs: list[torch.Tensor], producer: dict[int, N
 
 
 def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> str | None:
-    """Return the kind of a module without children, by the shapes of what it read and returned; None for others."""
+    """Return the kind of a module that is one node, by the shapes of what it read and returned; None for others."""
+    if _reads_experts(module, inputs):
+        return "experts"
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
-        return None
+        return "pass" if _scales(module, inputs, output) else None
     read = next((t for t in inputs if t.is_floating_point()), None)
     if weight.dim() == 2 and (read is None or any(not t.is_floating_point() for t in inputs)):
         return "embedding"
@@ -282,11 +388,16 @@ def _observing_attention(
         )
     recorder.opaque += 1
     batch, heads, tokens, _ = query.shape
-    output = query.new_empty(batch, tokens, heads, value.shape[-1])
+    output = query.new_zeros(batch, tokens, heads, value.shape[-1])
     recorder.opaque -= 1
     recorder.record("attention", [query, key, value], [output], module=recorder.originals[module])
     recorder.trace.attended.add(recorder.paths[module])
     return output, None
+
+
+def _observing_experts(module: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Experts that do no arithmetic and send no token anywhere."""
+    return torch.zeros_like(hidden_states)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -295,6 +406,7 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 AttentionInterface.register(OBSERVING_ATTENTION, _observing_attention)
 AttentionMaskInterface.register(OBSERVING_ATTENTION, _no_mask)
+ExpertsInterface.register(OBSERVING_ATTENTION, _observing_experts)
 
 
 def all_configs(model: torch.nn.Module) -> list[Any]:
@@ -313,7 +425,7 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     A module that only wraps another model is skipped: the decoder of an encoder-decoder model, used alone, has one.
     """
     base = model.base_model
-    while "input_ids" not in inspect.signature(base.forward).parameters:
+    while main_input(base) is None:
         inner = [child for child in base.children() if isinstance(child, PreTrainedModel)]
         if len(inner) != 1:
             break
@@ -365,10 +477,11 @@ def _base_stamp(model: PreTrainedModel) -> tuple[str, Stamp]:
 
 
 def trace_forward(model: PreTrainedModel) -> Trace:
-    """Run a copy of a model's base model on meta tensors, and record the forward pass.
+    """Run a copy of a model's base model on meta tensors, or else on zeros, and record the forward pass.
 
     A model that computes attention itself may need its own masks. It is then traced with its eager attention, which
-    shows everything but the inside of the attentions.
+    shows everything but the inside of the attentions. A model that decides by its numbers what to do next cannot run
+    on shapes alone, and is traced on zeros.
 
     Args:
         model: A live model, which is neither run nor changed.
@@ -377,38 +490,73 @@ def trace_forward(model: PreTrainedModel) -> Trace:
         The trace, with paths and modules of `model`.
 
     Raises:
-        DeltuneError: The forward pass cannot run on shapes alone; the message quotes the model's own error.
+        DeltuneError: The forward pass runs neither on shapes alone nor on zeros; the message quotes the model's own
+            errors.
     """
     stamp = _base_stamp(model)  # taken first: a change in another thread meanwhile makes it differ
-    try:
-        trace = _trace_with(model, OBSERVING_ATTENTION)
-    except DeltuneError as first:
-        try:
-            trace = _trace_with(model, "eager")
-        except DeltuneError:
-            raise first from None
+    trace = _first_trace(model)
     _CALL_ORDERS[model] = stamp, CallOrder(frozenset(trace.attended), trace.began, trace.ended)
     return trace
 
 
-def _trace_with(model: PreTrainedModel, attention: str) -> Trace:
-    try:
-        return _record(model, attention)
-    except DeltuneError:
-        raise
-    except Exception as error:
-        raise DeltuneError(
-            f"{type(model).__name__} cannot be inspected: its forward pass does not run on shapes alone "
-            f"({type(error).__name__}: {error_summary(error)})"
-        ) from error
+def _first_trace(model: PreTrainedModel) -> Trace:
+    """Return the first trace that can be had: on shapes or on zeros, without or with the model's own attention."""
+    inputs = input_candidates(base_model(model))
+    reasons: list[str] = []
+    for on_zeros in (False, True):
+        for attention in (OBSERVING_ATTENTION, "eager"):
+            for candidate in inputs:
+                try:
+                    trace = _record(model, attention, candidate, on_zeros)
+                except DeltuneError:
+                    raise
+                except Exception as error:
+                    reasons.append(f"{type(error).__name__}: {error_summary(error)}")
+                else:
+                    trace.on_zeros = reasons[0] if on_zeros else ""
+                    return trace
+    last = f", nor on zeros ({reasons[-1]})" if reasons[-1] != reasons[0] else ""
+    name = type(model).__name__
+    raise DeltuneError(
+        f"{name} cannot be inspected: its forward pass does not run on shapes alone ({reasons[0]}){last}"
+    )
 
 
-def _record(model: PreTrainedModel, attention: str) -> Trace:
+def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
+    """Check that a model runs on vectors in place of token ids.
+
+    Args:
+        model: A live model, which is neither run nor changed.
+        width: The width of the word embeddings.
+
+    Raises:
+        DeltuneError: It does not; the message quotes the model's own error.
+    """
+    inputs = input_candidates(base_model(model))[0]
+    length = LENGTHS["input_ids"]
+    inputs |= {"input_ids": None, "inputs_embeds": functools.partial(torch.zeros, 1, length, width)}
+    reasons = []
+    for on_zeros in (False, True):
+        for attention in (OBSERVING_ATTENTION, "eager"):
+            try:
+                _record(model, attention, inputs, on_zeros)
+                return
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error_summary(error)}")
+    raise DeltuneError(
+        f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
+        f"does not ({reasons[-1]})"
+    )
+
+
+def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_zeros: bool) -> Trace:
     twin, originals = structural_copy(model)
+    if on_zeros:
+        fill_with_zeros(twin)
     base = base_model(twin)
     prefix = next(name for name, module in twin.named_modules() if module is base)
     paths = {module: f"{prefix}.{name}".strip(".") for name, module in base.named_modules()}
-    recorder = _Recorder(paths, originals)
+    recorder = _Recorder(paths, originals, on_zeros)
     named = twin.named_parameters(remove_duplicate=False)
     recorder.trace.parameters = {id(parameter): name for name, parameter in named}
     for module in paths:
@@ -416,16 +564,19 @@ def _record(model: PreTrainedModel, attention: str) -> Trace:
         module.register_forward_hook(_on_exit, with_kwargs=True)
     for config in all_configs(twin):
         set_attention_implementation(config, attention)
+        set_experts_implementation(config, OBSERVING_ATTENTION)
     token = _RECORDER.set(recorder)
     try:
-        with torch.no_grad(), torch.device("meta"), recorder:
-            inputs = _dummy_inputs(base.forward)
+        with torch.no_grad(), torch.device("cpu" if on_zeros else "meta"), recorder:
+            inputs = {name: make() if callable(make) else make for name, make in shapes.items()}
             for name, tensor in inputs.items():
                 if isinstance(tensor, torch.Tensor):
                     recorder.record("input", [], [tensor], argument=name)
-            base(**inputs)
+            output = base(**inputs)
     finally:
         _RECORDER.reset(token)
+    producers = (recorder.producer.get(id(tensor)) for tensor in tensors_in(output))
+    recorder.trace.results = [node for node in producers if node is not None]
     return recorder.trace
 
 
@@ -451,6 +602,9 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     path = recorder.paths[module]
     recorder.trace.ended[path] = len(recorder.trace.nodes)
     if not _is_leaf(module):
+        first = next(tensors_in(output), None)
+        if first is not None and not recorder.opaque:
+            recorder.trace.returned.setdefault(id(first), []).append(path)
         return
     recorder.opaque -= 1
     if recorder.opaque:
@@ -462,25 +616,43 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:
-    return not submodules_of(module) and any(p is not None for p in parameters_of(module).values())
+    """Whether a module is one node: it has parameters and no modules inside, or it holds experts."""
+    if submodules_of(module):
+        return _holds_experts(module)
+    return any(p is not None for p in parameters_of(module).values())
+
+
+def _scales(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> bool:
+    """Whether a module only multiplies the features that it reads by numbers of its own."""
+    sizes = [p.shape for p in parameters_of(module).values() if p is not None]
+    return [t.shape for t in inputs] == [getattr(output, "shape", None)] and sizes == [inputs[0].shape[-1:]]
+
+
+def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:
+    """Return the shapes of the weights of three dimensions, a matrix for each expert, that a module itself holds."""
+    if isinstance(module, _CONVOLUTIONS):
+        return set()
+    shapes = {p.shape for p in parameters_of(module).values() if p is not None and p.dim() == 3 and min(p.shape) > 1}
+    return shapes if len({shape[0] for shape in shapes}) == 1 else set()
+
+
+def _holds_experts(module: torch.nn.Module) -> bool:
+    """Whether a module holds all weights of experts: one shape leads from the hidden states, another one back."""
+    return len(_expert_shapes(module)) > 1
+
+
+def _reads_experts(module: torch.nn.Module, inputs: list[torch.Tensor]) -> bool:
+    """Whether a module that is one node multiplies what it reads by matrices of experts."""
+    read = next((t for t in inputs if t.is_floating_point()), None)
+    return read is not None and any(read.shape[-1] in shape[1:] for shape in _expert_shapes(module))
+
+
+_CONVOLUTIONS = (
+    torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d,
+    torch.nn.ConvTranspose3d,
+)  # fmt: skip
 
 
 def _positional_names(module: torch.nn.Module, args: tuple[Any, ...]) -> set[str]:
     names = [name for name in inspect.signature(module.forward).parameters]
     return set(names[: len(args)])
-
-
-def _dummy_inputs(forward: Callable[..., Any]) -> dict[str, Any]:
-    accepted = inspect.signature(forward).parameters
-    inputs: dict[str, Any] = {}
-    for name, length in DUMMY_LENGTHS.items():
-        if name in accepted:
-            inputs[name] = torch.zeros(1, length, dtype=torch.long)
-            mask = name.replace("input_ids", "attention_mask")
-            if mask in accepted:
-                inputs[mask] = torch.ones(1, length, dtype=torch.long)
-    if "input_ids" not in inputs:
-        raise DeltuneError("the model does not take input_ids; only language models can be inspected")
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
-    return inputs

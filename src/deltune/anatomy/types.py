@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from ..notebook import html_table
 
 StackName = Literal["encoder", "decoder"]
-AttentionKind = Literal["self", "cross"]
+AttentionKind = Literal["self", "cross", "mixer"]
 NormPosition = Literal["pre", "post", "output", "query", "key", "inner", "embedding", "final", "unknown"]
 
 
@@ -60,14 +60,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention with its projections.
+    """An attention with its projections, or another sub-layer through which tokens see each other.
 
     Query, key, value and what is known of the heads are None where the model does not call transformers' attention
     interface, so that they cannot be observed.
 
     Attributes:
         path: The path of the attention's module.
-        kind: "self" or "cross".
+        kind: "self", "cross", or "mixer": a state-space layer, a linear attention, a convolution over the tokens.
         reads: The path of the module whose first input is x, the hidden states that the attention reads.
         output: The output projection W_o.
         query: The query projection.
@@ -80,6 +80,7 @@ class Attention:
         causal: Whether tokens see earlier tokens only.
         pre: The path of the norm before it.
         post: The path of the norm after its residual addition.
+        inputs: The linears that it reads the hidden states with, where their roles cannot be observed.
     """
 
     path: str
@@ -96,6 +97,7 @@ class Attention:
     causal: bool = False
     pre: str | None = None
     post: str | None = None
+    inputs: tuple[Linear, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,34 @@ class FFN:
     inputs: tuple[Linear, ...]
     output: Linear
     gated: bool
+    pre: str | None = None
+    post: str | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: a router sends each token through some of many FFNs.
+
+    Attributes:
+        path: The path of the module around router and experts, whose output joins the residual stream. Its first input
+            is x, the hidden states that it reads.
+        number: The number of experts.
+        in_width: The width of x.
+        out_width: The width of its output.
+        tensors: The names of the experts' weights, each of which has one matrix for every expert.
+        router: The path of the module that chooses the experts; None where it does not show.
+        linears: The linears inside that every token goes through, as those of shared experts.
+        pre: The path of the norm before it.
+        post: The path of the norm after its residual addition.
+    """
+
+    path: str
+    number: int
+    in_width: int
+    out_width: int
+    tensors: tuple[str, ...]
+    router: str | None = None
+    linears: tuple[Linear, ...] = ()
     pre: str | None = None
     post: str | None = None
 
@@ -156,6 +186,7 @@ class Layer:
         ffns: Its FFNs, in the order of execution.
         norms: Its norms, in the order of execution.
         passes: How often the same modules run in one forward pass; more than 1 where layers share them (ALBERT).
+        experts: Its mixtures of experts, in the order of execution.
     """
 
     stack: StackName
@@ -165,6 +196,7 @@ class Layer:
     ffns: tuple[FFN, ...]
     norms: tuple[Norm, ...]
     passes: int = 1
+    experts: tuple[Experts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +240,9 @@ class Tensor:
         common: Whether its module reads nothing that depends on the batch (a table of relative positions).
         direct: Whether the model reads it without calling the module that holds it.
         computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
+        tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
+        read: Whether the outputs of a pass on the main input alone depend on it by a gradient. They do not on the
+            cross-attention of a decoder without an encoder, nor on another tower.
     """
 
     name: str
@@ -219,6 +254,8 @@ class Tensor:
     common: bool = False
     direct: bool = False
     computed: bool = False
+    tower: str = "text"
+    read: bool = True
 
     @property
     def numel(self) -> int:
@@ -243,6 +280,9 @@ class Anatomy:
         hidden: What could not be observed, in words.
         answers: What the model outputs: "states" (hidden states), "labels" (from a head), "choices" (from a head over
             multiple choices) or "words" (logits over the vocabulary).
+        parts: The other towers of a model of several, such as what reads its images, each as an anatomy with the paths
+            that it has in this model.
+        root: Of such a part, the path of its model; "" otherwise.
     """
 
     family: str
@@ -256,6 +296,8 @@ class Anatomy:
     tensors: tuple[Tensor, ...]
     hidden: tuple[str, ...] = ()
     answers: str = "states"
+    parts: tuple[Anatomy, ...] = ()
+    root: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
@@ -277,6 +319,16 @@ class Anatomy:
         return self._tensors_by_name[name]
 
     @property
+    def tower(self) -> str:
+        """The tower that the main input enters, "text", "vision" or "audio", in which a method acts by default."""
+        return next((t.tower for t in self.tensors if t.read), "text")
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """The towers of the model, the main one first."""
+        return tuple(dict.fromkeys((self.tower, *(t.tower for t in self.tensors))))
+
+    @property
     def shared(self) -> bool:
         """Whether several layers share one set of modules."""
         return any(layer.passes > 1 for layer in self.layers)
@@ -291,6 +343,30 @@ class Anatomy:
             The stack.
         """
         return next(stack for stack in self.stacks if stack.name == name)
+
+    def inside(self, path: str) -> Anatomy:
+        """Return the anatomy with the paths that it has where the model is a part of another one.
+
+        Args:
+            path: The path of the model in the other one.
+
+        Returns:
+            The anatomy.
+        """
+        anatomy: Anatomy = _inside(self, path)
+        return anatomy
+
+    def in_tower(self, tower: str) -> list[Anatomy]:
+        """Return the anatomies that a method acts on.
+
+        Args:
+            tower: "main" (the one that the main input enters), the name of a tower, or "all".
+
+        Returns:
+            This anatomy, parts of it, or both; none where the tower has no layers that could be observed.
+        """
+        matches = [part for part in self.parts if tower in ("all", part.tower)]
+        return [self, *matches] if tower in ("main", "all", self.tower) else matches
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
         """Yield every norm with its layer; first the norms outside of the layers, with None.
@@ -341,6 +417,14 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
     yield _title(anatomy)
     for fact in anatomy.hidden:
         yield f"  not visible: {fact}"
+    if len(anatomy.towers) > 1:
+        for tower in anatomy.towers:
+            tensors = [t for t in anatomy.tensors if t.tower == tower]
+            default = ", in which methods act unless tower= says otherwise" if tower == anatomy.tower else ""
+            yield f"  tower {tower}: {len(tensors)} tensors, {sum(t.numel for t in tensors):,} parameters{default}"
+    unread = [t.name for t in anatomy.tensors if not t.read and t.tower == anatomy.tower]
+    if unread:
+        yield f"  without a gradient in a pass on the main input alone: {len(unread)} tensors, such as {unread[0]}"
     for stack in anatomy.stacks:
         causal = ", causal" if stack.causal else ""
         yield f"├─ {stack.name}: {stack.depth} layers, width {stack.width}{causal} [{stack.entry or '(the model)'}]"
@@ -353,10 +437,38 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         for norm in anatomy.norms:
             if norm.place == "final" and norm.path.startswith(stack.entry):
                 yield f"│  └─ norm {_norm(norm)}"
+    for part in anatomy.parts:
+        yield f"├─ tower {part.tower} [{part.root}]"
+        yield from (f"│  {line}" for line in list(_lines(part))[1:])
     if anatomy.pooler:
         yield f"├─ pooler [{anatomy.pooler}]"
     for path in anatomy.head:
         yield f"└─ head [{path}]"
+
+
+_PATHS = frozenset(
+    {"path", "reads", "pre", "post", "entry", "container", "words", "positions", "router", "base", "pooler", "root"}
+)
+_LISTS_OF_PATHS = frozenset({"aliases", "head"})
+
+
+def _inside(value: Any, path: str) -> Any:
+    """Return a value of this module with a path before each of its paths."""
+    if isinstance(value, tuple):
+        return tuple(_inside(item, path) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changes: dict[str, Any] = {}
+    for field in fields(value):
+        content = getattr(value, field.name)
+        is_name = field.name == "name" and isinstance(value, Tensor)
+        if content is not None and (field.name in _PATHS or is_name):
+            changes[field.name] = f"{path}.{content}".strip(".")
+        elif field.name in _LISTS_OF_PATHS or (field.name == "tensors" and isinstance(value, Experts)):
+            changes[field.name] = tuple(f"{path}.{item}" for item in content)
+        else:
+            changes[field.name] = _inside(content, path)
+    return replace(value, **changes)
 
 
 def _runs_of_equal_layers(layers: tuple[Layer, ...]) -> list[tuple[Layer, Layer]]:
@@ -390,6 +502,12 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
         return
     yield f"├─ layer {layer.index}{times} [{layer.path}]"
     for attention in layer.attentions:
+        if attention.kind == "mixer":
+            yield f"│  ├─ mixer of tokens, no attention [{attention.path}]"
+            for linear in attention.inputs:
+                yield f"│  │  ├─ input  {_linear(linear)}"
+            yield f"│  │  └─ output {_linear(attention.output)}"
+            continue
         heads = f"{attention.heads} heads × {attention.head_width}" if attention.heads else "heads not visible"
         groups = f", {attention.kv_heads} key-value heads" if attention.kv_heads != attention.heads else ""
         causal = ", causal" if attention.causal else ""
@@ -403,6 +521,12 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
         for linear in ffn.inputs:
             yield f"│  │  ├─ input  {_linear(linear)}"
         yield f"│  │  └─ output {_linear(ffn.output)}"
+    for experts in layer.experts:
+        yield f"│  ├─ {experts.number} experts, {experts.in_width} -> {experts.out_width} [{experts.path}]"
+        if experts.router:
+            yield f"│  │  ├─ router [{experts.router}]"
+        for linear in experts.linears:
+            yield f"│  │  ├─ for every token {_linear(linear)}"
     for norm in layer.norms:
         yield f"│  ├─ norm {_norm(norm)}"
 

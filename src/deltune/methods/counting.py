@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from .forms import Shapes
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
-from .sites import EditLocation
+from .sites import EditLocation, select_layers
 from .spec import Method, Modification
 
 DENOMINATORS = {
@@ -48,6 +49,7 @@ class Count:
         stored: Numbers in the saved file, the task head's and the positions of masked scalars included.
         denominator: The name of what the method's size is compared with.
         denominator_size: The scalars of the denominator.
+        scope: What the method leaves out: layers without a site, and towers that it does not act on.
     """
 
     method: int
@@ -56,6 +58,7 @@ class Count:
     stored: int
     denominator: str
     denominator_size: int
+    scope: tuple[str, ...] = ()
 
     @property
     def trained(self) -> int:
@@ -81,7 +84,8 @@ class Count:
         text = f"{self.method:,} scalars, {self.percent:.4f} % of {self.denominator_size:,}"
         text += f" ({self.denominator}: {base})"
         text += f"; head {self.head:,}" if self.head else ""
-        return text + (f"; while training {self.training_only:,} more" if self.training_only else "")
+        text += f"; while training {self.training_only:,} more" if self.training_only else ""
+        return "; ".join((text, *self.scope))
 
     def _repr_html_(self) -> str:
         rows = [
@@ -91,6 +95,7 @@ class Count:
             ("while training only", f"{self.training_only:,}"),
             ("trained in all", f"{self.trained:,}"),
             ("numbers in the saved file", f"{self.stored:,}"),
+            *(("left out", text) for text in self.scope),
         ]
         return html_table("Trained scalars", ("of", "scalars"), rows)
 
@@ -190,7 +195,36 @@ def count_resolved(
         stored=method + masked + head_size,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
+        scope=(*layers_left_out(anatomy, resolved), *towers_left_out(anatomy, resolved)),
     )
+
+
+def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
+    """Yield for each modification that does not act in every layer that it chooses, in how many it does."""
+    parts: dict[Modification, set[str]] = {}
+    for edit in resolved.edits:
+        parts.setdefault(edit.modification, set()).add(".".join(edit.place.name.split(".")[:2]))
+    for modification, layers in parts.items():
+        if modification.site in ("embedding", "hidden_states") or modification.optional:
+            continue
+        if modification.attention != "all" or modification.tower not in ("main", anatomy.tower):
+            continue
+        chosen = select_layers(anatomy, modification.layers, modification.stack)
+        if len(layers) < len(chosen):
+            yield f"site {modification.site!r} exists in {len(layers)} of {len(chosen)} layers"
+
+
+def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
+    """Yield the towers of a model that a method does not act on, with their sizes."""
+    names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
+    acted = {t.tower for t in anatomy.tensors if t.name in names}
+    acted |= {part.tower for part in anatomy.parts for e in resolved.edits if e.place.name.startswith(f"{part.tower}.")}
+    if any(e.place.name.split(".")[0] in {stack.name for stack in anatomy.stacks} for e in resolved.edits):
+        acted.add(anatomy.tower)
+    for tower in anatomy.towers:
+        if tower not in acted:
+            size = sum(t.numel for t in anatomy.tensors if t.tower == tower and t.area != "head")
+            yield f"the tower {tower} with {size:,} scalars is left as it is (tower=)"
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:

@@ -19,15 +19,21 @@ from .other_names import hint_for_site
 from .parser import NUMERAL
 from .spec import ADD, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
 
+Tower = Literal["main", "text", "vision", "audio", "projector", "all"]
+
 
 @named_method
-def full() -> tuple[Modification | Selection, ...]:
+def full(tower: Tower = "main") -> tuple[Modification | Selection, ...]:
     """Train W, every tensor of the model.
+
+    Args:
+        tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
+            that its main input enters.
 
     Returns:
         The method, to attach, count or add to others.
     """
-    return (Selection(("all",), spec.AREAS),)
+    return (Selection(("all",), spec.AREAS, tower=tower),)
 
 
 @named_method
@@ -48,6 +54,7 @@ def layernorm(
     embedding: bool | None = None,
     final: bool | None = None,
     stack: Literal["all", "encoder", "decoder"] = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §3.1).
 
@@ -58,6 +65,8 @@ def layernorm(
         embedding: Whether norms after the embeddings are trained; by default where `of` and `layers` restrict nothing.
         final: Whether norms after the last layer are trained; by default as `embedding`.
         stack: "all", "encoder" or "decoder".
+        tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
+            that its main input enters.
 
     Returns:
         The method, to attach, count or add to others.
@@ -67,7 +76,7 @@ def layernorm(
     areas += ("embedding",) if (every_norm if embedding is None else embedding) else ()
     areas += ("final",) if (every_norm if final is None else final) else ()
     roles = {"both": ("norm.gain", "norm.bias"), "gain": ("norm.gain",), "bias": ("norm.bias",)}[terms]
-    return (Selection(roles, areas, of, layers, stack),)
+    return (Selection(roles, areas, of, layers, stack, tower=tower),)
 
 
 @named_method
@@ -75,6 +84,7 @@ def bitfit(
     which: Literal["all", "layers", "linear", "attention", "ffn", "query+ffn_up", "norm"] = "all",
     add_missing: bool = False,
     layers: LayersArg = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Train b, the existing biases alone (Ben Zaken et al. 2022).
 
@@ -87,6 +97,8 @@ def bitfit(
         add_missing: Whether linears and norms in the layers that `which` names and that have no bias get one, 0 at the
             start.
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
+            that its main input enters.
 
     Returns:
         The method, to attach, count or add to others.
@@ -98,22 +110,24 @@ def bitfit(
         raise DeltuneError("bitfit(which='all') reaches beyond the layers; give which='layers' with layers=")
     sites = {"all": (*_LINEARS, "norm"), "layers": (*_LINEARS, "norm"), "norm": ("norm",), "linear": _LINEARS}
     sites |= {"attention": _LINEARS[:4], "ffn": _LINEARS[4:], "query+ffn_up": ("query", "ffn_up")}
-    missing = [_bias_vector(site, "unbiased", layers, True) for site in sites[which]] if add_missing else []
+    missing = [_bias_vector(site, "unbiased", layers, True, tower) for site in sites[which]] if add_missing else []
     if which == "query+ffn_up":  # a part of a fused projection's bias is no tensor of its own, a vector added there is
-        return (*(_bias_vector(site, "biased", layers, add_missing) for site in sites[which]), *missing)
+        return (*(_bias_vector(site, "biased", layers, add_missing, tower) for site in sites[which]), *missing)
     of_layers = {"layers": ("norm.bias", "linear.bias"), "norm": ("norm.bias",)}
     of_base = tuple(area for area in spec.AREAS if area != "vocabulary")
     roles, areas = (("bias",), of_base) if which == "all" else (of_layers.get(which, ("linear.bias",)), ("layers",))
     of = which if which in ("attention", "ffn") else "both"
-    return (Selection(roles, areas, of, layers, optional=add_missing), *missing)
+    return (Selection(roles, areas, of, layers, optional=add_missing, tower=tower), *missing)
 
 
 _LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
 
 
-def _bias_vector(site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool) -> Modification:
+def _bias_vector(
+    site: str, where: Literal["biased", "unbiased"], layers: LayersArg, optional: bool, tower: str
+) -> Modification:
     insertion: Literal["parallel", "sequential"] = "sequential" if site == "norm" else "parallel"
-    return Modification(site, Vector(where), insertion, layers=layers, optional=optional)
+    return Modification(site, Vector(where), insertion, layers=layers, optional=optional, tower=tower)
 
 
 @named_method
@@ -191,6 +205,7 @@ def adapter(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Add h + f(h W_down) W_up after attention and FFN (houlsby), or after the FFN alone (pfeiffer) (UV eq. 4).
 
@@ -208,15 +223,26 @@ def adapter(
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
+            main input enters.
 
     Returns:
         The method, to attach, count or add to others.
     """
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
     if style == "pfeiffer":
-        return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed"),)
+        return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed", tower=tower),)
     return tuple(
-        Modification(site, form, "sequential", ADD, layers, stack, _attention_at(attention, site, ("attention", "ffn")))
+        Modification(
+            site,
+            form,
+            "sequential",
+            ADD,
+            layers,
+            stack,
+            _attention_at(attention, site, ("attention", "ffn")),
+            tower=tower,
+        )
         for site in ("attention", "ffn")
     )
 
@@ -236,6 +262,7 @@ def parallel_adapter(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Add h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3).
 
@@ -253,6 +280,8 @@ def parallel_adapter(
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
+            main input enters.
 
     Returns:
         The method, to attach, count or add to others.
@@ -260,7 +289,17 @@ def parallel_adapter(
     form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
     sites = _checked_sites(at, ("ffn", "attention", "heads"))
     return tuple(
-        Modification(site, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, site, sites), x)
+        Modification(
+            site,
+            form,
+            "parallel",
+            _compose(scale),
+            layers,
+            stack,
+            _attention_at(attention, site, sites),
+            x,
+            tower=tower,
+        )
         for site in sites
     )
 
@@ -280,6 +319,7 @@ def scaled_parallel_adapter(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Add h + s f(x W_down) W_up with s = 4 and LoRA's initialisation (UV §3.3, §4.5).
 
@@ -297,12 +337,14 @@ def scaled_parallel_adapter(
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
+            main input enters.
 
     Returns:
         The method, to attach, count or add to others.
     """
     return parallel_adapter(
-        at, rank, scale, bias, activation, layer_norm, dropout, init, zero_up, x, layers, stack, attention
+        at, rank, scale, bias, activation, layer_norm, dropout, init, zero_up, x, layers, stack, attention, tower
     ).parts
 
 
@@ -318,6 +360,7 @@ def prefix(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Put l trained keys and values before those of every attention, softmax(q [P_k; K]ᵀ) [P_v; V] (UV eq. 5, 7).
 
@@ -332,12 +375,14 @@ def prefix(
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
+        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
+            main input enters.
 
     Returns:
         The method, to attach, count or add to others.
     """
     form = Prefix(length, reparameterise, shift_positions)
-    return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention),)
+    return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention, tower=tower),)
 
 
 @named_method
@@ -420,6 +465,7 @@ def lora(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
+    tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
     """Add h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021).
 
@@ -432,6 +478,8 @@ def lora(
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
+        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
+            main input enters.
 
     Returns:
         The method, to attach, count or add to others.
@@ -453,7 +501,9 @@ def lora(
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     form = LowRank(rank, dropout)
     return tuple(
-        Modification(s, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, s, sites))
+        Modification(
+            s, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, s, sites), tower=tower
+        )
         for s in sites
     )
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import signature
-from typing import Any
+from inspect import isclass, signature
+from typing import Any, TypeVar
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, error_from_problems, excerpt
 from . import parser, spec
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
-from .compositions import Add, Gate, Scale, SigmoidGate
-from .forms import Bottleneck, LowRank, Mixture, Prompt, Rescale, Vector
+from .compositions import Add, Composition, Gate, Scale, SigmoidGate
+from .forms import Bottleneck, Form, LowRank, Mixture, Prompt, Rescale, Vector
 from .library import (
     adapter,
     apet,
@@ -112,12 +113,94 @@ REGISTRY: Mapping[str, RegistryEntry] = {
 
 FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
 
-VOCABULARY: Mapping[str, Callable[..., Any]] = {
+VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
     **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate)},
     **{kind.__name__: kind for kind in FORMS},
 }
-"""Everything that an expression may call, by name."""
+"""Everything that an expression may call, by name; `register` adds to it."""
+
+_BUILT_IN = frozenset(VOCABULARY)
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def register(term: T) -> T:
+    """Make a form, a composition or a named method of your own a part of expressions, files and `tuned.rows()`.
+
+    It is known by the name of its class or function, in this process: a program that loads a delta with it registers it
+    first. It can be used as a decorator.
+
+    Args:
+        term: A class that derives from `deltune.Form` or `deltune.Composition` and is a frozen dataclass, or a function
+            that `deltune.named_method` has made a named method of.
+
+    Returns:
+        The term itself.
+
+    Raises:
+        DeltuneError: It is nothing of these, or something else has its name.
+    """
+    name = getattr(term, "__name__", "")
+    is_term = isclass(term) and issubclass(term, Form | Composition)
+    if not is_term and not spec.is_named_method(term):
+        raise DeltuneError(
+            f"register takes a Form, a Composition or a named method, not {excerpt(term)}: derive a frozen dataclass "
+            "from deltune.Form or deltune.Composition, or put @deltune.named_method above a function that returns parts"
+        )
+    if is_term and not _is_frozen_dataclass(term):
+        raise DeltuneError(
+            f"{name} is compared and hashed by its fields: put @dataclass(frozen=True, repr=False) above it"
+        )
+    other = VOCABULARY.get(name)
+    if name in _BUILT_IN or name in spec.SITES or (other is not None and _origin(other) != _origin(term)):
+        raise DeltuneError(f"the name {name!r} is taken by {_origin(other) if other else 'a site'}; choose another")
+    VOCABULARY[name] = term
+    _parse_cached.cache_clear()
+    return term
+
+
+def _is_frozen_dataclass(kind: Any) -> bool:
+    parameters = kind.__dict__.get("__dataclass_params__")
+    return parameters is not None and parameters.frozen
+
+
+def _origin(term: Any) -> str:
+    """Return where a term was defined; one that is defined again there replaces the first."""
+    return f"{term.__module__}.{term.__qualname__}"
+
+
+def unregistered_names(text: str) -> list[str]:
+    """Return the names that an expression calls and that nothing has, in their order."""
+    called = re.findall(r"\b([A-Za-z_][A-Za-z0-9_]*)\s*\(", text)
+    return list(dict.fromkeys(name for name in called if name not in VOCABULARY))
+
+
+def check_registered(method: Method) -> None:
+    """Check that an expression can name everything that a method consists of.
+
+    Raises:
+        DeltuneError: It cannot; the message shows the lines to write.
+    """
+    terms: dict[str, Any] = {}
+    for term in method.terms:
+        inner = term.method.terms if isinstance(term, MaskedMethod) else (term,)
+        for each in inner:
+            if isinstance(each, NamedMethod):
+                terms.setdefault(each.name, each.name)
+    for part in method.parts:
+        if isinstance(part, Modification):
+            terms |= {type(value).__name__: type(value) for value in (part.form, part.compose)}
+    missing = [
+        name
+        for name, kind in terms.items()
+        if name not in VOCABULARY or (isclass(kind) and VOCABULARY[name] is not kind)
+    ]
+    if missing:
+        raise error_from_problems(
+            f"{method!r} cannot be written to a file, which no program could read",
+            [f"{name} is not registered: deltune.register({name})" for name in missing],
+        )
 
 
 def parse(text: str | Method) -> Method:
@@ -161,7 +244,7 @@ def default_learning_rate(method: str | Method) -> float:
 def _term_rate(term: Method) -> float:
     if isinstance(term, MaskedMethod):
         return default_learning_rate(term.method)
-    return REGISTRY[term.name].rate if isinstance(term, NamedMethod) else DEFAULT_RATE
+    return REGISTRY[term.name].rate if isinstance(term, NamedMethod) and term.name in REGISTRY else DEFAULT_RATE
 
 
 def methods() -> tuple[str, ...]:

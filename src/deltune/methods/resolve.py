@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -266,15 +266,36 @@ def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
 
 
 def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
-    """Return the parameters of a selection, each once.
+    """Return the parameters of a selection, each once, in the towers that it names.
 
     Raises:
         DeltuneError: There is none; the message says which roles exist.
     """
-    layers = {anatomy.layers.index(layer) for layer in select_layers(anatomy, selection.layers, selection.stack)}
+    of_parts = {tensor.name for part in anatomy.parts for tensor in part.tensors}
+    named = anatomy.tower if selection.tower == "main" else selection.tower
+    if named not in ("all", *anatomy.towers):
+        raise DeltuneError(f"tower={named!r}: this model has {' and '.join(anatomy.towers)} only")
+    tensors = [
+        tensor
+        for part in anatomy.parts
+        if named in ("all", part.tower)
+        for tensor in _selected_in_tower(part, selection, part.tensors)
+    ]
+    rest = [t for t in anatomy.tensors if named in ("all", t.tower) and t.name not in of_parts]
+    tensors = _selected_in_tower(anatomy, selection, rest) + tensors
+    missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
+    if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
+        raise DeltuneError(_nothing_selected(anatomy, selection))
+    return tensors
+
+
+def _selected_in_tower(anatomy: Anatomy, selection: Selection, candidates: Iterable[Tensor]) -> list[Tensor]:
+    whole = selection.layers == "all" and not anatomy.layers
+    chosen_layers = [] if whole else select_layers(anatomy, selection.layers, selection.stack)
+    layers = {anatomy.layers.index(layer) for layer in chosen_layers}
     norms = {norm.path: norm for _, norm in anatomy.all_norms()}
     tensors = []
-    for tensor in anatomy.tensors:
+    for tensor in candidates:
         if (
             tensor.computed
             or tensor.area not in selection.areas
@@ -292,9 +313,6 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
         if selection.of != "both" and in_sublayer and _sublayer_kind(anatomy, tensor) != selection.of:
             continue
         tensors.append(tensor)
-    missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
-    if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
-        raise DeltuneError(_nothing_selected(anatomy, selection))
     return tensors
 
 
@@ -308,10 +326,12 @@ def _sublayer_kind(anatomy: Anatomy, tensor: Tensor) -> str | None:
         for linear in (attention.query, attention.key, attention.value, attention.output)
         if linear is not None
     }
+    kinds |= {linear.path: "attention" for attention in layer.attentions for linear in attention.inputs}
     kinds |= {linear.path: "ffn" for ffn in layer.ffns for linear in (*ffn.inputs, ffn.output)}
     if path in kinds:
         return kinds[path]
-    containers = [(a.path, "attention") for a in layer.attentions] + [(f.path, "ffn") for f in layer.ffns]
+    containers = [(a.path, "attention") for a in layer.attentions]
+    containers += [(part.path, "ffn") for part in (*layer.ffns, *layer.experts)]
     for container, kind in sorted(containers, key=lambda pair: -len(pair[0])):
         inside = {of for linear, of in kinds.items() if linear.startswith(f"{container}.")}
         if inside <= {kind} and (path == container or path.startswith(f"{container}.")):
@@ -330,9 +350,12 @@ def _has_role(tensor: Tensor, role: str) -> bool:
 
 
 def _nothing_selected(anatomy: Anatomy, selection: Selection) -> str:
-    roles = sorted({t.role for t in anatomy.tensors if t.area in selection.areas})
+    named = anatomy.tower if selection.tower == "main" else selection.tower
+    candidates = [t for t in anatomy.tensors if named in ("all", t.tower)]
+    roles = sorted({t.role for t in candidates if t.area in selection.areas})
     requested = " or ".join(selection.roles)
     if selection.roles == ("norm.bias",):
         return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
     where = ", ".join(selection.areas) + (f" of the {selection.of}" if selection.of != "both" else "")
+    where += f" of the tower {named}" if len(anatomy.towers) > 1 else ""
     return f"this model has no {requested} in {where}; tensors there: {', '.join(roles)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear
+from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, Layer, Linear
 from ..errors import DeltuneError
 from .forms import Prompt, Vector, Widths
 from .spec import OUTER_LAYERS, LayersArg, Modification
@@ -98,6 +98,8 @@ def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
     Raises:
         DeltuneError: The model has no such layer or stack, or shares its modules between the layers.
     """
+    if not anatomy.layers:
+        raise DeltuneError(f"the layers of this model cannot be seen: {'; '.join(anatomy.hidden)}")
     names = [s.name for s in anatomy.stacks]
     if stack != "all" and stack not in names:
         raise DeltuneError(f"stack={stack!r}: this model has {' and '.join(names)} only")
@@ -136,11 +138,44 @@ def _listed_layers(stack_layers: list[Layer], layers: LayersArg, stack: str) -> 
 
 
 def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
-    """Return every place of a modification, in the order of execution.
+    """Return every place of a modification, in the order of execution, in the towers that it names.
 
     Raises:
         DeltuneError: The model has no such place, or it cannot be observed.
     """
+    locations: list[EditLocation] = []
+    for part in towers_of(anatomy, modification.tower):
+        prefix = "" if part is anatomy else f"{part.tower}."
+        locations += [_in_tower(location, prefix) for location in _resolve_in_tower(part, modification)]
+    return locations
+
+
+def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
+    """Return the anatomies of the towers that an argument names.
+
+    Raises:
+        DeltuneError: The model has no such tower, or its layers could not be observed.
+    """
+    parts = anatomy.in_tower(tower)
+    if not parts:
+        raise DeltuneError(
+            f"tower={tower!r}: this model has no such tower with layers that show, but {_listed(anatomy)}"
+        )
+    return parts
+
+
+def _listed(anatomy: Anatomy) -> str:
+    return " and ".join(dict.fromkeys((anatomy.tower, *(part.tower for part in anatomy.parts))))
+
+
+def _in_tower(location: EditLocation, prefix: str) -> EditLocation:
+    """Return a place whose names say in which tower it is, where it is not the main one."""
+    return replace(
+        location, name=prefix + location.name, sublayer=prefix + location.sublayer, group=prefix + location.group
+    )
+
+
+def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
     if modification.site in ("embedding", "hidden_states"):
         locate = _embedding_location if modification.site == "embedding" else _hidden_states_location
         return [locate(anatomy, modification)]
@@ -212,9 +247,13 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
     elif site.startswith("ffn"):
         for number, ffn in enumerate(layer.ffns):
             yield from _ffn_sites(f"{stem}.{number}" if number else stem, layer, ffn, modification)
+        for number, experts in enumerate(layer.experts, len(layer.ffns)):
+            if site == "ffn" or not modification.optional:
+                yield _experts_site(f"{stem}.{number}" if number else stem, layer, experts, modification)
     else:
         for attention in layer.attentions:
-            if modification.attention in ("all", attention.kind):
+            is_mixer = attention.kind == "mixer"
+            if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
                 yield _attention_site(f"{stem}.{attention.kind}", layer, attention, modification)
 
 
@@ -222,7 +261,8 @@ def _attention_site(stem: str, layer: Layer, attention: Attention, modification:
     site, output = modification.site, attention.output
     name, group = f"{stem}.{site}", f"{layer.stack}_{attention.kind}"
     x = ModuleSide(_x_path(attention, modification), "input")
-    x_width = attention.query.in_width if attention.query else output.out_width
+    first = attention.query or next(iter(attention.inputs), None)
+    x_width = first.in_width if first else output.out_width
     if site == "output":
         return _projection_site(name, output, stem, group)
     if site == "attention":
@@ -231,7 +271,7 @@ def _attention_site(stem: str, layer: Layer, attention: Attention, modification:
         return SiteLocation(
             name, ModuleSide(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention
         )
-    if attention.query is None or attention.key is None or attention.value is None:
+    if attention.heads is None:
         raise DeltuneError(
             f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not call "
             "transformers' attention interface"
@@ -240,6 +280,8 @@ def _attention_site(stem: str, layer: Layer, attention: Attention, modification:
         target = ModuleSide(attention.path, "attention")
         return SiteLocation(name, target, output.in_width, stem, group, x, x_width, attention=attention)
     linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
+    if linear is None:
+        raise DeltuneError(f"the {site} of the attention {attention.path!r} is not the output of one linear")
     return _projection_site(name, linear, stem, group)
 
 
@@ -271,15 +313,32 @@ def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) ->
         yield SiteLocation(f"{stem}.ffn", ModuleSide(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
 
 
+def _experts_site(stem: str, layer: Layer, experts: Experts, modification: Modification) -> SiteLocation:
+    """Return the place of a mixture of experts as a whole, which is where an FFN would be."""
+    if modification.site != "ffn":
+        raise DeltuneError(
+            f"site {modification.site!r} is a linear of an FFN, and {experts.path!r} is a mixture of {experts.number} "
+            "experts; site 'ffn' is beside or after all of them, and layers= chooses layers without experts"
+        )
+    path = experts.pre if modification.x == "residual" and experts.pre is not None else experts.path
+    target, x = ModuleSide(experts.path, "output"), ModuleSide(path, "input")
+    sublayer = f"{stem}.ffn"
+    return SiteLocation(sublayer, target, experts.out_width, sublayer, layer.stack, x, experts.in_width)
+
+
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
     """Return where x is read: the sub-layer's input, or for x="residual" the input of the norm before it."""
     return sublayer.pre if modification.x == "residual" and sublayer.pre is not None else sublayer.reads
 
 
 def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
-    stack = anatomy.stacks[0]
-    if stack.words is None:
-        raise DeltuneError("the word embeddings of this model cannot be seen")
+    stack = next(iter(anatomy.stacks), None)
+    if stack is None or stack.words is None:
+        raise DeltuneError(
+            "the word embeddings of this model cannot be seen"
+            if anatomy.tower == "text"
+            else "this model reads no token ids first"
+        )
     if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
         raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
     word_embeddings = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))
@@ -294,6 +353,8 @@ def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLoc
 
 
 def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
+    if not anatomy.stacks:
+        raise DeltuneError(f"not visible: {'; '.join(anatomy.hidden)}")
     stack = anatomy.stacks[-1]
     if anatomy.answers in ("words", "choices"):
         raise DeltuneError(

@@ -8,6 +8,7 @@ is the expression that makes them.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -57,6 +58,7 @@ LAYERS = ("all", "lower half", "upper half")
 OUTER_LAYERS = re.compile("(first|last) ([1-9][0-9]{0,5})")
 STACKS = ("all", "encoder", "decoder")
 ATTENTIONS = ("all", "self", "cross")
+TOWERS = ("main", "text", "vision", "audio", "projector", "all")
 X_CHOICES = ("input", "residual", "normed")
 
 LayersArg = Annotated[
@@ -124,6 +126,8 @@ class Modification(Method):
         x: "input" (what the frozen sub-module reads), "residual" (the residual stream before its norm) or "normed"
             (sequential after the FFN's add & norm, with that norm applied again).
         optional: Whether a model without such a place is accepted.
+        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
+            main input enters.
 
     Raises:
         DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
@@ -138,10 +142,11 @@ class Modification(Method):
     attention: str = "all"
     x: str = "input"
     optional: bool = False
+    tower: str = "main"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_scope(self.layers, self.stack, self.attention)
+        check_scope(self.layers, self.stack, self.attention, self.tower)
         for name, value, allowed in (
             ("site", self.site, SITES),
             ("insertion", self.insertion, ("parallel", "sequential")),
@@ -213,6 +218,8 @@ class Selection(Method):
         sparsity: The share of the scalars that differ in the end, which training finds: W + z ⊙ δ with gates z under an
             L0 penalty (Guo et al. 2021). None: all of them are trained.
         optional: Whether a model without such parameters is accepted.
+        tower: Of a model of several towers, "text", "vision", "audio" or "projector" (what leads from one to another),
+            "all" of them, or "main", the one that its main input enters.
 
     Raises:
         DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
@@ -225,10 +232,11 @@ class Selection(Method):
     stack: str = "all"
     sparsity: float | None = None
     optional: bool = False
+    tower: str = "main"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_scope(self.layers, self.stack)
+        check_scope(self.layers, self.stack, tower=self.tower)
         if self.sparsity is not None and not 0 < self.sparsity < 1:
             raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
@@ -320,7 +328,17 @@ def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Cal
         return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), parts)
 
     method.__signature__ = accepted.replace(return_annotation="NamedMethod")  # type: ignore[attr-defined]
+    _NAMED.add(method)
     return method
+
+
+_NAMED: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""The functions that `named_method` has made."""
+
+
+def is_named_method(function: object) -> bool:
+    """Whether a function is what `named_method` has made of another."""
+    return callable(function) and not isinstance(function, type) and function in _NAMED
 
 
 @dataclass(frozen=True, repr=False)
@@ -412,8 +430,8 @@ def _explicit_term(term: Method) -> str:
     return _call_text(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
 
 
-def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all") -> None:
-    """Check the arguments that choose layers, a stack and attentions.
+def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all", tower: str = "main") -> None:
+    """Check the arguments that choose layers, a stack, attentions and towers.
 
     Raises:
         DeltuneError: One of them does not exist.
@@ -428,3 +446,5 @@ def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all") -
         raise DeltuneError(unknown_name("stack", stack, STACKS))
     if attention not in ATTENTIONS:
         raise DeltuneError(unknown_name("attention", attention, ATTENTIONS))
+    if tower not in TOWERS:
+        raise DeltuneError(unknown_name("tower", tower, TOWERS))

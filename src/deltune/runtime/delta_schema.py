@@ -17,7 +17,7 @@ from ..anatomy.types import Anatomy
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
 from ..filesystem import read_json
 from ..methods.counting import kept_shapes
-from ..methods.registry import parse
+from ..methods.registry import parse, unregistered_names
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method, explicit_expression
 from ..tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
@@ -317,7 +317,13 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
     limit = tensors + SPARE_PARTS
     if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * limit:
         raise DeltuneError(f"{where}: its method has far more terms than its file has tensors ({tensors})")
-    short, explicit = parse(facts.method), parse(facts.explicit)
+    try:
+        short, explicit = parse(facts.method), parse(facts.explicit)
+    except DeltuneError as error:
+        if not (missing := unregistered_names(facts.method) or unregistered_names(facts.explicit)):
+            raise
+        calls = ", ".join(f"deltune.register({name[:MAX_NAME_LENGTH]})" for name in missing[:3])
+        raise DeltuneError(f"{error}\nA part of your own is registered before it is loaded: {calls}") from error
     if len(explicit.parts) > limit:
         raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):

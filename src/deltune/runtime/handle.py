@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import check_not_quantized, inspect
 from ..anatomy.skeleton import HANDLE_NAME, base_parameters, base_tensors
-from ..anatomy.tracing import all_configs, call_order
+from ..anatomy.tracing import all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -596,7 +596,16 @@ class Tuned(nn.Module):
 
     def _check_reached(self, delta: Delta) -> None:
         """Check on the model's structure that a forward pass reaches every edit of a delta."""
-        if unreached := unreached_edits(call_order(self.model), delta) if len(delta.edits) else []:
+        for edit in delta.all_edits():
+            if edit.place.target.side == "tokens":
+                check_takes_embeddings(self.model, edit.place.widths.out_width)
+        order = call_order(self.model) if len(delta.edits) else None
+        for part in self.anatomy.parts if order else ():
+            if any(edit.place.target.path.startswith(f"{part.root}.") for edit in delta.all_edits()):
+                tower = self.model.get_submodule(part.root)
+                assert order is not None and isinstance(tower, PreTrainedModel)
+                order = order.including(call_order(tower), part.root)
+        if unreached := unreached_edits(order, delta) if order else []:
             raise error_from_problems(
                 f"{delta.method!r} cannot be attached to {type(self.model).__name__}: its forward pass does not call "
                 "every module that the method changes",

@@ -132,7 +132,8 @@ class PromptHook:
                     arguments[name] = _reordered(arguments[name].expand(batch, -1), prompt_pass.order)
         self.check_length(cached_tokens, prompt_pass)
         self.passes.current_pass().prompt = prompt_pass
-        return (), {name: value for name, value in arguments.items() if name in kwargs or value is not None}
+        kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids
+        return (), {name: value for name, value in arguments.items() if name in kept or value is not None}
 
     def arrange(self, mask: Any, is_present: torch.Tensor | None, length: int) -> tuple[Any, torch.Tensor | None]:
         """A mask of rows and text in the order of the pass, and where each of its positions reads (B, l + n); None

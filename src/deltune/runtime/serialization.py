@@ -32,6 +32,7 @@ from ..filesystem import (
     user_path,
     write_error,
 )
+from ..methods.registry import check_registered
 from ..methods.spec import explicit_expression
 from ..models import portable_name
 from ..tensor_files import TensorInfo
@@ -81,7 +82,12 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
 
 
 def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of delta.json: the method, the head and its labels, and the base model."""
+    """Return the content of delta.json: the method, the head and its labels, and the base model.
+
+    Raises:
+        DeltuneError: The method has a part of the user's own that is not registered.
+    """
+    check_registered(delta.method)
     labels = delta.labels
     return {
         "format": FORMAT,

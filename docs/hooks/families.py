@@ -1,0 +1,383 @@
+"""Try deltune on a tiny model of every family of transformers, and write docs/families.md from what came out.
+
+`python docs/hooks/families.py` makes every model (about ten minutes on one core) and writes the page. Names of families
+after it try these alone; results are kept in build/families.json, and `--page` writes the page from them. An exception
+that is no DeltuneError, a trained tensor without effect and a weight that is not restored end it with exit code 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import signal
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import PreTrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
+
+import deltune  # noqa: E402
+from tests.identity.configurations import tiny  # noqa: E402
+
+RESULTS = ROOT / "build" / "families.json"
+CLASSES = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+}
+"""The auto classes, each with the table of transformers that lists its families."""
+
+METHODS = {
+    "layernorm": "layernorm",
+    "bitfit": "bitfit",
+    "lora": "lora(rank=2)",
+    "prefix": "prefix(length=2)",
+    "prompt": "prompt(length=2)",
+    "adapter": "adapter(rank=2)",
+    "parallel_adapter": "parallel_adapter(rank=2)",
+}
+NOT_APPLICABLE = ("no norm.gain", "no norm of this model", "no bias in", "reads no token ids")
+"""What a refusal says where the family has nothing that the method could train."""
+
+LARGEST = 12_000_000  # parameters of a model that is called tiny
+SECONDS = 40  # for one family
+SMALLER: dict[str, Any] = {
+    "image_size": 32, "patch_size": 8, "num_mel_bins": 16, "max_source_positions": 20, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2, "hidden_size": 32, "projection_dim": 16,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "depth": 2, "crop_size": 32,
+    "mlp_dim": 64, "depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16, "conv_dim": 16,
+    "conv_stride": 2, "conv_kernel": 3, "neck_hidden_sizes": 16, "classifier_proj_size": 16, "codevector_dim": 16,
+    "output_hidden_size": 32, "image_token_id": 7, "image_token_index": 7, "video_token_id": 8, "video_token_index": 8,
+    "audio_token_id": 9, "audio_token_index": 9, "vision_start_token_id": 10, "vision_end_token_id": 11,
+}  # fmt: skip
+"""Small values for what models of images and sounds have, beside those of tests/identity/configurations.py."""
+
+
+class TooLate(Exception):
+    """A family has taken more than its seconds."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TooLate in the block after some seconds."""
+
+    def strike(number: int, frame: Any) -> None:
+        raise TooLate(f"more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, strike)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def shrink(config: PreTrainedConfig) -> None:
+    """Make what a configuration has of `SMALLER` small, in the configurations inside it too."""
+    for field in fields(type(config)):
+        if field.name not in SMALLER:
+            continue
+        value, small = getattr(config, field.name, None), SMALLER[field.name]
+        default = field.default if field.default is not MISSING else value
+        if isinstance(value, list | tuple) and value and isinstance(value[0], int):
+            setattr(config, field.name, type(value)([small] * len(value)))
+        elif isinstance(value, int) and not isinstance(value, bool) and isinstance(default, int):
+            setattr(config, field.name, min(value, small) if not field.name.endswith(("_id", "_index")) else small)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            shrink(part)
+
+
+def configuration(model_type: str, kind: Any) -> PreTrainedConfig:
+    """Return the tiny configuration of a family, or the part of it that a class is built from."""
+    config = tiny(model_type)
+    shrink(config)
+    if not isinstance(config, kind.config_class):
+        parts = [getattr(config, name) for name in config.sub_configs]
+        config = next((part for part in parts if isinstance(part, kind.config_class)), config)
+    return config
+
+
+def build(auto: str, model_type: str, class_name: str) -> PreTrainedModel:
+    """Build a tiny model with random weights, frozen and in eval mode."""
+    kind = getattr(transformers, class_name)
+    config = configuration(model_type, kind)
+    if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
+        config.is_decoder = auto == "causal"
+    torch.manual_seed(zlib.crc32(class_name.encode()))
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > LARGEST:
+        raise MemoryError(f"a tiny one has {size:,} parameters")
+    model = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.requires_grad_(False).eval()
+
+
+def batch(model: PreTrainedModel) -> dict[str, Any]:
+    """Return inputs for a model, by the names that its forward takes."""
+    accepted = inspect.signature(model.forward).parameters
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(12, 89, (2, 6), generator=generator)
+    main = model.main_input_name
+    if main in ("input_ids", "inputs_embeds") or (main not in accepted and "input_ids" in accepted):
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = ids[:, :4]
+    elif main == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size, channels = getattr(vision, "image_size", 32), getattr(vision, "num_channels", 3)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        inputs = {"pixel_values": torch.randn(2, channels, height, width, generator=generator)}
+        if "input_ids" in accepted:
+            inputs["input_ids"] = ids
+    elif main == "input_features":
+        bins = getattr(config, "num_mel_bins", getattr(config, "feature_projection_input_dim", 80))
+        frames = 2 * getattr(config, "max_source_positions", 20)
+        shape = (2, bins, frames) if "max_source_positions" in vars(config) else (2, frames, bins)
+        inputs = {"input_features": torch.randn(*shape, generator=generator)}
+    elif main == "input_values":
+        inputs = {"input_values": torch.randn(2, 2000, generator=generator)}
+    else:
+        raise NotImplementedError(f"its input is {main}")
+    if config.is_encoder_decoder and "decoder_input_ids" in accepted:
+        inputs["decoder_input_ids"] = ids[:, :4]
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        inputs = {name: value for name, value in inputs.items() if name in accepted}
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def floats(value: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors inside an output, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in floats(part)]
+
+
+def attempt(model: PreTrainedModel, text: str) -> str:
+    """Attach a method, run it forward and backward and detach it; return "" or what kept it from working.
+
+    Raises:
+        AssertionError: A gradient did not arrive, or the model is not what it was.
+    """
+    weights = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = floats(model(**batch(model)))
+    refusal = ""
+    try:
+        tuned = deltune.attach(model, text, head="freeze")
+    except deltune.DeltuneError as error:
+        refusal = " ".join(str(error).split())
+    else:
+        try:
+            with torch.no_grad():
+                torch.manual_seed(0)
+                outputs = floats(model(**batch(model)))
+            if text == "layernorm":
+                assert all(map(_same, expected, outputs)), "an untrained layernorm changes the outputs"
+            parameters = list(tuned.trainable_parameters())
+            assert parameters, "nothing is trained"
+            outputs = [tensor for tensor in floats(model(**batch(model))) if tensor.requires_grad]
+            if outputs:
+                torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
+            unread = {t.name for t in tuned.anatomy.tensors if not t.read}  # `inspect` tells of them
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in unread]
+            if unreached := [name for name, p in trained if p.grad is None]:
+                refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more get no gradient"
+        finally:
+            tuned.detach()
+            model.requires_grad_(False)
+    after = model.state_dict()
+    assert list(after) == list(weights), "the names of the weights have changed"
+    assert all(_same(after[name], copy) for name, (_, copy) in weights.items()), "a weight has changed"
+    with torch.no_grad():
+        torch.manual_seed(0)
+        assert all(map(_same, expected, floats(model(**batch(model))))), "the outputs have changed"
+    return refusal
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def family(auto: str, model_type: str, class_name: str) -> dict[str, Any]:
+    """Try every method on one class, and return a row of the page."""
+    row: dict[str, Any] = {"auto": auto, "family": model_type, "class": class_name, "methods": {}, "why": ""}
+    start = time.process_time()
+    try:
+        with time_limit(SECONDS):
+            try:
+                model = build(auto, model_type, class_name)
+                with torch.no_grad():
+                    first, second = (floats(model(**batch(model))) for _ in range(2))
+                if not first or not all(map(_same, first, second)):
+                    raise NotImplementedError("its outputs are no numbers, or other ones each time")
+            except TooLate:
+                raise
+            except Exception as error:
+                row |= {"verdict": "not made", "why": _line(error)}
+                return row
+            try:
+                anatomy = deltune.inspect(model)
+                row["hidden"] = list(anatomy.hidden)
+            except deltune.DeltuneError as error:
+                row |= {"verdict": "refused", "why": _line(error)}
+            for name, text in METHODS.items() if "verdict" not in row else [("layernorm", "layernorm")]:
+                row["methods"][name] = attempt(model, text)
+            row["verdict"] = _verdict(row["methods"]) if "verdict" not in row else row["verdict"]
+    except TooLate as error:
+        row |= {"verdict": "too slow", "why": str(error)}
+    except AssertionError as error:
+        row |= {"verdict": "WRONG", "why": f"{name}: {error}"}
+    except Exception as error:
+        row |= {"verdict": "RAW EXCEPTION", "why": f"{name}: {_line(error)}"}
+    finally:
+        row["seconds"] = round(time.process_time() - start, 2)
+    return row
+
+
+def _verdict(methods: dict[str, str]) -> str:
+    missing = [why for why in methods.values() if why and not any(text in why for text in NOT_APPLICABLE)]
+    return ("silent scope" if any(why.startswith("SCOPE") for why in missing) else "part") if missing else "whole"
+
+
+INTRODUCTION = """\
+# Families
+
+This page is generated by `docs/hooks/families.py`, with transformers {version}. For every model class of the auto
+classes below it makes a tiny model with random weights, inspects it, and for each of seven methods ({methods})
+attaches it, runs it forward and backward, and detaches it again. "Whole" means that every method works that the family
+has something for: `bitfit` where there are biases, `layernorm` where norms have parameters, `prompt` where token ids
+are read first. Of a model of several towers, what reads token ids is tried. After every attempt, refusals included, the
+model's weights and outputs were the same to the last bit.
+
+A refusal is a `DeltuneError` that gives its reason; `deltune inspect` prints what cannot be seen of a model. "Not made"
+says why the script could not make a tiny model of a family, which says nothing about deltune.
+"""
+
+WORDS = {
+    "whose inside is hidden": "its attentions do not call transformers' attention interface",
+    "is not the output of one linear": "its projections are cut otherwise than by columns",
+    "has no site": "it has no such site",
+    "the layers of this model cannot be seen": "its layers cannot be told apart",
+    "reads no token ids first": "it reads no token ids",
+    "rows before the input embeddings": "it does not run on vectors in place of token ids",
+    "mixture of": "its FFNs are mixtures of experts",
+    "get no gradient": "some of what it trains gets no gradient",
+}
+"""Short reasons for what a refusal says."""
+
+
+def page(kept: dict[str, Any]) -> str:
+    """Return the page from the results."""
+    verdicts = ["whole", "part", "refused", "not made"]
+    verdicts += sorted({row["verdict"] for row in kept.values()} - set(verdicts))
+    methods = ", ".join(f"`{text}`" for text in METHODS.values())
+    lines = [INTRODUCTION.format(version=transformers.__version__, methods=methods)]
+    lines += [f"| auto class | {' | '.join(verdicts)} |", "|---|" + "---:|" * len(verdicts)]
+    for auto in CLASSES:
+        numbers = Counter(row["verdict"] for row in kept.values() if row["auto"] == auto)
+        lines.append(f"| {auto} | {' | '.join(str(numbers[verdict]) for verdict in verdicts)} |")
+    numbers = Counter(row["verdict"] for row in kept.values())
+    lines.append(f"| all | {' | '.join(str(numbers[verdict]) for verdict in verdicts)} |")
+    for auto in CLASSES:
+        lines += ["", f"## {auto}", "", "| class | works | what is missing, and why |", "|---|---|---|"]
+        for name, row in sorted(kept.items()):
+            if row["auto"] == auto:
+                lines.append(f"| {name} | {row['verdict']} | {_missing(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _missing(row: dict[str, Any]) -> str:
+    """Return what a class lacks, with the reasons."""
+    if row["why"]:
+        return row["why"].removeprefix("DeltuneError: ").replace("|", "\\|")[:200]
+    reasons: dict[str, list[str]] = {}
+    for name, why in row["methods"].items():
+        if why and not any(text in why for text in NOT_APPLICABLE):
+            short = next((short for text, short in WORDS.items() if text in why), why.split(": ", 2)[-1][:160])
+            reasons.setdefault(short, []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(names)}: {short}" for short, names in reasons.items())
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def rows(names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Iterate over auto class, family and model class; a model class comes once."""
+    seen = set()
+    for auto, table in CLASSES.items():
+        for model_type, classes in getattr(modeling_auto, table).items():
+            class_name = classes if isinstance(classes, str) else classes[0]
+            if class_name in seen or model_type not in CONFIG_MAPPING_NAMES or (names and model_type not in names):
+                continue
+            if auto == "image-text" and class_name in seen:
+                continue
+            seen.add(class_name)
+            yield auto, model_type, class_name
+
+
+def main(arguments: list[str]) -> int:
+    global RESULTS
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    RESULTS = next((Path(a[10:]) for a in arguments if a.startswith("--results=")), RESULTS)
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if "--page" not in arguments:
+        every = next((int(a[8:]) for a in arguments if a.startswith("--every=")), 1)
+        autos = next((a[7:].split(",") for a in arguments if a.startswith("--auto=")), list(CLASSES))
+        verdicts = next((a[10:].split(",") for a in arguments if a.startswith("--verdict=")), None)
+        for number, (auto, model_type, class_name) in enumerate(rows(names)):
+            if auto not in autos or number % every:
+                continue
+            if verdicts is not None and kept.get(class_name, {}).get("verdict") not in verdicts:
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                row = family(auto, model_type, class_name)
+            kept[class_name] = row  # results of classes that are not tried again stay
+            missing = [name for name, why in row["methods"].items() if why]
+            print(
+                f"{auto:10} {class_name:44} {row['seconds']:5} {row['verdict']}: {row['why'][:150]}{missing}",
+                flush=True,
+            )
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    for verdict, number in Counter((row["auto"], row["verdict"]) for row in kept.values()).items():
+        print(*verdict, number)
+    print(Counter(row["verdict"] for row in kept.values()))
+    if not names:
+        (ROOT / "docs" / "families.md").write_text(page(kept), encoding="utf-8")
+    return any(row["verdict"] in ("WRONG", "RAW EXCEPTION", "silent scope") for row in kept.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""What a model reads: the shapes of the inputs that one traced forward pass is given.
+
+A model of transformers names its main input. Token ids need no more than a length; the sizes of images and sounds stand
+in the configuration, and where it leaves the order of their axes open, each order is tried.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import DeltuneError
+
+LENGTHS = {"input_ids": 4, "decoder_input_ids": 3}
+"""Lengths of the token ids; they differ, so that a cross-attention can be told from a self-attention."""
+
+SAMPLES = 4000
+"""Samples of a sound: a quarter of a second at the usual 16 kHz."""
+
+FRAMES = 32
+"""Frames of a spectrogram, where the model does not fix their number."""
+
+READABLE = ("input_ids", "pixel_values", "input_features", "input_values", "hidden_states")
+"""The inputs that can be made up, the first that a model takes being its main input. The last are patches of images."""
+
+GRID = (1, 4, 4)
+"""Frames, rows and columns of patches, for a model that is given them in a list with their grid."""
+
+
+def main_input(model: nn.Module) -> str | None:
+    """Return the name of the input that a model reads first, or None where it is none of `READABLE`."""
+    accepted = inspect.signature(model.forward).parameters
+    main = next((name for name in READABLE if name in accepted), None)
+    return None if main == "hidden_states" and "grid_thw" not in accepted else main
+
+
+def tower_name(model: nn.Module) -> str:
+    """Return what a model reads, by the inputs and modalities that its class names: "text", "vision" or "audio"."""
+    modalities = getattr(model, "input_modalities", "text")
+    words = {modalities} if isinstance(modalities, str) else set(modalities)
+    main = main_input(model) or getattr(model, "main_input_name", "input_ids")
+    if main == "input_ids" and "text" in words:
+        return "text"
+    return "vision" if main.startswith("pixel") or words & {"image", "video"} else "audio"
+
+
+def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the inputs that a model may take, to be tried one after another.
+
+    Args:
+        model: A base model of transformers.
+
+    Returns:
+        Dictionaries from the names of arguments to functions that make a tensor, or to values.
+
+    Raises:
+        DeltuneError: The model reads neither token ids nor images nor sounds.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    main = main_input(model)
+    if main is None:
+        raise DeltuneError(
+            f"{type(model).__name__} reads none of {', '.join(READABLE)}; only models of text, images or sounds can be "
+            f"inspected, and it takes {', '.join(accepted)}"
+        )
+    common: dict[str, Any] = {}
+    for name, length in LENGTHS.items():
+        if name in accepted:
+            common[name] = partial(torch.zeros, 1, length, dtype=torch.long)
+            mask = name.replace("input_ids", "attention_mask")
+            if mask in accepted:
+                common[mask] = partial(torch.ones, 1, length, dtype=torch.long)
+    if "use_cache" in accepted:
+        common["use_cache"] = False
+    if "grid_thw" in accepted and main != "input_ids":
+        common["grid_thw"] = partial(torch.tensor, [GRID])
+    candidates = [common] if main == "input_ids" else []
+    for name in (
+        READABLE[1:-1] if main != "hidden_states" else (main,)
+    ):  # a model of text and images may do without the images, or not
+        if name in accepted:
+            config = getattr(model, "config", None)
+            candidates += [{**common, name: partial(torch.zeros, *shape)} for shape in _SHAPES[name](config)]
+    return candidates
+
+
+def _setting(config: Any, *names: str) -> Any:
+    """Return a setting of a configuration, or else of one inside it, by the first of some names that has a value."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    for part in (config, *parts):
+        for name in names:
+            if (value := getattr(part, name, None)) is not None:
+                return value
+    return None
+
+
+def _image_shapes(config: Any) -> list[tuple[int, ...]]:
+    channels = _setting(config, "num_channels", "in_channels", "in_chans") or 3
+    size = _setting(config, "image_size", "input_size") or 224
+    size = tuple(size.values()) if isinstance(size, dict) else size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    frames = _setting(config, "num_frames")
+    images: list[tuple[int, ...]] = [(1, channels, height, width)]
+    return [(1, frames, channels, height, width), *images] if frames else images
+
+
+def _patch_shapes(config: Any) -> list[tuple[int, ...]]:
+    channels, size = _setting(config, "in_channels", "num_channels") or 3, _setting(config, "patch_size") or 14
+    frames = _setting(config, "temporal_patch_size") or 1
+    count = GRID[0] * GRID[1] * GRID[2]
+    return [(count, channels * frames * size * size), (count, channels * size * size)]
+
+
+def _feature_shapes(config: Any) -> list[tuple[int, ...]]:
+    bins = _setting(config, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel") or 80
+    positions = _setting(config, "max_source_positions")
+    frames = 2 * positions if positions else FRAMES  # a first convolution halves them
+    return [(1, bins, frames), (1, frames, bins), (1, FRAMES, bins)]
+
+
+def _value_shapes(config: Any) -> list[tuple[int, ...]]:
+    bins, length = _setting(config, "num_mel_bins"), _setting(config, "max_length")
+    sound: list[tuple[int, ...]] = [(1, SAMPLES)]
+    return [(1, length, bins), *sound] if bins and length else sound
+
+
+_SHAPES: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
+    "pixel_values": _image_shapes, "input_features": _feature_shapes, "input_values": _value_shapes,
+    "hidden_states": _patch_shapes,
+}  # fmt: skip
+"""By main input, a function from the configuration to the shapes to try."""

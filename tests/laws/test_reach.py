@@ -1,0 +1,280 @@
+"""Beyond dense text models: experts, mixers of tokens, images, sounds and several towers.
+
+Facts are written down from the families' own sources, as in `families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import deltune
+from tests.identity.configurations import tiny
+
+from .specimens import differences, facts, loss, stir, tensors
+
+Batch = Callable[[torch.Generator], dict[str, Any]]
+
+
+def _tokens(made: torch.Generator) -> dict[str, Any]:
+    ids = torch.randint(12, 89, (2, 6), generator=made)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _image(made: torch.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=made)}
+
+
+def _sound(made: torch.Generator) -> dict[str, Any]:
+    return {"input_values": torch.randn(2, 2000, generator=made)}
+
+
+def _spectrogram(made: torch.Generator) -> dict[str, Any]:
+    return {
+        "input_features": torch.randn(2, 80, 40, generator=made),
+        "decoder_input_ids": torch.randint(12, 89, (2, 4), generator=made),
+    }
+
+
+PARALLEL = "parallel_adapter(at=('attention', 'ffn'), rank=2)"
+VISION = {"image_size": 32, "patch_size": 8}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model class, and for each of its layers what mixes tokens and what follows, by paths inside the layer.
+
+    Attributes:
+        name: The model class.
+        family: transformers' name of the family.
+        layers: For each layer its path; then its mixers of tokens, each with its kind; then its FFNs; then its mixtures
+            of experts, each with its number of experts and its router.
+        batch: Makes its inputs.
+        changes: Settings beside those of the tiny configuration.
+        lacks: Methods that it cannot have, with what the refusal says.
+    """
+
+    name: str
+    family: str
+    layers: tuple[tuple[str, dict[str, str], tuple[str, ...], dict[str, tuple[int, str]]], ...]
+    batch: Batch = _tokens
+    changes: dict[str, Any] = field(default_factory=dict)
+    lacks: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self) -> PreTrainedModel:
+        torch.manual_seed(0)
+        model = getattr(transformers, self.name)(tiny(self.family, **self.changes))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        return model.requires_grad_(False).eval()
+
+    def inputs(self) -> dict[str, Any]:
+        return self.batch(torch.Generator().manual_seed(0))
+
+
+_SELF, _MIXER = {"self_attn": "self"}, {"mixer": "mixer"}
+_NO_BIAS = {"bitfit": "no bias in"}
+_NO_QUERY = {"lora(rank=2)": "no site 'query'", "prefix(length=2)": "no site 'heads'"}
+_NO_TOKENS = {"prompt(length=2)": "reads no token ids"}
+
+KINDS = (
+    Kind(
+        "MixtralForCausalLM", "mixtral",
+        tuple((f"model.layers.{i}", _SELF, (), {"mlp": (4, "mlp.gate")}) for i in range(2)), lacks=_NO_BIAS,
+    ),
+    Kind(
+        "JambaForCausalLM", "jamba",
+        (("model.layers.0", {"mamba": "mixer"}, ("feed_forward",), {}),
+         ("model.layers.1", _SELF, (), {"feed_forward": (4, "feed_forward.router")})),
+    ),
+    Kind(
+        "ViTForImageClassification", "vit",
+        tuple((f"vit.layers.{i}", {"attention": "self"}, ("mlp",), {}) for i in range(2)), _image, VISION, _NO_TOKENS,
+    ),
+    Kind(
+        "MambaForCausalLM", "mamba", tuple((f"backbone.layers.{i}", _MIXER, (), {}) for i in range(2)),
+        lacks={**_NO_QUERY, "adapter(rank=2)": "no site 'ffn'", PARALLEL: "no site 'ffn'"},
+    ),
+    Kind(
+        "GptOssForCausalLM", "gpt_oss",
+        tuple((f"model.layers.{i}", _SELF, (), {"mlp": (4, "mlp.router")}) for i in range(2)),
+    ),
+    Kind(
+        "Qwen2MoeForCausalLM", "qwen2_moe",
+        tuple((f"model.layers.{i}", _SELF, (), {"mlp": (4, "mlp.gate")}) for i in range(2)),
+    ),
+    Kind(
+        "DeepseekV3ForCausalLM", "deepseek_v3",
+        (("model.layers.0", _SELF, ("mlp",), {}), ("model.layers.1", _SELF, (), {"mlp": (4, "mlp.gate")})),
+        lacks=_NO_BIAS,
+    ),
+    Kind(
+        "WhisperForConditionalGeneration", "whisper",
+        (*((f"model.encoder.layers.{i}", _SELF, ("",), {}) for i in range(2)),
+         *((f"model.decoder.layers.{i}", {**_SELF, "encoder_attn": "cross"}, ("",), {}) for i in range(2))),
+        _spectrogram, {"max_source_positions": 20, "num_mel_bins": 80}, _NO_TOKENS,
+    ),
+)  # fmt: skip
+
+QUICK = ("MixtralForCausalLM", "JambaForCausalLM", "ViTForImageClassification")
+EACH = pytest.mark.parametrize(
+    "kind", [pytest.param(k, id=k.name, marks=() if k.name in QUICK else pytest.mark.slow) for k in KINDS]
+)
+METHODS = (
+    "layernorm", "bitfit", "lora(rank=2)", "prefix(length=2)", "prompt(length=2)", "adapter(rank=2)", PARALLEL,
+)  # fmt: skip
+
+
+@EACH
+def test_layers(kind: Kind) -> None:
+    anatomy = deltune.inspect(kind.build())
+    assert [layer.path for layer in anatomy.layers] == [path for path, *_ in kind.layers]
+    for layer, (path, mixers, ffns, experts) in zip(anatomy.layers, kind.layers, strict=True):
+        assert {a.path: a.kind for a in layer.attentions} == {f"{path}.{name}": k for name, k in mixers.items()}
+        assert [ffn.path for ffn in layer.ffns] == [f"{path}.{name}".rstrip(".") for name in ffns]
+        observed = {e.path: (e.number, e.router) for e in layer.experts}
+        assert observed == {f"{path}.{name}": (n, f"{path}.{router}") for name, (n, router) in experts.items()}
+        assert all(norm.of for norm in layer.norms if norm.place in ("pre", "post"))
+    assert all(str(e.number) in str(anatomy) for layer in anatomy.layers for e in layer.experts)
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        torch.manual_seed(0)
+        return dict(tensors(model(**inputs)))
+
+
+def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@EACH
+def test_life(kind: Kind, tmp_path: Path) -> None:
+    """Every method trains, saves and loads, and detaching or a refusal leaves the model as it was."""
+    model, inputs = kind.build(), kind.inputs()
+    bare = _run(model, inputs)  # first: a model of transformers notes things at its first run
+    before = facts(model)
+    for text in METHODS:
+        if text in kind.lacks:
+            with pytest.raises(deltune.DeltuneError, match=kind.lacks[text]):
+                deltune.attach(model, text)
+            assert differences(before, facts(model)) == [], text
+            continue
+        tuned = deltune.attach(model, text, head="freeze")
+        if "prefix" not in text and "prompt" not in text:
+            assert _equal(bare, _run(model, inputs)), f"{text} changes the outputs before it is trained"
+        loss(dict(tensors(model(**inputs)))).backward()
+        assert any(parameter.grad is not None for parameter in tuned.trainable_parameters())
+        stir(tuned)
+        trained = _run(model, inputs)
+        assert not _equal(bare, trained), f"{text} has no effect"
+        tuned.save(tmp_path / "delta")
+        tuned.detach()
+        model.requires_grad_(False)
+        assert differences(before, facts(model)) == [], text
+        loaded = deltune.load(model, tmp_path / "delta")
+        assert _equal(trained, _run(model, inputs)), f"{text} is another one after it was loaded"
+        loaded.detach()
+        model.requires_grad_(False)
+    assert _equal(bare, _run(model, inputs))
+
+
+@EACH
+def test_rows(kind: Kind) -> None:
+    """Rows of a batch with deltas of their own give what each gives alone."""
+    model, inputs = kind.build(), kind.inputs()
+    methods = {"one": "layernorm + adapter(rank=2)", "two": "parallel_adapter(rank=2)"}
+    if "adapter(rank=2)" in kind.lacks:
+        methods = {"one": "layernorm", "two": "lora(rank=2, at='output')"}
+    for seed, (name, text) in enumerate(methods.items()):
+        tuned = stir(deltune.attach(model, text, name=name, head="freeze"), seed)
+    alone = {}
+    for name in methods:
+        tuned.use(name)
+        alone[name] = _run(model, inputs)["logits"]
+    with tuned.rows(["one", "two"]):
+        mixed = _run(model, inputs)["logits"]
+    for row, name in enumerate(methods):
+        torch.testing.assert_close(mixed[row], alone[name][row])
+
+
+def test_a_linear_of_an_ffn_that_is_a_mixture_of_experts() -> None:
+    model = KINDS[0].build()
+    for text in ("lora(at='ffn')", "ia3"):
+        with pytest.raises(deltune.DeltuneError, match="a mixture of 4 experts; site 'ffn' is beside or after"):
+            deltune.count(model, text)
+
+
+def test_layers_left_out_are_counted() -> None:
+    model = KINDS[1].build()
+    assert "site 'query' exists in 1 of 2 layers" in str(deltune.count(model, "lora(rank=2)"))
+    assert deltune.count(model, "adapter(rank=2)").scope == ()
+
+
+# -- several towers
+
+
+@pytest.fixture(scope="module")
+def llava() -> PreTrainedModel:
+    text, vision = tiny("llama"), tiny("clip_vision_model", **VISION)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=7, image_seq_length=16)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).requires_grad_(False).eval()
+
+
+def test_towers(llava: PreTrainedModel) -> None:
+    """By default a method acts on the tower of text, a selection as a modification does, and the count says so."""
+    anatomy = deltune.inspect(llava)
+    assert anatomy.towers == ("text", "vision", "projector")
+    vision = [name for name, _ in llava.named_parameters() if name.startswith("model.vision_tower.")]
+    projector = [name for name, _ in llava.named_parameters() if name.startswith("model.multi_modal_projector.")]
+    assert [t.name for t in anatomy.tensors if t.tower == "vision"] == vision
+    assert [t.name for t in anatomy.tensors if t.tower == "projector"] == projector
+    (part,) = anatomy.parts
+    assert (part.tower, part.root) == ("vision", "model.vision_tower")
+    assert [layer.path for layer in part.layers] == [f"model.vision_tower.encoder.layers.{i}" for i in range(2)]
+    for text in ("layernorm", "lora", "full", "adapter"):
+        count = deltune.count(llava, text)
+        assert [line.split(" with ")[0] for line in count.scope] == ["the tower vision", "the tower projector"]
+    sizes = {tower: deltune.count(llava, f"full(tower='{tower}')").method for tower in (*anatomy.towers, "all")}
+    assert sizes["all"] == sum(p.numel() for p in llava.parameters()) == sum(sizes[t] for t in anatomy.towers)
+    with pytest.raises(deltune.DeltuneError, match="tower='audio': this model has"):
+        deltune.count(llava, "lora(tower='audio')")
+    with pytest.raises(deltune.DeltuneError, match=r"no bias in .* of the tower text"):
+        deltune.count(llava, "bitfit")
+
+
+@pytest.mark.parametrize("text", ["lora(rank=2, tower='vision')", "adapter(rank=2, tower='all')"])
+def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.full((1, 16), 7), torch.randint(12, 89, (1, 4), generator=made)], dim=1)
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32, generator=made)}
+    bare = _run(llava, inputs)  # first: a model of transformers notes things at its first run
+    before = facts(llava)
+    tuned = deltune.attach(llava, text)
+    assert _equal(bare, _run(llava, inputs))
+    stir(tuned)
+    trained = _run(llava, inputs)
+    assert not _equal(bare, trained)
+    loss(dict(tensors(llava(**inputs)))).backward()
+    assert any(p.grad is not None for name, p in llava.named_parameters() if "vision" in name)
+    tuned.save(tmp_path / "delta")
+    tuned.detach()
+    llava.requires_grad_(False)
+    assert differences(before, facts(llava)) == []
+    loaded = deltune.load(llava, tmp_path / "delta")
+    assert _equal(trained, _run(llava, inputs))
+    loaded.detach()
+    llava.requires_grad_(False)
