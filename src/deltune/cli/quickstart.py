@@ -43,9 +43,7 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
             model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64
         )
         run = runs[method] = RunDir(Path(output) / folder)
-        console.print(
-            f"\n{method} at {config.optim.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False
-        )
+        console.print(f"\n{method}: {count(load_config(MODEL), method)}, the head apart", markup=False)
         train(config, run.folder, resume=run.exists and not run.config.differences(config))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)

@@ -27,6 +27,7 @@ from pydantic import (
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods import budget as budgets
 from ..methods.counting import count
+from ..methods.registry import default_learning_rate
 from ..models import load_config
 from ..training.config import PLACES, RunConfig, flatten, read_values
 from ..training.presets import merge_values
@@ -158,7 +159,10 @@ class Sweep(BaseModel):
             for layer in (*layers, {"seed": seed}):
                 values = merge_values(values, flatten(layer))
             try:
-                runs.append(PlannedRun(cell, RunConfig.from_flat(**self._solve_size(values))))
+                config = RunConfig.from_flat(**self._solve_size(values))
+                if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
+                    config = config.replace(lr=default_learning_rate(config.method.expression))
+                runs.append(PlannedRun(cell, config))
             except DeltuneError as error:
                 problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [problem] if problem not in problems else []

@@ -12,6 +12,7 @@ from ..metrics.registry import METRICS
 from .config import RunConfig
 from .error_analysis import Analysis, analyse
 from .inference import SPLITS
+from .rates import edge_of_rates
 from .run_dir import DataFacts, RunDir, RunMetrics
 
 NEGLIGIBLE = 0.005
@@ -83,6 +84,7 @@ def advice(finished: FinishedRun) -> list[str]:
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *edge_of_search(finished.config, finished.metrics),
+        *(edge_of_rates(search, search.lr) if (search := finished.best_metrics.rate_search) is not None else ()),
     ]
 
 

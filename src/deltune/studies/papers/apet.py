@@ -491,7 +491,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
             PlannedCell(
-                {**planned.cell, "target": target}, transfer_job(RunConfig.from_flat(**planned.job.spec), other)
+                {**planned.cell, "target": target}, transfer_job(RunConfig.from_canonical(planned.job.spec), other)
             )
             for planned in runs(records)
             if planned.job is not None

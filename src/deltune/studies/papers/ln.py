@@ -386,7 +386,7 @@ def terms(setup: StudySetup) -> Study:
 
 
 def _term_change_job(job: Job) -> Job:
-    return term_change_job(RunConfig.from_flat(**job.spec))
+    return term_change_job(RunConfig.from_canonical(job.spec))
 
 
 ABLATIONS = {
