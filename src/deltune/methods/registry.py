@@ -168,10 +168,10 @@ def _parse_cached(text: str) -> Method:
 def default_learning_rate(method: str | Method, steps: int | None = None) -> float:
     """Return the learning rate of a method where the user gives none.
 
-    It is the smallest rate of the method's terms, so that none of them diverges. In long runs (5,000 steps or more) that
-    is 5e-5 for full and diff_pruning, 1e-2 for layernorm and prefix and so for their sum, 3e-2 for prompt, and 1e-3 for
-    everything else. Short runs need more: see `RegistryEntry.short_rate`. In between the logarithm of the rate falls
-    with that of the number of steps.
+    It is the smallest rate of the method's terms, so that none of them diverges. In long runs, of 5,000 steps or more,
+    that is 5e-5 for full and diff_pruning, 1e-2 for layernorm and prefix and so for their sum, 3e-2 for prompt, and
+    1e-3 for everything else. Short runs need more, of 50 steps or fewer `RegistryEntry.short_rate`. In between the
+    logarithm of the rate falls with that of the number of steps.
 
     Args:
         method: The method.

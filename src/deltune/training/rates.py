@@ -1,4 +1,4 @@
-"""The learning rate of a run that gives none: its method's for the number of steps, or, with `lr: auto`, a searched one.
+"""The learning rate of a run that gives none: its method's for the number of steps, or with `lr: auto` a searched one.
 
 The search trains a few rates for a few steps on a slice of the training rows and compares their losses on other
 training rows, so that validation and test stay unseen.
@@ -19,8 +19,8 @@ from .config import RunConfig
 from .presets import AUTO, DEFAULT
 from .run_dir import Number, RateSearch, RateTry, RunDir
 
-FACTORS = (0.25, 1.0, 4.0, 16.0)
-"""The rates that are tried, as multiples of the method's default for the number of steps of a try."""
+FACTORS = (0.1, 0.3, 1.0, 3.0)
+"""The rates that are tried, as multiples of the method's default."""
 MAX_SHARE = 0.25
 """The work of a search is less than that share of the run's."""
 CLEARLY_BETTER = 0.99
@@ -68,20 +68,22 @@ class SearchPlan:
     """What a search tries.
 
     Attributes:
-        rates: The learning rates, in increasing order.
+        rates: The learning rates of the run, in increasing order.
+        boost: By how much the rate of a try is higher, as the method's default is for so few steps.
         steps: How many steps each is trained.
         part: The rows that are used.
         share: The work of the search, as a share of the run's.
     """
 
     rates: tuple[float, ...]
+    boost: float
     steps: int
     part: Slice
     share: float
 
 
 def with_default_rate(config: RunConfig, steps: int) -> RunConfig:
-    """Return a config with its method's learning rate for that many steps, unless it has a rate or asks for a search."""
+    """Return a config with its method's learning rate for that many steps, where it has none and asks for no search."""
     if config.optim.lr is not None:
         return config
     return config.replace(lr=default_learning_rate(config.method.expression, steps), lr_source=DEFAULT)
@@ -113,10 +115,12 @@ def plan_search(config: RunConfig, rows: int, steps: int, steps_per_epoch: int) 
             f"({longer}), with smaller steps (--batch-size), at the default (leave --lr out), or try whole runs: "
             "--search lr=1e-3 --search lr=1e-2"
         )
-    default = default_learning_rate(config.method.expression, tried)
+    method = config.method.expression
+    default = default_learning_rate(method, steps)
     rates = tuple(float(f"{default * factor:.2g}") for factor in FACTORS)
+    boost = default_learning_rate(method, tried) / default
     part = Slice(min(rows - held_out, math.ceil(tried * rows_of_step)), held_out, config.runtime.seed)
-    return SearchPlan(rates, tried, part, len(rates) * (tried + scoring) / steps)
+    return SearchPlan(rates, boost, tried, part, len(rates) * (tried + scoring) / steps)
 
 
 def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, loss_of: Loss) -> RunConfig:
@@ -141,9 +145,11 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
     if before is not None and before.model_copy(update={"tries": [], "lr": None}) == record:
         record = before
     logger.info(
-        "lr auto: %d rates, each trained for %d steps on %d training rows and judged by the loss on %d others, in %.0f %% "
-        "of the time of the run",
-        len(plan.rates), plan.steps, plan.part.rows, plan.part.held_out, 100 * plan.share,
+        "lr auto: %d rates, each trained for %d steps on %d training rows%s and judged by the loss on %d others, in "
+        "%.0f %% of the time of the run",
+        len(plan.rates), plan.steps, plan.part.rows,
+        f", {plan.boost:.2g} times as high for so few steps," if plan.boost > 1 else "", plan.part.held_out,
+        100 * plan.share,
     )  # fmt: skip
     for rate in plan.rates:
         tried = next((one for one in record.tries if one.lr == rate), None)
@@ -155,8 +161,8 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
     losses = {one.lr: one.loss for one in record.tries if one.loss is not None}
     if not losses:
         raise DivergedError(
-            f"lr auto: the loss diverged at every rate from {plan.rates[0]:g} to {plan.rates[-1]:g}. Try a lower one, such "
-            f"as --lr {plan.rates[0] / 10:.2g}, or --warmup 0.1"
+            f"lr auto: the loss diverged at every rate from {plan.rates[0]:g} to {plan.rates[-1]:g}. Try a lower one, "
+            f"such as --lr {plan.rates[0] / 10:.2g}, or --warmup 0.1"
         )
     best, default = min(losses, key=lambda rate: losses[rate]), plan.rates[FACTORS.index(1.0)]
     if losses.get(default, math.inf) * CLEARLY_BETTER < losses[best]:
@@ -170,7 +176,9 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
 
 def _loss_or_none(config: RunConfig, plan: SearchPlan, rate: float, loss_of: Loss) -> float | None:
     """Train one try and return its loss on the held-out rows; None if it diverged."""
-    one = config.replace(lr=rate, steps=plan.steps, metric="loss", patience=None, report_to=())
+    one = config.replace(
+        lr=float(f"{rate * plan.boost:.2g}"), steps=plan.steps, metric="loss", patience=None, report_to=()
+    )
     try:
         return loss_of(one, plan.part)
     except DivergedError:

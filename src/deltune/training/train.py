@@ -27,8 +27,8 @@ from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import OptimSection, RunConfig
 from .inference import SPLITS
-from .progress import ProgressDisplay
 from .presets import AUTO, DEFAULT
+from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
 from .report import write_report
 from .run_dir import Best, RunDir, RunMetrics, collect_environment
