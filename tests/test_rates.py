@@ -286,7 +286,9 @@ def learned_or_told(folder: Path) -> bool:
     analysis = finished.analysis
     assert analysis.accuracy is not None and analysis.baseline is not None
     low = share_interval(round(analysis.accuracy * analysis.rows), analysis.rows)[0]
-    return low > analysis.baseline or any("--lr" in note and ("--epochs" in note or "--warmup" in note) for note in advice(finished))
+    return low > analysis.baseline or any(
+        "--lr" in note and ("--epochs" in note or "--warmup" in note) for note in advice(finished)
+    )
 
 
 @pytest.fixture(scope="module")
