@@ -35,6 +35,7 @@ from . import checkpoints, distributed
 from .config import OptimSection, RunConfig
 from .inference import EvalResult, prediction_lines, score_split
 from .progress import ProgressDisplay, format_duration
+from .rates import PASSES_OF_A_STEP
 from .run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -398,9 +399,6 @@ class DeltaTrainer(Trainer):
         if checkpoint is not None:
             checkpoints.restore_random(Path(checkpoint))
 
-
-PASSES_OF_A_STEP = 3
-"""A row of a training step takes as long as that many rows of a validation: forward, and twice that backward."""
 
 COLUMNS = ("step", "epoch", "loss", "validation", "validation loss", "rate", "tokens/s")
 """What the progress of training shows, beside the time and the time left."""
