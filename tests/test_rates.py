@@ -164,7 +164,11 @@ def test_auto_takes_the_place_of_the_rates_of_a_protocol() -> None:
 def test_a_search_is_told_and_kept(searched: RunDir, root: Path) -> None:
     """What was tried is in the metrics, what won is in the spec, and neither validation nor test was used."""
     search = searched.metrics.rate_search
-    assert search is not None and [one.lr for one in search.tries] == sorted(one.lr for one in search.tries)
+    assert (
+        search is not None
+        and search.lr is not None
+        and [one.lr for one in search.tries] == sorted(one.lr for one in search.tries)
+    )
     losses = {one.lr: one.loss for one in search.tries if one.loss is not None}
     default = search.tries[FACTORS.index(1.0)].lr
     assert search.lr in losses and losses[search.lr] <= losses[default]
@@ -199,7 +203,8 @@ def test_a_run_after_a_search_is_that_of_the_rate(
     assert "is finished" in caplog.text and "lr auto" not in caplog.text
 
 
-LOSSES = {"falling": (4.0, 3.0, 2.0, 1.0), "rising": (1.0, 2.0, None, None), "within": (2.0, 1.0, 2.0, None),
+LOSSES: dict[str, tuple[float | None, ...]] = {
+          "falling": (4.0, 3.0, 2.0, 1.0), "rising": (1.0, 2.0, None, None), "within": (2.0, 1.0, 2.0, None),
           "equal": (0.995, 1.1, 1.0, 1.2), "default diverged": (1.0, None, None, None)}  # fmt: skip
 
 
