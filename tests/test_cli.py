@@ -144,7 +144,8 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     for line in (
         "task: classification of text into 3 labels (beast, fruit, tool), assumed from the columns; --task ",
         "columns: text=text,label=label; --columns ",
-        "training: 48 rows, 1 epoch of 2 steps; rate 0.001, the default of the method (--epochs, --batch-size, --lr)",
+        "training: 48 rows, 1 epoch of 2 steps; rate 0.01, the default of the method for 2 steps (--epochs, "
+        "--batch-size, --lr)",
         "step 2/2, epoch 1, loss ",
     ):
         assert f"\n{line}" in f"\n{result.err}"
@@ -254,7 +255,7 @@ def test_print_config(deltune: Command, tmp_path: Path) -> None:
     assert {section: set(fields) for section, fields in values.items()} == {
         section: set(kind.model_fields) for section, kind in SECTIONS.items()
     }
-    assert values["optim"]["lr"] == 1e-2, "the rate of the method"
+    assert values["optim"]["lr"] is None, "a run knows its steps, and then the rate of the method"
     assert values["generation"]["template"] == "{source}" and values["data"]["columns"] == ["text", "label"]
     file.write_text(result.out)
     assert deltune("train", file, "--print-config").out == result.out

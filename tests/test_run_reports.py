@@ -25,7 +25,7 @@ from deltune.metrics.registry import compute_scores
 from deltune.models import packaged_minilm, portable_name
 from deltune.pages.charts import Line, line_chart
 from deltune.training import advice as advising
-from deltune.training.error_analysis import MAX_MATRIX, analyse
+from deltune.training.error_analysis import MAX_MATRIX, Analysis, analyse
 from deltune.training.progress import ProgressDisplay, format_duration
 from deltune.training.report import build_report, compare, read_all, render_report, run_facts, write_report
 from deltune.training.run_dir import RunDir
@@ -244,11 +244,11 @@ def validations(*values: tuple[float, float]) -> list[dict[str, Any]]:
 FALLING = losses(1.1, 0.9, 0.5)
 ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     "all alike": ({"log": FALLING, "answer": lambda row: "beast"},
-                  r"every row of test .*'beast', which 33.3%.*--lr 0\.05"),
+                  r"every row of test .*'beast', which 33.3%.*--lr 0\.1"),
     "no better": ({"log": FALLING, "answer": lambda row: "beast" if row["reference"] == "beast" else "<b>tool</b>"
                    if row["reference"] != "<b>tool</b>" else EVIL}, r"no better than always answering.*--epochs 6"),
-    "rose": ({"log": losses(1, 2, 3), "answer": lambda row: row["reference"]}, r"rose from 1 to 3.*--lr 0\.002"),
-    "stayed": ({"log": losses(1, 1, 0.99), "answer": lambda row: row["reference"]}, r"hardly fell.*--lr 0\.05"),
+    "rose": ({"log": losses(1, 2, 3), "answer": lambda row: row["reference"]}, r"rose from 1 to 3.*--lr 0\.004"),
+    "stayed": ({"log": losses(1, 1, 0.99), "answer": lambda row: row["reference"]}, r"hardly fell.*--lr 0\.1"),
     "improving": ({"log": [*FALLING, *validations((1.0, 0.3), (0.9, 0.4), (0.8, 0.5))],
                    "answer": lambda row: row["reference"],
                    "metrics": lambda values: values["best"].update(step=18, value=0.5)},
@@ -272,6 +272,24 @@ def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunD
     run = copy(metrics=lambda values: values["test"].update(entity_f1=score))
     notes = advising.few_entities(run.config, run.metrics, "test", FALLING)
     assert re.search(expected, "".join(notes)), notes
+
+
+@pytest.mark.parametrize(
+    ("analysis", "expected"),
+    [
+        (Analysis(24, "", baseline=1 / 3, accuracy=11 / 24, majority="beast"),
+         r"accuracy of 0\.458 on test is not clearly better than always answering 'beast' \(0\.333\): with 24 rows "
+         r"its 95 % interval begins at 0\.279.*--lr 0\.1, or"),
+        (Analysis(24, "", baseline=1 / 3, accuracy=14 / 24, majority="beast"), "^$"),
+        (Analysis(24, "", baseline=1 / 3, accuracy=1.0, majority="beast"), "^$"),
+        (Analysis(24, "", nothing_right=True), "nothing on test is answered right"),
+    ],
+)  # fmt: skip
+def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: RunDir) -> None:
+    notes = advising.nothing_learned(whole.config, analysis, "test", FALLING)
+    assert re.search(expected, "".join(notes)), notes
+    longer = advising.nothing_learned(whole.config, analysis, "test", [*FALLING, {"step": 200, "loss": 0.4}])
+    assert len(longer) == len(notes) and all("--lr auto" in note for note in longer)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def names(folder: Path) -> set[str]:
 def test_a_run_exists_then_is_finished_then_is_cleared(run: RunDir, tmp_path: Path) -> None:
     assert not RunDir(tmp_path / "none").exists
     assert run.exists and not run.finished
-    assert run.config == SPEC and SPEC.optim.lr == 1e-2
+    assert run.config == SPEC and SPEC.optim.lr is None
     with pytest.raises(DeltuneError, match="not finished"):
         _ = run.metrics
     run.checkpoint.mkdir()

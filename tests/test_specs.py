@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deltune.errors import DeltuneError
+from deltune.methods.registry import default_learning_rate
 from deltune.tasks.registry import TASKS
 from deltune.training.config import DOTTED, ModelSection, RunConfig, read_config, read_values
 
@@ -41,15 +42,18 @@ RATES = [
 
 @pytest.mark.parametrize(("method", "rate"), RATES)
 def test_the_rate_where_none_is_given(method: str, rate: float) -> None:
-    assert spec(method=method).optim.rate == rate
-    assert spec(method=method, lr=0.5).optim.rate == 0.5
+    """That of a long run; `deltune train` knows the number of steps (test_rates)."""
+    assert default_learning_rate(method) == rate
+    assert spec(method=method).optim.lr is None and spec(method=method, lr=0.5).optim.rate == 0.5
 
 
 SAME = [
     ({"method": "prefix(length=16)+layernorm"}, {"method": "prefix + layernorm(terms='both')"}),
     ({}, {"seed": 0, "head": "train"}),
-    ({}, {"lr": 1e-2}),
-    ({}, {"lr": "1e-2"}),
+    ({}, {"lr": None}),
+    ({"lr": 1e-2}, {"lr": "1e-2"}),
+    ({"lr": "auto"}, {"lr": 1e-2, "lr_source": "auto"}),
+    ({}, {"lr": 3e-3, "lr_source": "default"}),
     ({}, {"report_to": ("tensorboard",)}),
     ({}, {"device_batch_size": 4}),
     ({"batch_tokens": 900}, {"batch_tokens": 900, "batch_size": 32}),
@@ -59,6 +63,8 @@ SAME = [
 OTHER = [
     {"seed": 1},
     {"lr": 1e-3},
+    {"lr": 1e-2},
+    {"lr": "auto"},
     {"epochs": 4},
     {"method": "bitfit"},
     {"head": "freeze"},
@@ -83,7 +89,7 @@ def test_specs_that_differ_have_different_names(change: dict[str, Any]) -> None:
 
 def test_a_name_does_not_change_with_the_version() -> None:
     """Stored results are found by it: if this fails, names of old results no longer fit."""
-    assert spec().name == "695c676e5131f89a"
+    assert spec(lr=1e-2).name == "695c676e5131f89a"
     assert spec(method="prefix(length=4) + layernorm", epochs=5, lr=0.01, seed=7).name == "133c7a8d98b312f6"
     with_protocol = RunConfig.from_flat(
         model="owner/model", task="sick", data_root="no/such/folder", method="mam", protocol="ln_nlu",
@@ -135,7 +141,11 @@ def test_a_flat_file_of_an_old_run_is_read(tmp_path: Path) -> None:
 
 def test_another_value_takes_the_place_of_those_that_exclude_it() -> None:
     assert spec(steps=5).replace(epochs=2).optim.steps is None
-    assert spec().replace(method="full").optim.lr == 5e-5 and spec(lr=0.5).replace(method="full").optim.lr == 0.5
+    assert spec(lr=1e-2).replace(method="full").optim.lr is None, "it was that of the method"
+    assert spec(lr=0.5).replace(method="full").optim.lr == 0.5
+    searched = spec(lr=0.5, lr_source="auto")
+    assert searched.replace(epochs=9).optim.lr == "auto" and searched.replace(seed=9).optim == searched.optim
+    assert searched.replace(lr=0.1).optim.lr_source is None
     with pytest.raises(DeltuneError, match=r"optim\.epochs"):
         spec().replace(epochs=0)
 

@@ -133,7 +133,7 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     for row in rows.values():
         run = row.spec.get("run", row.spec)
         if row.kind != "time":
-            assert RunConfig.from_flat(**run).canonical() == run, "a spec and what it says are one"
+            assert RunConfig.from_canonical(run).canonical() == run, "a spec and what it says are one"
             assert "?" not in run["method"]
     if name == "ap/thresholds":
         for outcome in outcomes:

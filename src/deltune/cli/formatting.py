@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..methods.parser import signature_text
-from ..methods.registry import REGISTRY, VOCABULARY
+from ..methods.registry import LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
 from ..methods.spec import AREAS, ROLES, SITES
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def method_facts() -> dict[str, dict[str, Any]]:
     """Return what there is to know of every named method, by name.
 
     Returns:
-        name, formula, text, usage, rate (the default learning rate), scalars (a layer), paper, example and point (its
-        parts in the design space).
+        name, formula, text, usage, rate and short_rate (the default learning rates of long and short runs), scalars (a
+        layer), paper, example and point (its parts in the design space).
     """
     return {
         name: {
@@ -38,6 +38,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
             "text": inspect.getdoc(entry.make) or "",
             "usage": f"{name}{signature_text(entry.make)}",
             "rate": entry.rate,
+            "short_rate": entry.short_rate,
             "scalars": entry.scalars,
             "paper": entry.paper,
             "example": entry.example,
@@ -116,7 +117,8 @@ def task_table(facts: Mapping[str, Mapping[str, Any]]) -> RenderableType:
 
 def method_page(fact: Mapping[str, Any]) -> str:
     """Return the page of one method."""
-    page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {fact['rate']:g}\npaper: {fact['paper']}"
+    rates = f"{fact['short_rate']:g} for {SHORT_STEPS} steps, {fact['rate']:g} for {LONG_STEPS:,}"
+    page = f"{fact['usage']}\n\n{fact['text']}\n\ndefault learning rate: {rates}\npaper: {fact['paper']}"
     page += f"\nscalars a layer: {fact['scalars']}   [{LETTERS}]"
     point = "\n  ".join(fact["point"]) or "no modification and no selection: the head alone"
     return f'{page}\nexample: deltune count minilm "{fact["example"]}"\nin the design space:\n  {point}'
@@ -150,7 +152,7 @@ def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> Renderable
         values = "".join(f", {field} {best.as_json()[field]}" for field in search)
         outcome = f"{metrics.aggregate} of {chosen} seeds" if metrics.aggregate else "one seed"
         outcome += f"{values}: the best of {len(metrics.runs) - chosen + 1} tried" if search else ""
-    rate = "" if "lr" in search or config.optim.lr is None else f" at {config.optim.lr:g}"
+    rate = "" if "lr" in search or not isinstance(config.optim.lr, float) else f" at {config.optim.lr:g}"
     lines = f"{config.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 

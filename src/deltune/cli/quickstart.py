@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..methods.counting import count
+from ..methods.registry import default_learning_rate
 from ..models import load_config
 from ..training.config import RunConfig
 from ..training.inference import predict
@@ -40,8 +41,9 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
     runs = {}
     for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
         config = RunConfig.from_flat(
-            model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64
-        )
+            model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64,
+            lr=default_learning_rate(method),  # docs/quickstart.md has the scores at this rate
+        )  # fmt: skip
         run = runs[method] = RunDir(Path(output) / folder)
         console.print(
             f"\n{method} at {config.optim.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False

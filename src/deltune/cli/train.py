@@ -307,7 +307,7 @@ def run(
     if as_json:
         console.print_json(data=metrics.as_json())
     else:
-        console.print(formatting.run_table(config, metrics, str(folder)))
+        console.print(formatting.run_table(RunDir(folder).config, metrics, str(folder)))
     for text in advice(read_finished(RunDir(folder))):
         print(f"note: {text}", file=sys.stderr if as_json else sys.stdout)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import isclass, signature
+from math import log
 from typing import Any, TypeVar
 
 from ..errors import DeltuneError, error_from_problems, excerpt
@@ -37,8 +38,10 @@ from .library import (
 )
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
-DEFAULT_RATE = 1e-3
-"""The learning rate of methods that have none of their own."""
+DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
+"""The learning rates of methods that have none of their own, in long and in short runs."""
+SHORT_STEPS, LONG_STEPS = 50, 5000
+"""A run of at most so many steps is a short one, and one of at least so many a long one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class RegistryEntry:
             width, m the inner width of the FFN, r the rank, l the length, b the bottleneck, L the number of layers, and
             N_h the number of heads.
         example: An expression with it.
-        rate: The learning rate where the user gives none.
+        rate: The learning rate of long runs where the user gives none.
+        short_rate: That of short runs.
     """
 
     make: Callable[..., Method]
@@ -60,6 +64,7 @@ class RegistryEntry:
     scalars: str
     example: str
     rate: float = DEFAULT_RATE
+    short_rate: float = DEFAULT_SHORT_RATE
 
     @property
     def plain(self) -> Method:
@@ -74,9 +79,11 @@ class RegistryEntry:
 
 
 REGISTRY: Mapping[str, RegistryEntry] = {
-    "full": RegistryEntry(full, "all three", "all", "full", rate=5e-5),
-    "head": RegistryEntry(head, "LN, table 1", "0", "head"),
-    "layernorm": RegistryEntry(layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2),
+    "full": RegistryEntry(full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
+    "head": RegistryEntry(head, "LN, table 1", "0", "head", short_rate=3e-2),
+    "layernorm": RegistryEntry(
+        layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2, short_rate=2e-2
+    ),
     "bitfit": RegistryEntry(bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
     "adapter": RegistryEntry(
         adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "4dr", "adapter(style='pfeiffer', rank=32)"
@@ -91,21 +98,30 @@ REGISTRY: Mapping[str, RegistryEntry] = {
         "2ld; (N_h + 1)·l·d with own_down",
         "multi_head_parallel_adapter(length=30)",
     ),
-    "prefix": RegistryEntry(prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm", rate=1e-2),
-    "p_tuning_v2": RegistryEntry(p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2),
-    "prompt": RegistryEntry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2),
+    "prefix": RegistryEntry(
+        prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm", rate=1e-2, short_rate=3e-2
+    ),
+    "p_tuning_v2": RegistryEntry(
+        p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2, short_rate=3e-2
+    ),
+    "prompt": RegistryEntry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2, short_rate=1e-1),
     "lora": RegistryEntry(lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
     "mam": RegistryEntry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
     "prefix_layernorm": RegistryEntry(
-        prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2
+        prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2, short_rate=2e-2
     ),
     "unipelt": RegistryEntry(
         unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"
     ),
-    "three_vectors": RegistryEntry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors"),
-    "ia3": RegistryEntry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm"),
+    "three_vectors": RegistryEntry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
+    "ia3": RegistryEntry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
     "diff_pruning": RegistryEntry(
-        diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m", "diff_pruning(sparsity=0.01)", rate=5e-5
+        diff_pruning,
+        "Guo et al. 2021",
+        "share of 4d² + 2dm + 5d + m",
+        "diff_pruning(sparsity=0.01)",
+        rate=5e-5,
+        short_rate=1e-3,
     ),
     "apet": RegistryEntry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
 }
@@ -232,19 +248,30 @@ def _parse_cached(text: str) -> Method:
     return value
 
 
-def default_learning_rate(method: str | Method) -> float:
+def default_learning_rate(method: str | Method, steps: int | None = None) -> float:
     """Return the learning rate of a method where the user gives none.
 
-    It is the smallest rate of the method's terms, so that none of them diverges: 5e-5 for full and diff_pruning, 1e-2
-    for layernorm and prefix and so for their sum, 3e-2 for prompt, and 1e-3 for everything else.
+    It is the smallest rate of the method's terms, so that none of them diverges. In long runs, of 5,000 steps or more,
+    that is 5e-5 for full and diff_pruning, 1e-2 for layernorm and prefix and so for their sum, 3e-2 for prompt, and
+    1e-3 for everything else. Short runs need more, of 50 steps or fewer `RegistryEntry.short_rate`. In between the
+    logarithm of the rate falls with that of the number of steps.
+
+    Args:
+        method: The method.
+        steps: How many steps it is trained; without a number it is the rate of long runs.
     """
-    return min(_term_rate(term) for term in parse(method).terms)
+    return min(_term_rate(term, steps) for term in parse(method).terms)
 
 
-def _term_rate(term: Method) -> float:
+def _term_rate(term: Method, steps: int | None) -> float:
     if isinstance(term, MaskedMethod):
-        return default_learning_rate(term.method)
-    return REGISTRY[term.name].rate if isinstance(term, NamedMethod) and term.name in REGISTRY else DEFAULT_RATE
+        return default_learning_rate(term.method, steps)
+    entry = REGISTRY.get(term.name) if isinstance(term, NamedMethod) else None
+    long, short = (DEFAULT_RATE, DEFAULT_SHORT_RATE) if entry is None else (entry.rate, entry.short_rate)
+    if steps is None or steps >= LONG_STEPS:
+        return long
+    shortness = min(1.0, log(LONG_STEPS / steps) / log(LONG_STEPS / SHORT_STEPS))
+    return float(f"{long * (short / long) ** shortness:.2g}")
 
 
 def methods() -> tuple[str, ...]:

@@ -41,6 +41,20 @@ def standard_error(rows: np.ndarray, compute_score: ComputeScore) -> float:
     return float(np.sqrt((n - 1) / n * (count * (scores - mean) ** 2).sum()))
 
 
+def share_interval(right: int, rows: int, level: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's interval of a share.
+
+    Args:
+        right: How many rows are right.
+        rows: How many rows there are, at least one.
+        level: How often the interval covers.
+    """
+    from scipy.stats import binomtest
+
+    ends = binomtest(right, rows).proportion_ci(level, method="wilson")
+    return float(ends.low), float(ends.high)
+
+
 def interval(score: Score, bounds: tuple[float, float], level: float = 0.95) -> tuple[float, float] | None:
     """Return the interval of a score over its examples, which are taken for independent.
 
@@ -56,10 +70,7 @@ def interval(score: Score, bounds: tuple[float, float], level: float = 0.95) -> 
     if n < 2 or not math.isfinite(score.value):
         return None
     if score.per_example is not None and set(score.per_example) <= {0.0, 1.0}:
-        from scipy.stats import binomtest
-
-        ends = binomtest(int(sum(score.per_example)), n).proportion_ci(level, method="wilson")
-        return float(ends.low), float(ends.high)
+        return share_interval(int(sum(score.per_example)), n, level)
     if score.per_example is not None:
         error = float(np.std(score.per_example, ddof=1)) / math.sqrt(n)
     else:

@@ -27,6 +27,7 @@ from pydantic import (
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods import budget as budgets
 from ..methods.counting import count
+from ..methods.registry import default_learning_rate
 from ..models import load_config
 from ..training.config import PLACES, RunConfig, flatten, read_values
 from ..training.presets import merge_values
@@ -167,7 +168,10 @@ class Sweep(BaseModel):
             if isinstance(values.get("method"), str):
                 values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
             try:
-                runs.append(PlannedRun(cell, RunConfig.from_flat(**self._solve_size(values)), roots))
+                config = RunConfig.from_flat(**self._solve_size(values))
+                if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
+                    config = config.replace(lr=default_learning_rate(config.method.expression))
+                runs.append(PlannedRun(cell, config, roots))
             except DeltuneError as error:
                 problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [problem] if problem not in problems else []

@@ -8,10 +8,12 @@ from statistics import fmean
 from typing import Any
 
 from ..methods.registry import default_learning_rate
+from ..metrics.intervals import share_interval
 from ..metrics.registry import METRICS
 from .config import RunConfig
 from .error_analysis import Analysis, analyse
 from .inference import SPLITS
+from .rates import edge_of_rates
 from .run_dir import DataFacts, RunDir, RunMetrics
 
 NEGLIGIBLE = 0.005
@@ -24,6 +26,8 @@ RISEN = 1.1
 """A training loss of that many times its first value has risen."""
 IMPROVING = 0.98
 """A validation loss that the last validation brought below that share of the one before is still falling."""
+SEARCHABLE_STEPS = 150
+"""From about so many steps on a run is long enough for `lr: auto`."""
 RATE_FACTOR = 5.0
 """By how much another learning rate to try differs."""
 
@@ -86,11 +90,12 @@ def advice(finished: FinishedRun) -> list[str]:
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *edge_of_search(finished.config, finished.metrics),
+        *(edge_of_rates(search, search.lr) if (search := finished.best_metrics.rate_search) is not None else ()),
     ]
 
 
 def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say if the model answers all rows alike, or no better than by always giving the most frequent answer."""
+    """Say if the model answers all rows alike, or not clearly better than by giving the most frequent answer."""
     if analysis.constant is not None:
         is_majority = analysis.baseline is not None and analysis.constant == analysis.majority
         share = f", which {analysis.baseline:.1%} of them are" if is_majority else ""
@@ -104,10 +109,23 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
             f"an accuracy of {analysis.accuracy:.3f} on {split} is no better than always answering "
             f"{analysis.majority!r} ({analysis.baseline:.3f})"
         )
+    elif (
+        analysis.accuracy is not None
+        and analysis.baseline is not None
+        and (low := share_interval(round(analysis.accuracy * analysis.rows), analysis.rows)[0]) <= analysis.baseline
+    ):
+        what = (
+            f"an accuracy of {analysis.accuracy:.3f} on {split} is not clearly better than always answering "
+            f"{analysis.majority!r} ({analysis.baseline:.3f}): with {analysis.rows} rows its 95 % interval begins at "
+            f"{low:.3f}"
+        )
+    elif analysis.nothing_right:
+        what = f"nothing on {split} is answered right"
     else:
         return []
-    rose = bool(loss_rose(config, log))
-    return [f"{what}. Try another learning rate, such as --lr {_other_rate(config, rose):.2g}, or {_longer(config)}"]
+    rate = _other_rate(config, log, bool(loss_rose(config, log)))
+    auto = ", a search for one (--lr auto)" if _steps(log) >= SEARCHABLE_STEPS else ""
+    return [f"{what}. Try another learning rate, such as --lr {rate:.2g}{auto}, or {_longer(config)}"]
 
 
 def few_entities(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -115,7 +133,7 @@ def few_entities(config: RunConfig, metrics: RunMetrics, split: str, log: Sequen
     scores = metrics.scores.get(split, {})
     for name, value in scores.items():
         if name in METRICS and METRICS[name].input_type == "tags" and value <= FEW_ENTITIES:
-            rate = _other_rate(config, bool(loss_rose(config, log)))
+            rate = _other_rate(config, log, bool(loss_rose(config, log)))
             return [
                 f"{name} is {value:.3f} on {split}: hardly any entity is found. Try another learning rate, such as "
                 f"--lr {rate:.2g}, or {_longer(config)}"
@@ -130,7 +148,7 @@ def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str
         return []
     return [
         f"the training loss hardly fell ({losses[0]:.4g} → {losses[-1]:.4g}). Try a higher learning rate, such as "
-        f"--lr {_other_rate(config, rose=False):.2g}, or {_longer(config)}"
+        f"--lr {_other_rate(config, log, rose=False):.2g}, or {_longer(config)}"
     ]
 
 
@@ -139,9 +157,10 @@ def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
     losses = _training_losses(log)
     if len(losses) < 2 or losses[-1] <= RISEN * losses[0]:
         return []
+    lower = _other_rate(config, log, rose=True)
     return [
         f"the training loss rose from {losses[0]:.3g} to {losses[-1]:.3g}: it diverged at a learning rate of "
-        f"{config.optim.rate:g}. Try a lower one, such as --lr {_other_rate(config, rose=True):.2g}, or --warmup 0.1"
+        f"{config.optim.rate:g}. Try a lower one, such as --lr {lower:.2g}, or --warmup 0.1"
     ]
 
 
@@ -191,10 +210,15 @@ def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
     return [losses[0], fmean(losses[-max(1, len(losses) // 10) :])] if len(losses) > 1 else losses
 
 
-def _other_rate(config: RunConfig, rose: bool) -> float:
+def _other_rate(config: RunConfig, log: Sequence[Mapping[str, Any]], rose: bool) -> float:
     """Return a rate to try: lower if the loss rose, else higher; the method's default where that lies beyond it."""
-    rate, usual = config.optim.rate, default_learning_rate(config.method.expression)
+    rate, usual = config.optim.rate, default_learning_rate(config.method.expression, _steps(log) or None)
     return min(rate / RATE_FACTOR, usual) if rose else max(rate * RATE_FACTOR, usual)
+
+
+def _steps(log: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many steps a log is of."""
+    return max((int(line["step"]) for line in log), default=0)
 
 
 def _longer(config: RunConfig) -> str:

@@ -18,8 +18,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -34,7 +36,7 @@ from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
 from ..runtime.linear_backend import LinearBackend
 from ..tasks.registry import TASKS
-from .presets import apply_preset, default_rate, merge_values
+from .presets import AUTO, DEFAULT, apply_preset, merge_values
 
 MAX_BYTES = 2**18
 """The largest file: the config of a run has two thousand bytes, a study a few times as many."""
@@ -73,6 +75,12 @@ Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Rate = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=False), Tag("rate[number]")]
+    | Annotated[Literal["auto"], Tag("rate[auto]")],
+    Discriminator(lambda value: "rate[auto]" if value == AUTO else "rate[number]"),
+]
+"""A learning rate, or that one is to be searched for; the tags keep apart what is wrong with a number."""
 
 
 def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
@@ -167,8 +175,11 @@ class OptimSection(Section):
 
     epochs: Size = _option(3, "passes over the training rows, at most", common=True)
     steps: Size | None = _option(None, "steps of the optimizer, in place of epochs", common=True)
-    lr: float | None = _option(
-        None, "learning rate [the method's, see `deltune methods`]", common=True, gt=0, allow_inf_nan=False
+    lr: Rate | None = _option(
+        None, "learning rate; auto: a short search [the method's for the number of steps]", common=True
+    )
+    lr_source: Literal["default", "auto"] | None = _option(
+        None, "where the lr that a run wrote into its spec comes from: default or auto"
     )
     schedule: Literal["linear", "constant", "cosine", "polynomial"] = _option(
         "linear", "after the warm-up: linear, constant, cosine or polynomial", common=True
@@ -187,8 +198,8 @@ class OptimSection(Section):
 
     @property
     def rate(self) -> float:
-        """The learning rate of a single run. Only a search over methods has none."""
-        assert self.lr is not None
+        """The learning rate of a run that trains. Before, a config has one only if it was given."""
+        assert isinstance(self.lr, float)
         return self.lr
 
     def rows_per_device(self, processes: int = 1) -> int:
@@ -347,8 +358,8 @@ class RunConfig(BaseModel):
     """Everything that decides the result of one run; where the result goes is no part of it.
 
     It takes nested values, `RunConfig(model={"name": …}, optim={"lr": …}, …)`, or flat ones: `RunConfig.from_flat`.
-    It is resolved when it is made: a protocol's values are filled in, the learning rate is the method's own where none
-    is given, a folder is an absolute path, and a method is its shortest expression.
+    It is resolved when it is made: a protocol's values are filled in, a folder is an absolute path, and a method is its
+    shortest expression. Only a learning rate that is not given waits for the run, which knows its number of steps.
 
     Raises:
         DeltuneError: Some values are wrong; the message lists every problem at once.
@@ -384,9 +395,9 @@ class RunConfig(BaseModel):
         task, options = flat.get("task"), flat.get("metric_options")
         if flat.get("data") is None and isinstance(task, str) and task in TASKS and isinstance(options, Mapping | None):
             flat["metric_options"] = {**TASKS[task].metric_options, **(options or {})}
-        search = flat.get("search")
-        if flat.get("lr") is None and not (isinstance(search, Mapping) and {"method", "method.expression"} & {*search}):
-            flat["lr"] = default_rate(flat.get("method"))
+        if flat.get("lr") == DEFAULT:
+            flat["lr"] = None
+        problems += _rate_problems(flat)
         try:
             config = handler(_nest(flat))
         except ValidationError as error:
@@ -396,6 +407,16 @@ class RunConfig(BaseModel):
         for name, tried in config.runtime.search.items():  # converted as the field converts: "1e-3" is a number
             config.runtime.search[name] = tuple(config.single(**{name: value}).flat()[name] for value in tried)
         return config
+
+    @classmethod
+    def from_canonical(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Make the config whose `canonical` values these are.
+
+        Where they have no learning rate, it is that of the method, whatever the number of steps.
+        """
+        search = values.get("search", {})
+        rate = {} if {"lr", "method"} & {*search} else {"lr": default_learning_rate(values["method"])}
+        return cls.from_flat(**{**rate, **values})
 
     @classmethod
     def from_flat(cls, **values: Any) -> RunConfig:
@@ -422,6 +443,16 @@ class RunConfig(BaseModel):
         A value takes the place of those that exclude it (epochs of steps, seed of seeds), as on the command line.
         """
         return type(self).from_flat(**merge_values(self.flat(), changes))
+
+    def with_rate_of(self, other: RunConfig) -> RunConfig:
+        """Return this config with the learning rate that a run of the same config found.
+
+        Args:
+            other: The config that the run wrote; one of another name, or without a rate, changes nothing.
+        """
+        if isinstance(self.optim.lr, float) or not isinstance(other.optim.lr, float) or other.name != self.name:
+            return self
+        return self.replace(lr=other.optim.lr, lr_source=other.optim.lr_source)
 
     @property
     def is_series(self) -> bool:
@@ -454,12 +485,18 @@ class RunConfig(BaseModel):
         return len(now) > len(before) and now[: len(before)] == before and other.replace(seeds=now).name == self.name
 
     def canonical(self) -> dict[str, Any]:
-        """Return the values that are not at their default and can change the result, by flat name, as JSON values."""
+        """Return the values that are not at their default and can change the result, by flat name, as JSON values.
+
+        `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from.
+        """
         values = self.flat(mode="json", exclude_defaults=True)
         search, limit = self.runtime.search, self.data.target_length
+        source = values.pop("lr_source", DEFAULT if self.optim.lr is None and "lr" not in search else None)
+        if source is not None:
+            values["lr"] = source
         redundant = {
             **dict.fromkeys(SILENT, True),
-            "lr": self.optim.lr == default_learning_rate(self.method.expression) and "method" not in search,
+            "lr": values.get("lr") == default_learning_rate(self.method.expression) and "method" not in search,
             "seed": bool(self.runtime.seeds),
             "epochs": self.optim.steps is not None,
             "aggregate": not self.runtime.seeds,
@@ -749,6 +786,20 @@ def _batch_size_problems(values: Mapping[str, Any]) -> list[str]:
     return [f"optim.batch_tokens: give it or {' and '.join(sizes)}, not both"]
 
 
+def _rate_problems(values: Mapping[str, Any]) -> list[str]:
+    """List what is wrong with the source of a rate, and with a search for one beside rates to try."""
+    if values.get("lr_source") is not None and values.get("lr") in (None, AUTO):
+        return ["optim.lr_source: a run writes it beside the lr that it found; leave it out, or give that lr as well"]
+    search = values.get("search")
+    tried = search.get("lr", search.get("optim.lr")) if isinstance(search, Mapping) else None
+    if tried is None:
+        return []
+    if values.get("lr") == AUTO:
+        return ["optim.lr: auto searches for a rate itself; give it, or the rates to try (search: {lr: …}), not both"]
+    auto = AUTO in (tried if isinstance(tried, list | tuple) else [tried])
+    return ["runtime.search: auto is no rate to try but a search; give it as lr: auto"] if auto else []
+
+
 def _metric_option_problems(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """List what is wrong with the options of metrics: no such metric, no such option, a value of another type."""
     problems = [unknown_name("metric", name, METRICS) for name in values if name not in METRICS]
@@ -776,7 +827,7 @@ def _same_kind(default: Any, value: Any) -> bool:
 
 def _describe(error: Any) -> str:
     """Describe one problem that pydantic found."""
-    parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple["))]
+    parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple[", "rate["))]
     place = ".".join(part if len(part) <= MAX_NAME_LENGTH else excerpt(part) for part in parts)
     if error["type"] == "missing":
         section, field, *_ = error["loc"]

@@ -66,6 +66,7 @@ class Analysis:
         baseline: The accuracy of the most frequent right answer for every row, for tasks where that is a measure.
         accuracy: The share of right answers, for the same tasks.
         majority: That most frequent right answer.
+        nothing_right: Whether there are entities, and none of them was found.
         confusion: The confusion matrix, of tasks with few labels.
         tables: Errors by type.
         wrong: The worst errors, the worst first.
@@ -80,6 +81,7 @@ class Analysis:
     baseline: float | None = None
     accuracy: float | None = None
     majority: str = ""
+    nothing_right: bool = False
     confusion: Confusion | None = None
     tables: tuple[ErrorTable, ...] = ()
     wrong: tuple[Example, ...] = ()
@@ -179,6 +181,7 @@ def _analyse_tags(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         summary=_share_right(len(lines) - len(wrong), len(lines))
         + f" Of {true.total():,} entities {correct.total():,} were found.",
         constant=constant,
+        nothing_right=bool(true) and not correct,
         tables=tuple(table for table in (by_type, by_error) if table.rows),
         wrong=tuple(_tag_example(lines[i], *pairs[i], remark) for _, i, remark in wrong[:MAX_WRONG]),
         wrong_order="the most errors first",

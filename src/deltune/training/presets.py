@@ -14,9 +14,19 @@ Values = Mapping[str, Any]
 
 EXCLUDES = {
     "epochs": ("steps",), "steps": ("epochs",), "seed": ("seeds",), "seeds": ("seed",), "batch_size": ("batch_tokens",),
-    "batch_tokens": ("batch_size", "device_batch_size"),
+    "batch_tokens": ("batch_size", "device_batch_size"), "lr": ("lr_source",),
 }  # fmt: skip
 """Flat name of a field -> the fields that it takes the place of."""
+
+
+DEFAULT, AUTO = "default", "auto"
+"""Where a learning rate comes from that is not given: the method and the number of steps, or a search."""
+
+DECIDES_RATE = (
+    "model", "data", "task", "max_train_rows", "method", "head", "epochs", "steps", "batch_size", "batch_tokens",
+    "schedule", "warmup",
+)  # fmt: skip
+"""Flat names of the fields with which a learning rate that was not given changes."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +216,11 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
     """Lay the values that are given over others, both by flat name.
 
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
-    learning rate that was the default of the base's method does not outlive a change of the method.
+    learning rate that a run found, or that was the default of the base's method, does not outlive a change of what it
+    depends on.
     """
+    if "lr" not in values and base.get("lr_source") is not None and any(field in values for field in DECIDES_RATE):
+        base = {**base, "lr": base["lr_source"], "lr_source": None}
     if values.get("method") is not None and base.get("method") is not None and "lr" not in values:
         base = {field: value for field, value in base.items() if field != "lr" or value != default_rate(base["method"])}
     replaced = {other for field in values for other in EXCLUDES.get(field, ()) if other not in values}

@@ -24,6 +24,7 @@ from ..runtime.serialization import read_metadata
 from .advice import FinishedRun, advice, read_finished
 from .error_analysis import Analysis
 from .inference import rescore_with_statistics
+from .presets import DEFAULT
 from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun
 
 MAX_CURVES = 6
@@ -211,12 +212,21 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
         ("trained", f"{count['trained']:,} scalars: {count['method']:,} of the method, {count['head']:,} of the head"),
         ("share", f"{percent_text(count['percent'])} of {count['denominator_size']:,}"),
         ("kept", f"{kept} of {length}{why}"),
-        ("learning rate", f"{optim.rate:g}, {optim.schedule}, steps of {batch}"),
+        ("learning rate", f"{optim.rate:g}{_rate_source(finished)}, {optim.schedule}, steps of {batch}"),
         ("time", f"{metrics.seconds:,.0f} s"),
     ]
     cut = [f"{n:,} {split} inputs" for split, n in metrics.truncated.items() if n]
     cut += [f"{n:,} {split} targets" for split, n in metrics.truncated_targets.items() if n]
     return [*facts, ("cut", ", ".join(cut))] if cut else facts
+
+
+def _rate_source(finished: FinishedRun) -> str:
+    """Return where the learning rate comes from that nobody gave: the method, or a search with its losses."""
+    search = finished.best_metrics.rate_search
+    if search is not None:
+        tries = (f"{one.lr:g}: {'diverged' if one.loss is None else f'{one.loss:.4f}'}" for one in search.tries)
+        return f" (lr auto; losses after {search.steps} steps on held-out rows: {', '.join(tries)})"
+    return " (the method's default)" if finished.best_config.optim.lr_source == DEFAULT else ""
 
 
 def percent_text(percent: float) -> str:

@@ -120,6 +120,35 @@ class SeriesRun(Record):
     best: Best | None = None
 
 
+class RateTry(Record):
+    """A learning rate that was tried, and the loss on the rows that were held out; None if it diverged."""
+
+    lr: Number
+    loss: Number | None = None
+
+
+class RateSearch(Record):
+    """rates.json: what `lr: auto` tried.
+
+    Attributes:
+        config: The name of the run's config.
+        data: The fingerprint of its data.
+        steps: How many steps each rate was trained.
+        rows: On how many training rows.
+        held_out: How many other training rows they were compared on.
+        tries: The rates that were tried.
+        lr: The one that was chosen; None as long as some are left.
+    """
+
+    config: str
+    data: str
+    steps: int
+    rows: int
+    held_out: int
+    tries: list[RateTry] = []
+    lr: Number | None = None
+
+
 class RunMetrics(Record):
     """metrics.json: the results of a finished run.
 
@@ -136,6 +165,7 @@ class RunMetrics(Record):
         signatures: How every metric was computed.
         omitted: Why a metric could not be computed.
         intervals: The 95 % intervals of the scores over the examples, by split and metric; two numbers each.
+        rate_search: What `lr: auto` tried.
         runs: The single runs of several.
     """
 
@@ -151,6 +181,7 @@ class RunMetrics(Record):
     signatures: dict[str, str]
     omitted: dict[str, str]
     intervals: dict[str, dict[str, list[Number]]] = {}
+    rate_search: RateSearch | None = None
     runs: list[SeriesRun] = []
 
     @property
@@ -322,7 +353,7 @@ REPORT_FILE = "report.html"
 
 CONTENTS = (
     "spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs",
-    REPORT_FILE,
+    REPORT_FILE, "rates.json",
 )  # fmt: skip
 """The names of everything that a run writes into its folder."""
 
@@ -361,6 +392,7 @@ class RunDir:
         checkpoint: The folder of the checkpoints.
         runs: The folders of the single runs, where the config asks for several.
         report_file: The page about the run.
+        rates_file: What `lr: auto` tried.
     """
 
     def __init__(self, folder: str | Path, writer: bool = True) -> None:
@@ -375,7 +407,7 @@ class RunDir:
         """
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
-        self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file = (
+        self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file, self.rates_file = (
             self.folder / name for name in CONTENTS[4:]
         )
 
@@ -448,6 +480,15 @@ class RunDir:
         return read_record(Environment, self.environment_file) if self.environment_file.is_file() else {}
 
     @property
+    def rate_search(self) -> RateSearch | None:
+        """What `lr: auto` tried so far; None if there is no such file.
+
+        Raises:
+            DeltuneError: The file is damaged.
+        """
+        return RateSearch(**read_record(RateSearch, self.rates_file)) if self.rates_file.is_file() else None
+
+    @property
     def data(self) -> DataFacts:
         """The data set that the run was started with, from environment.json."""
         return DataFacts(**self.environment.get("data", {}))
@@ -465,6 +506,7 @@ class RunDir:
                 self.log_file,
                 self.environment_file,
                 self.report_file,
+                self.rates_file,
                 *self.predictions.glob("*.jsonl"),
             ]
             folders = [self.delta, self.predictions, self.checkpoint, self.runs]
@@ -521,7 +563,9 @@ class RunDir:
                             shutil.copytree(path, fresh / path.name)
                         elif path.is_file():
                             shutil.copy2(path, fresh / path.name)
-            for path in (self.metrics_file, self.delta, self.log_file, self.environment_file, self.predictions):
+            for path in (
+                self.metrics_file, self.delta, self.log_file, self.environment_file, self.predictions, self.rates_file,
+            ):  # fmt: skip
                 _remove(path)
         _remove(self.metrics_file)
         write_text(self.spec_file, config.yaml())
@@ -582,9 +626,14 @@ class RunDir:
 
     @writer_only
     def write_config(self, config: RunConfig) -> None:
-        """Write spec.yaml, unless the folder has one."""
-        if not self.exists:
+        """Write spec.yaml, unless the folder has one with the same learning rate."""
+        if not self.exists or self.config.optim.lr != config.optim.lr:
             write_text(self.spec_file, config.yaml())
+
+    @writer_only
+    def write_rate_search(self, search: RateSearch) -> None:
+        """Write rates.json."""
+        write_json(self.rates_file, search.model_dump())
 
     @writer_only
     def link(self, name: str, target: Path) -> None:

@@ -106,6 +106,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
         truncated_targets=kept.truncated_targets,
         signatures=kept.signatures,
         omitted=kept.omitted,
+        **({} if kept.rate_search is None else {"rate_search": kept.rate_search}),
         best=Best(**{"run": best.run, **best.tried, **kept.best.as_json()}),
         runs=[trial.line() for trial in trials],
     )
@@ -114,7 +115,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
 
 
 def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunConfig, list[Trial]]:
-    """Return the single run whose values are chosen, and every trial."""
+    """Return the single run whose values are chosen, with the rate that it found, and every trial."""
     configs = config.search_configs()
     trials: list[Trial] = []
     chosen = 0
@@ -130,7 +131,7 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
     if len(trials) > 1:
         values = ", ".join(f"{field} {value}" for field, value in trials[chosen].tried.items())
         logger.info("%s did best: %s", values, trials[chosen].outcome)
-    return configs[chosen], trials
+    return configs[chosen].with_rate_of(RunDir(run.runs / trials[chosen].run).config), trials
 
 
 def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, config: RunConfig) -> Trial:

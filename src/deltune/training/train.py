@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from ..compat import set_training_device, use_one_gpu
 from ..data.columns import INPUT_TYPES, TASK_COLUMNS
 from ..errors import DeltuneError, counted, unknown_name
 from ..filesystem import explain_write_errors
-from ..methods.registry import default_learning_rate
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
@@ -27,12 +27,14 @@ from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import OptimSection, RunConfig
 from .inference import SPLITS
+from .presets import AUTO, DEFAULT
 from .progress import ProgressDisplay
+from .rates import Slice, plan_search, search_rate, with_default_rate
 from .report import write_report
 from .run_dir import Best, RunDir, RunMetrics, collect_environment
 from .search import run_series
 from .task_setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
-from .trainer import DeltaTrainer, ReportCallback, RunState
+from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -144,7 +146,12 @@ def _train(
     config: RunConfig, run: RunDir, resume: bool, progress: bool, device: torch.device, sharded: str, cache: ModelCache
 ) -> RunMetrics:
     """Train a single run in its locked folder."""
+    if resume:
+        config = distributed.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
     state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+    if config.optim.lr == AUTO:
+        config, resume = _search_rate(state, resume, device, sharded, cache), True
+        state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
     arguments = _training_arguments(state, device)
     checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
@@ -165,13 +172,62 @@ def _train(
             "sharded": sharded,
             "data": state.data.summary,
         }
-        distributed.broadcast_from_main(lambda: run.begin(config, collect_environment(facts)))
+        distributed.broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
+        if checkpoint is None:
+            run.truncate_log(-1)
+            _log_start(state)
         _fit(state, arguments, bar, checkpoint)
         return _finish(state, bar)
 
 
-def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str, cache: ModelCache) -> RunState:
-    """Read, check and encode everything, and attach the method."""
+def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: str, cache: ModelCache) -> RunConfig:
+    """Find the learning rate of a run that asks for it, and leave the model as it was.
+
+    Raises:
+        DeltuneError: The run is too short; nothing was written.
+    """
+    config, run, batches = state.config, state.run, state.batches
+    plan = plan_search(config, len(state.data.splits["train"]), state.total_steps, batches.steps_per_epoch)
+    if state.frozen_layers is not None:
+        state.frozen_layers.remove()
+    _detach(state)
+    if not resume:
+        run.clear()
+    distributed.broadcast_from_main(lambda: run.write_config(config))
+
+    def loss_of(one: RunConfig, part: Slice) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            trial = RunDir(folder)
+            attempt = distributed.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
+            arguments = _training_arguments(attempt, device, validates=False)
+            backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
+            try:
+                with (
+                    ProgressDisplay(False) as bar,
+                    optimize_linear(attempt.model, backend, device.type == "cpu" and attempt.precision == "bf16"),
+                    _frozen_layers_cached(attempt, arguments.device, bar),
+                ):
+                    _fit(attempt, arguments, bar, None)
+                    loss = attempt.score("validation", bar, loss_only=True).metrics["loss"]
+            except BaseException:
+                cache.drop()
+                raise
+            _detach(attempt)
+            return loss
+
+    return search_rate(config, plan, state.data.fingerprint, run, loss_of)
+
+
+def _detach(state: RunState) -> None:
+    """Leave the model of the cache as it was before a method was attached."""
+    if not distributed.is_sharded(state.model):  # a sharded one was never the cache's
+        state.tuned.detach()
+
+
+def _prepare(
+    config: RunConfig, run: RunDir, device: torch.device, sharded: str, cache: ModelCache, part: Slice | None = None
+) -> RunState:
+    """Read, check and encode everything, and attach the method; of the rows only a part, where one is given."""
     precision = task_setup.resolve_precision(config.runtime.precision, device)
     rows = config.optim.rows_per_device(distributed.world_size())
     seed = config.runtime.seed
@@ -180,7 +236,7 @@ def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str,
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data
     )
-    data, kind = setup.data, setup.kind
+    data, kind = setup.data if part is None else part(setup.data), setup.kind
     needs_validation = config.evaluation.patience is not None or config.evaluation.metric is not None
     if "validation" not in data.splits and needs_validation:
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
@@ -201,6 +257,7 @@ def _prepare(config: RunConfig, run: RunDir, device: torch.device, sharded: str,
         distributed.shard_model(tuned, device)
         cache.drop()  # its weights are sharded now
     batches = _batches(config.optim, encoded["train"], rows, seed)
+    config = with_default_rate(config, total_steps(config.optim, batches))
     return RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
         frozen_layers,
@@ -223,10 +280,10 @@ def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int) -> L
     return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows)
 
 
-def _training_arguments(state: RunState, device: torch.device) -> TrainingArguments:
-    """Translate the config for the Trainer."""
+def _training_arguments(state: RunState, device: torch.device, validates: bool = True) -> TrainingArguments:
+    """Translate the config for the Trainer; without validations nothing is saved either."""
     optim, batches, steps = state.config.optim, state.batches, state.config.evaluation.validate_every
-    strategy = "epoch" if steps is None else "steps"
+    strategy = "no" if not validates else "epoch" if steps is None else "steps"
     arguments = TrainingArguments(
         output_dir=str(state.run.folder),
         num_train_epochs=optim.epochs,
@@ -303,10 +360,7 @@ def _resumable_checkpoint(run: RunDir) -> Path | None:
 
 def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, checkpoint: Path | None) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
-    if checkpoint is None:
-        state.run.truncate_log(-1)
-        _log_start(state)
-    else:
+    if checkpoint is not None:
         progress = checkpoints.read_progress(checkpoint)
         state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
         state.run.truncate_log(int(checkpoint.name))
@@ -339,13 +393,13 @@ def _log_start(state: RunState) -> None:
     if data.columns is None and data.source is not None:
         pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
         logger.info("columns: %s; --columns names others", pairs)
-    default = optim.lr == default_learning_rate(state.config.method.expression)
+    sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
     length = length if optim.steps is None else counted(optim.steps, "step")
     logger.info(
         "training: %s rows, %s; rate %g%s (--epochs, --batch-size, --lr)",
-        f"{len(state.encoded['train']):,}", length, optim.rate, ", the default of the method" if default else "",
+        f"{len(state.encoded['train']):,}", length, optim.rate, sources.get(optim.lr_source or "", ""),
     )  # fmt: skip
     for split, rows in state.encoded.items():
         for cut, texts, option, tokens in (
@@ -391,6 +445,7 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         truncated_targets=state.truncated["truncated_targets"],
         signatures=last["signatures"],
         omitted=last["omitted"],
+        **({} if (search := state.run.rate_search) is None else {"rate_search": search}),
         intervals={split: answered[split].get("intervals", {}) for split in splits},
     )
     state.tuned.detach()

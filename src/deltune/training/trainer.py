@@ -32,9 +32,10 @@ from ..runtime.serialization import read_metadata
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
 from . import checkpoints, distributed
-from .config import RunConfig
+from .config import OptimSection, RunConfig
 from .inference import EvalResult, prediction_lines, score_split
 from .progress import ProgressDisplay, format_duration
+from .rates import PASSES_OF_A_STEP
 from .run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class RunState:
     def model(self) -> PreTrainedModel:
         """The model with the delta attached."""
         return self.tuned.model
+
+    @property
+    def total_steps(self) -> int:
+        """How many steps the run has in all, unless patience ends it."""
+        return total_steps(self.config.optim, self.batches)
 
     @property
     def seconds(self) -> float:
@@ -220,6 +226,11 @@ class RunState:
             self.best["answered"] = {"delta": digest, **self.write_predictions("validation", result)}
         self.stale = 0
         return True
+
+
+def total_steps(optim: OptimSection, batches: LengthGroupedBatches) -> int:
+    """Return how many steps the batches of an epoch make in all epochs, or the number that is given."""
+    return optim.steps or optim.epochs * batches.steps_per_epoch
 
 
 def epochs_done(epoch: float) -> float:
@@ -390,9 +401,6 @@ class DeltaTrainer(Trainer):
         if checkpoint is not None:
             checkpoints.restore_random(Path(checkpoint))
 
-
-PASSES_OF_A_STEP = 3
-"""A row of a training step takes as long as that many rows of a validation: forward, and twice that backward."""
 
 COLUMNS = ("step", "epoch", "loss", "validation", "validation loss", "rate", "tokens/s")
 """What the progress of training shows, beside the time and the time left."""

@@ -287,7 +287,7 @@ def run_folder(runs: Path, spec: RunConfig) -> Path:
 
 
 def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunResult:
-    spec = RunConfig.from_flat(**values)
+    spec = RunConfig.from_canonical(values)
     folder = run_folder(runs, spec)
     metrics = train(spec, folder, progress=False, cache=model_cache, report=False)
     run = RunDir(folder).best_run
@@ -337,14 +337,14 @@ def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
     """Evaluate a run's delta on another task without further training."""
-    folder = run_folder(runs, RunConfig.from_flat(**values["run"]))
+    folder = run_folder(runs, RunConfig.from_canonical(values["run"]))
     results = evaluate(folder, splits=("test",), other=values["other"])
     return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
 
 
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
-    spec = RunConfig.from_flat(**values["run"])
+    spec = RunConfig.from_canonical(values["run"])
     run = RunDir(run_folder(runs, spec)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}

@@ -518,7 +518,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
         return [
             PlannedCell(
                 {**planned.cell, "target": target},
-                transfer_job(RunConfig.from_flat(**planned.job.spec), other, setup.roots),
+                transfer_job(RunConfig.from_canonical(planned.job.spec), other, setup.roots),
             )
             for planned in runs(records)
             if planned.job is not None

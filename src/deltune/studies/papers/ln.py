@@ -447,7 +447,7 @@ def terms(setup: StudySetup) -> Study:
 
 
 def _term_change_job(job: Job, setup: StudySetup) -> Job:
-    return term_change_job(RunConfig.from_flat(**job.spec), setup.roots)
+    return term_change_job(RunConfig.from_canonical(job.spec), setup.roots)
 
 
 ABLATIONS = {
