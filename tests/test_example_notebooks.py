@@ -38,7 +38,9 @@ def private_names(tree: ast.Module) -> Iterator[str]:
     """Names with a leading underscore that are imported or read, and names of deltune that do not exist."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            public = not (isinstance(node.value, ast.Name) and node.value.id == "deltune") or node.attr in deltune.__all__
+            public = (
+                not (isinstance(node.value, ast.Name) and node.value.id == "deltune") or node.attr in deltune.__all__
+            )
             if node.attr.startswith("_") or not public:
                 yield node.attr
         elif isinstance(node, ast.ImportFrom):

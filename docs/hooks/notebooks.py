@@ -48,7 +48,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
         environment = {**os.environ, **SETTINGS, "PATH": commands, "DELTUNE_CACHE": str(Path(folder) / ".cache")}
         client = NotebookClient(
             notebook,
-            timeout=600,
+            timeout=3600,
             record_timing=False,
             resources={"metadata": {"path": folder}},
             extra_arguments=["--log-level=ERROR"],  # no note that the kernel's sockets are not encrypted

@@ -329,7 +329,7 @@ def frozen_model() -> tuple[deltune.Tuned, frozen_layers.FrozenLayers]:
 
 @contextmanager
 def inside_frozen_layers(training: bool) -> Iterator[tuple[frozen_layers.FrozenLayers, Callable[[], Outputs], Outputs]]:
-    """Inside, another thread runs a pass and is in the frozen layers; gives them, a pass of one's own and its output."""
+    """Inside, another thread's pass is in the frozen layers; gives them, a pass of one's own, and its output."""
     tuned, frozen = frozen_model()
     model, inputs = tuned.model.train(training), batch(tuned.model)
     expected = run(model, inputs)

@@ -82,7 +82,9 @@ def installer(folder: Path, python: str, torch: str) -> tuple[Path, tuple[str | 
     return folder / "bin", (*pip, "-c", folder / "constraints.txt")
 
 
-def test_the_core_alone_and_then_its_extras(wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_core_alone_and_then_its_extras(
+    wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     commands, pip = installer(tmp_path_factory.mktemp("environment") / "venv", sys.executable, PINNED_TORCH)
     run_or_fail(*pip, wheel, cwd=tmp_path)
     python, deltune = commands / "python", commands / "deltune"
@@ -116,7 +118,7 @@ LAWS = (
     "tests/shape", "tests/laws/test_equivalences.py", "tests/laws/test_merged_prefix.py", "tests/laws/test_threads.py",
     "tests/laws/test_rest_of_life.py::test_compiled",
 )  # fmt: skip
-"""The architecture, formulas, numbers of kernels, threads and torch.compile: what another Python or torch may change."""
+"""The architecture, formulas, kernels, threads and torch.compile: what another Python or torch may change."""
 
 
 @pytest.mark.parametrize("end", ENDS or ["python3.12", "python3.13", "python3.14"])
