@@ -130,7 +130,8 @@ def test_another_python_or_torch(end: str, wheel: Path, tmp_path: Path) -> None:
         pytest.skip(f"no {python} on the PATH; name one: make test-ends ENDS=…")
     assert version is not None, f"{python} does not run"
     commands, pip = installer(tmp_path / "venv", python, torch or PINNED_TORCH)
-    run_or_fail(*pip, f"{wheel}[demo]", "pytest", "hypothesis", cwd=tmp_path)
+    run_or_fail(*pip, wheel, cwd=tmp_path)
     assert run_or_fail(commands / "python", "-c", CORE_SCRIPT, cwd=tmp_path).startswith("0.1.0 ")
+    run_or_fail(*pip, f"{wheel}[demo]", "pytest", "hypothesis", cwd=tmp_path)
     options = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "--basetemp", tmp_path / "basetemp")
     print(version, torch, run_or_fail(commands / "python", "-m", "pytest", *options, *LAWS, cwd=ROOT))
