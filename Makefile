@@ -15,18 +15,20 @@ export TEXT
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all dist lint format docs results studies clean distclean bench bench-whole check-gpu bench-adapterhub-env
+.PHONY: help install quickstart test test-all test-ends dist lint format docs notebooks results studies clean distclean bench bench-whole check-gpu bench-adapterhub-env
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
 	@echo "make test                    lint, types and the everyday tests"
 	@echo "make test-all                lint, types, all tests at full length, and mutations that the everyday tests must notice"
+	@echo "make test-ends               the wheel and some tests under other versions: ENDS=\"python3.13 python3.13@2.15.0\", Python and torch"
 	@echo "make dist                    build the wheel and the source distribution into dist/ and check them"
 	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
 	@echo "make docs                    this documentation as a site: build/site/index.html, without a network"
 	@echo "make results                 page, tables and figures of the committed results: build/results, in seconds"
 	@echo "make studies ROOT=… MODELS=… run every study at small scale, in days; stop it at any time, it goes on where it was"
+	@echo "make notebooks               execute the notebooks of docs/notebooks and write their outputs; NAME=study: one of them"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores"
 	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
 	@echo "make check-gpu               laws and speed on an accelerator: build/bench-gpu.json"
@@ -58,6 +60,11 @@ test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
+# Other versions of Python and torch than the pinned ones; test-all tries the interpreters that are on the PATH. A torch
+# of PyPI for Linux comes with CUDA, which is gigabytes.
+test-ends: $(STAMP)
+	@$(TEST_ENV) DELTUNE_ENDS="$(ENDS)" $(BIN)/python -m pytest tests/whole/test_distribution.py -k another -rsP
+
 # An environment of its own builds them, so that nothing of this one slips in.
 dist: $(STAMP)
 	rm -rf dist
@@ -72,6 +79,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Each in an empty folder and on one thread; the site shows them as they were written.
+notebooks: $(STAMP)
+	@$(BIN)/python docs/hooks/notebooks.py $(NAME)
 
 docs: $(STAMP)
 	@$(BIN)/python docs/hooks/figures.py

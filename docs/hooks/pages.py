@@ -1,4 +1,4 @@
-"""Pages of the site that are made when it is built, and links that lead out of docs/.
+"""Pages of the site that are made when it is built: generated references and notebooks; links that lead out of docs/.
 
 mkdocs calls the functions whose names begin with `on_`.
 """
@@ -6,9 +6,11 @@ mkdocs calls the functions whose names begin with `on_`.
 from __future__ import annotations
 
 import html
+import json
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +140,44 @@ def _value(value: Any) -> str:
     return f"`{value}`"
 
 
+def notebook(path: Path) -> str:
+    """Return a notebook with its outputs as Markdown, with a link to the file below its first cell."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = [text for cell in cells for text in _cell(cell)]
+    texts.insert(1, f"This page is a notebook: [download it]({path.name}).")
+    return "\n\n".join(texts) + "\n"
+
+
+def _cell(cell: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a cell's source and its outputs; links to other notebooks become links to their pages."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield re.sub(r"\]\(([\w-]+)\.ipynb", r"](\1.md", source)
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        data = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
+        if "image/png" in data:
+            picture = data["image/png"].replace("\n", "")
+            alt = html.escape(cell["metadata"]["alt"])
+            yield f'<p><img alt="{alt}" src="data:image/png;base64,{picture}"></p>'
+        elif "text/html" in data or "text/markdown" in data:
+            yield data.get("text/html") or data["text/markdown"]
+        else:
+            text = "".join(output.get("text", "")) or data["text/plain"]
+            yield f"```text\n{text.rstrip()}\n```"
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "changelog.md": changelog,
     "contributing.md": contributing,
     "reference/cli.md": command_line,
     "reference/config.md": configuration,
     "studies.html": studies,
+    **{
+        f"notebooks/{path.stem}.md": partial(notebook, path)
+        for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+    },
 }
 """Pages that are no files of docs/."""
 
@@ -161,6 +195,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turn links to files beside docs/ into links to the pages made from them and keep long lists out of the search."""
     if page.file.src_uri in ("speed.md", "renames.md"):
         page.meta["search"] = {"exclude": True}
+    markdown = re.sub(r"\]\(((?:\.\./)*notebooks/[\w-]+)\.ipynb", r"](\1.md", markdown)
     up = "../" * page.file.src_uri.count("/")
     for name in ("CHANGELOG", "CONTRIBUTING"):
         markdown = re.sub(rf"\]\((?:\.\./)+{name}\.md", f"]({up}{name.lower()}.md", markdown)

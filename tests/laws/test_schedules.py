@@ -327,9 +327,11 @@ def frozen_model() -> tuple[deltune.Tuned, frozen_layers.FrozenLayers]:
     return tuned, frozen_layers.FrozenLayers(tuned)
 
 
-def test_frozen_layers_are_one_threads_at_a_time() -> None:
+@contextmanager
+def inside_frozen_layers(training: bool) -> Iterator[tuple[frozen_layers.FrozenLayers, Callable[[], Outputs], Outputs]]:
+    """Inside, another thread's pass is in the frozen layers; gives them, a pass of one's own, and its output."""
     tuned, frozen = frozen_model()
-    model, inputs = tuned.model, batch(tuned.model)
+    model, inputs = tuned.model.train(training), batch(tuned.model)
     expected = run(model, inputs)
     inside, leave = threading.Event(), threading.Event()
 
@@ -340,48 +342,40 @@ def test_frozen_layers_are_one_threads_at_a_time() -> None:
 
     with another_thread() as start, called(model.bert.encoder.layer[0], step):
         other = start(lambda: run(model, inputs))
-        come(inside)
-        with pytest.raises(deltune.DeltuneError, match="in one thread at a time"):
-            run(model, inputs)
-        leave.set()
+        try:
+            come(inside)
+            yield frozen, lambda: run(model, inputs), expected
+        finally:
+            leave.set()
         assert equal(other.result(PATIENCE), expected)
     assert equal(run(model, inputs), expected)
     frozen.remove()
     tuned.detach()
 
 
+def test_frozen_layers_are_one_threads_at_a_time() -> None:
+    with (
+        inside_frozen_layers(training=False) as (_, one_pass, _),
+        pytest.raises(deltune.DeltuneError, match="in one thread at a time"),
+    ):
+        one_pass()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_was_forked_while_frozen_layers_run() -> None:
     """The thread that runs them does not exist in the child, where every module is back in training mode."""
-    tuned, frozen = frozen_model()
-    model, inputs = tuned.model, batch(tuned.model)
-    model.train()
-    expected = run(model, inputs)
-    inside, leave = threading.Event(), threading.Event()
-
-    def step() -> None:
-        if not inside.is_set():
-            inside.set()
-            come(leave)
-
-    with another_thread() as start, called(model.bert.encoder.layer[0], step):
-        other = start(lambda: run(model, inputs))
-        come(inside)
+    with inside_frozen_layers(training=True) as (frozen, one_pass, expected):
         child = os.fork()
         if child == 0:
             signal.alarm(PATIENCE)
             try:
                 torch.set_num_threads(1)
-                assert equal(run(model, inputs), expected) and all(module.training for module in frozen.modules)
+                assert equal(one_pass(), expected) and all(module.training for module in frozen.modules)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        leave.set()
-        assert equal(other.result(PATIENCE), expected)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    frozen.remove()
-    tuned.detach()
 
 
 def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
-"""What `make dist` builds, installed from the registry into empty environments: the core alone, and with its extras."""
+"""What `make dist` builds, installed from the registry into empty environments: the core alone, with its extras, and
+under other versions of Python and torch than the pinned ones."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -67,22 +68,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return files[0]
 
 
-@pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment that holds the wheel and nothing but what it asks for."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder / "venv", with_pip=True)
-    pip = (folder / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    constraints = ROOT / "constraints.txt"
-    torch = re.search(r"^torch==.*$", constraints.read_text(encoding="utf-8"), re.MULTILINE)
-    assert torch is not None
-    run_or_fail(*pip, torch.group(), cwd=folder)  # first and alone, as in the Makefile
-    run_or_fail(*pip, wheel, "-c", constraints, cwd=folder)
-    return folder / "venv" / "bin"
+CONSTRAINTS = ROOT / "constraints.txt"
+PINNED_TORCH = re.findall(r"^torch==(.*)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
-def test_the_core_alone_and_then_its_extras(environment: Path, wheel: Path, tmp_path: Path) -> None:
-    python, deltune = environment / "python", environment / "deltune"
+def installer(folder: Path, python: str, torch: str) -> tuple[Path, tuple[str | Path, ...]]:
+    """Make an environment with torch in it; its `bin`, and the command that installs more with what is pinned."""
+    run_or_fail(python, "-m", "venv", folder, cwd=folder.parent)
+    pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run_or_fail(*pip, f"torch=={torch}", cwd=folder)  # first and alone, as in the Makefile
+    pins = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("torch==")]
+    (folder / "constraints.txt").write_text("\n".join([*pins, f"torch=={torch}"]), encoding="utf-8")
+    return folder / "bin", (*pip, "-c", folder / "constraints.txt")
+
+
+def test_the_core_alone_and_then_its_extras(
+    wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    commands, pip = installer(tmp_path_factory.mktemp("environment") / "venv", sys.executable, PINNED_TORCH)
+    run_or_fail(*pip, wheel, cwd=tmp_path)
+    python, deltune = commands / "python", commands / "deltune"
     assert run_or_fail(python, "-c", CORE_SCRIPT, cwd=tmp_path).startswith("0.1.0 ")
 
     # Commands say which extra they need.
@@ -94,6 +99,39 @@ def test_the_core_alone_and_then_its_extras(environment: Path, wheel: Path, tmp_
     assert "pip install 'deltune[studies]'" in study.stderr
     assert list(tmp_path.iterdir()) == []
 
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt")
     run_or_fail(*pip, f"{wheel}[demo]", cwd=tmp_path)
     assert "prefix(length=16) + layernorm" in run_or_fail(deltune, "quickstart", cwd=tmp_path)
+
+
+def version_of(python: str) -> str | None:
+    """The version of an interpreter on the PATH; None where there is none, or a shim that runs nothing."""
+    if shutil.which(python) is None:
+        return None
+    done = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])", cwd=ROOT)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+ENDS = os.environ.get("DELTUNE_ENDS", "").split()
+"""`make test-ends ENDS="python3.13 python3.13@2.15.0"`: interpreters, each with the torch to try, or the pinned one."""
+
+LAWS = (
+    "tests/shape", "tests/laws/test_equivalences.py", "tests/laws/test_merged_prefix.py", "tests/laws/test_threads.py",
+    "tests/laws/test_rest_of_life.py::test_compiled",
+)  # fmt: skip
+"""The architecture, formulas, kernels, threads and torch.compile: what another Python or torch may change."""
+
+
+@pytest.mark.parametrize("end", ENDS or ["python3.12", "python3.13", "python3.14"])
+def test_another_python_or_torch(end: str, wheel: Path, tmp_path: Path) -> None:
+    """The wheel and a handful of laws, with the pinned versions of everything else."""
+    python, _, torch = end.partition("@")
+    version = version_of(python)
+    if version is None and not ENDS:
+        pytest.skip(f"no {python} on the PATH; name one: make test-ends ENDS=…")
+    assert version is not None, f"{python} does not run"
+    commands, pip = installer(tmp_path / "venv", python, torch or PINNED_TORCH)
+    run_or_fail(*pip, wheel, cwd=tmp_path)
+    assert run_or_fail(commands / "python", "-c", CORE_SCRIPT, cwd=tmp_path).startswith("0.1.0 ")
+    run_or_fail(*pip, f"{wheel}[demo]", "pytest", "hypothesis", cwd=tmp_path)
+    options = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "--basetemp", tmp_path / "basetemp")
+    print(version, torch, run_or_fail(commands / "python", "-m", "pytest", *options, *LAWS, cwd=ROOT))
