@@ -331,7 +331,7 @@ def _sublayer_kind(anatomy: Anatomy, tensor: Tensor) -> str | None:
     if path in kinds:
         return kinds[path]
     containers = [(a.path, "attention") for a in layer.attentions]
-    containers += [(part.path, "ffn") for part in (*layer.ffns, *layer.experts)]
+    containers += [(ffn.path, "ffn") for ffn in layer.ffns] + [(experts.path, "ffn") for experts in layer.experts]
     for container, kind in sorted(containers, key=lambda pair: -len(pair[0])):
         inside = {of for linear, of in kinds.items() if linear.startswith(f"{container}.")}
         if inside <= {kind} and (path == container or path.startswith(f"{container}.")):

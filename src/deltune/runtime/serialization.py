@@ -105,7 +105,7 @@ def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
-        "name": portable_name(model.config.name_or_path),
+        "name": portable_name(model.config.name_or_path or ""),
         "fingerprint": fingerprint(anatomy, original),
     }
 

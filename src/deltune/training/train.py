@@ -445,9 +445,10 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         truncated_targets=state.truncated["truncated_targets"],
         signatures=last["signatures"],
         omitted=last["omitted"],
-        **({} if (search := state.run.rate_search) is None else {"rate_search": search}),
         intervals={split: answered[split].get("intervals", {}) for split in splits},
     )
+    if state.run.rate_search is not None:  # metrics.json names it only where a rate was searched
+        metrics = metrics.model_copy(update={"rate_search": state.run.rate_search})
     state.tuned.detach()
     state.run.finish(metrics)
     return metrics
