@@ -404,19 +404,18 @@ def test_settings_are_told_apart() -> None:
 
 
 def test_what_an_undecided_claim_would_have_taken() -> None:
-    outcomes = grid(lambda cell: 0.7, noise=0.02, examples=200, method=("a", "c"))
-    finding = decided(Beats(A, C), outcomes)
+    claim = Claim("", "", Within(B, A, 10.0))
+    (finding,) = decide_claims([claim], METHODS, "accuracy")
     resolution = finding.resolution
     assert finding.verdict == "undecided" and resolution is not None
-    assert resolution.target == pytest.approx(abs(finding.effect)) and resolution.target < resolution.smallest
-    assert f"α = {0.05:.2g}" in resolution.text and "one as large as the one measured" in resolution.text
+    assert resolution.target == pytest.approx(abs(finding.effect + 10)) and resolution.target < resolution.smallest
+    assert "beyond -10 in 80 % of cases (α = 0.05); one as large as the one measured" in resolution.text
     table = PrintedTable("table 1", tuple(seeds_alone({"cb": 5.0}, draw=0, seeds=1, noise=0.0)), "accuracy")
-    claim = Claim("", "", Beats(A, C))
-    printed = check_printed(Claim("", "", Beats(A, B)), [table])
-    assert printed.agrees and printed.deciding.effect == pytest.approx(5.0)
-    (against_paper,) = decide_claims([claim], outcomes, "accuracy", printed=[printed])
+    printed = check_printed(claim, [table])
+    assert printed.agrees and printed.deciding.effect == pytest.approx(-5.0)
+    (against_paper,) = decide_claims([claim], METHODS, "accuracy", printed=[printed])
     larger = against_paper.resolution
-    assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.rows >= 200
+    assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.rows >= 400
     assert f"(5) takes {larger.seeds} seeds × {larger.rows:,} test rows" in larger.text
     assert decided(Beats(A, B), METHODS).resolution is None
     same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
