@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from .specimens import entries
-from .tables import HIDDEN, NORMLESS, REFUSED, UNMADE, looked_up
+from .tables import HIDDEN, LAYERLESS, NORMLESS, REFUSED, UNMADE, looked_up
 
 TABLES = {"not made": UNMADE, "refused by deltune": REFUSED}
-HELD = {"held, LoRA in the FFN": HIDDEN, "held, LoRA alone": NORMLESS}
+HELD = {"held, LoRA elsewhere": HIDDEN, "held, layernorm alone": LAYERLESS, "held, LoRA alone": NORMLESS}
 
 
 def main() -> None:

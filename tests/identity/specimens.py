@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 import deltune
 
 from .configurations import tiny
-from .tables import HIDDEN, LARGEST, NORMLESS, looked_up
+from .tables import ELSEWHERE, HIDDEN, LARGEST, LAYERLESS, NORMLESS, looked_up
 
 ROLES = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -113,16 +113,19 @@ def build(entry: Entry, **changes: Any) -> PreTrainedModel:
 
 def variants(entry: Entry, names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the variants that a class can have."""
-    return tuple(name for name in names if name != "layernorm" or not looked_up(NORMLESS, entry))
+    lacking = {"layernorm": NORMLESS, "lora": LAYERLESS}
+    return tuple(name for name in names if name not in lacking or not looked_up(lacking[name], entry))
 
 
 def attach(entry: Entry, model: PreTrainedModel, variant: str) -> deltune.Tuned:
-    """Attach one of the deltas; where a class hides its queries and values, LoRA goes to the FFN."""
+    """Attach one of the deltas; where queries and values do not show, LoRA goes to the output projection or the FFN."""
     if looked_up(NORMLESS, entry):
         variant = "lora"
+    if looked_up(LAYERLESS, entry):
+        variant = "layernorm"
     method = VARIANTS[variant]
     if looked_up(HIDDEN, entry):
-        method = method.replace("rank=2", "rank=2, at='ffn_up'")
+        method = method.replace("rank=2", f"rank=2, at='{ELSEWHERE.get(entry.model_type, 'output')}'")
     return deltune.attach(model, method)
 
 

@@ -32,40 +32,35 @@ UNMADE = _rows(
 """Class or family -> why a tiny one cannot be made, or does not run on token ids."""
 
 REFUSED = _rows(
-    # Mixtures of experts: which expert a token goes to has no shape (torch.nonzero, torch._grouped_mm).
-    ("does not run on shapes alone", """
-        afmoe aria_text axk1 cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v4 dots1 ernie4_5_moe exaone_moe
-        flex_olmo glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3
-        kolibri1 laguna longcat_flash mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mistral4 mixtral olmoe
-        openai_privacy_filter phimoe qwen2_moe qwen3_moe solar_open"""),
-    # Linear attention, state spaces, masks or positions that depend on values.
-    ("does not run on shapes alone", """
-        axk2 bailing_hybrid bamba bros deepseek_v32 dots3_note_text falcon_h1 flaubert funnel
-        glm_moe_dsa granitemoehybrid hy_v4 inkling2_text inkling_text jamba jetmoe kimi_linear led lfm2 lfm2_moe
-        lfm3 longformer mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
-        qwen3_next reformer t5gemma2 xlm xmod zamba zamba2 zaya"""),
-    ("no attention shows in its forward pass", """
-        fnet ibert llama4_text mra ProphetNetForCausalLM rwkv squeezebert xlnet"""),
-    ("its layers cannot be told apart", """
-        fsmt lilt MarkupLMForQuestionAnswering MarkupLMForSequenceClassification MarkupLMForTokenClassification
-        MvpForConditionalGeneration MvpForQuestionAnswering MvpForSequenceClassification MvpModel pegasus_x"""),
-    ("does not take input_ids", "PerceiverForMaskedLM PerceiverForSequenceClassification"),
-    ("in a way that deltune cannot read", """
-        falcon_mamba mamba nystromformer MarkupLMModel MiniCPM3ForCausalLM MiniCPM3ForSequenceClassification
-        MusicgenModel MusicgenMelodyModel RecurrentGemmaForCausalLM YoutuForCausalLM"""),
-    ("in a way that deltune cannot read|does not run on shapes alone", "Gemma3nForCausalLM"),
+    ("does not run on shapes alone", "bros funnel"),
+    ("reads none of input_ids", "PerceiverForMaskedLM PerceiverForSequenceClassification"),
+    ("has no norm.gain or norm.bias", "ibert"),
 )  # fmt: skip
 """Class or family -> what deltune's refusal says (a regular expression)."""
 
 HIDDEN = _rows(
     ("whose inside is hidden", """
-        big_bird BigBirdPegasusForConditionalGeneration BigBirdPegasusForQuestionAnswering
+        axk2 big_bird BigBirdPegasusForConditionalGeneration BigBirdPegasusForQuestionAnswering
         BigBirdPegasusForSequenceClassification BigBirdPegasusModel bloom canine codegen convbert cpmant deberta
-        deberta-v2 falcon git gpt_neo gpt_neox_japanese gptj layoutlmv3 longt5 luke megatron-bert mpnet mpt
-        MvpForCausalLM openai-gpt ProphetNetForConditionalGeneration ProphetNetModel rembert roformer tapas trocr
-        xglm yoso"""),
+        deberta-v2 deepseek_v32 dots3_note_text falcon flaubert fsmt git glm_moe_dsa gpt_neo gpt_neox_japanese gptj
+        hy_v4 layoutlmv3 led lilt longformer longt5 luke megatron-bert mpnet mpt MvpForCausalLM
+        MvpForConditionalGeneration MvpForQuestionAnswering MvpForSequenceClassification MvpModel nystromformer
+        openai-gpt ProphetNetForConditionalGeneration ProphetNetModel rembert roformer tapas trocr xglm xlm"""),
+    ("is not the output of one linear", "dbrx deepseek_v2"),
+    ("has no site 'query'", """
+        falcon_mamba fnet mamba mamba2 mra ProphetNetForCausalLM reformer rwkv xlnet yoso zamba zamba2"""),
 )  # fmt: skip
-"""Class or family that hides its queries and values, so that LoRA goes to the FFN -> what the refusal says."""
+"""Class or family in which queries and values do not show, so that LoRA goes elsewhere -> what the refusal says."""
+
+ELSEWHERE = dict.fromkeys(("fnet", "mra", "rwkv", "xlnet", "zamba"), "ffn_up")
+"""Where LoRA goes in families of `HIDDEN` in which no output projection shows either."""
+
+LAYERLESS = _rows(
+    ("the layers of this model cannot be seen", """
+        deepseek_v4 inkling2_text inkling_text pegasus_x qwen4_exp squeezebert zaya"""),
+    ("has no site 'query'", "jetmoe"),
+)  # fmt: skip
+"""Class or family without a linear for LoRA, so that layernorm is the only delta -> what the refusal says."""
 
 NORMLESS = _rows(("has no norm.gain or norm.bias", "hrm_text nanochat neomme olmo"))
 """Families whose norms have no parameters, so that LoRA is the only delta -> what the refusal says."""

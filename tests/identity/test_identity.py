@@ -20,7 +20,7 @@ import deltune
 
 from .behaviours import BEHAVIOURS, ROWS, Behaviour, prepared, results, unequal
 from .specimens import VARIANTS, Entry, attach, build, entries, move, specimen, variants
-from .tables import HIDDEN, NORMLESS, REFUSED, UNMADE, limit, looked_up
+from .tables import HIDDEN, LAYERLESS, NORMLESS, REFUSED, UNMADE, limit, looked_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*where small updates are lost")
 
@@ -127,7 +127,7 @@ def test_refused(entry: Entry) -> None:
     assert not unequal(expected, results(ROWS[0], entry, model))
 
 
-TABLES = {"unmade": UNMADE, "refused": REFUSED, "hidden": HIDDEN, "normless": NORMLESS}
+TABLES = {"unmade": UNMADE, "refused": REFUSED, "hidden": HIDDEN, "normless": NORMLESS, "layerless": LAYERLESS}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -138,7 +138,10 @@ def test_tables(table: dict[str, str]) -> None:
 
 
 LACKING = [
-    (e, table, v) for table, v in ((HIDDEN, "lora"), (NORMLESS, "layernorm")) for e in MADE if looked_up(table, e)
+    (e, table, v)
+    for table, v in ((HIDDEN, "lora"), (LAYERLESS, "lora"), (NORMLESS, "layernorm"))
+    for e in MADE
+    if looked_up(table, e)
 ]
 
 

@@ -43,7 +43,7 @@ def tower_name(model: nn.Module) -> str:
     """Return what a model reads, by the inputs and modalities that its class names: "text", "vision" or "audio"."""
     modalities = getattr(model, "input_modalities", "text")
     words = {modalities} if isinstance(modalities, str) else set(modalities)
-    main = main_input(model) or getattr(model, "main_input_name", "input_ids")
+    main: str = main_input(model) or getattr(model, "main_input_name", None) or "input_ids"
     if main == "input_ids" and "text" in words:
         return "text"
     return "vision" if main.startswith("pixel") or words & {"image", "video"} else "audio"

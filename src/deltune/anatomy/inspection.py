@@ -396,7 +396,8 @@ class _Inspector:
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
-        entries = {part.reads for layer in first_layers.values() for part in (*layer.attentions, *layer.ffns)[:1]}
+        entries = {layer.attentions[0].reads for layer in first_layers.values() if layer.attentions}
+        entries |= {layer.ffns[0].reads for layer in first_layers.values() if layer.ffns and not layer.attentions}
         start = {n.path: n for n in reversed(self.trace.nodes) if n.path in entries}
         seen: set[int] = set()
         paths: set[str] = set()

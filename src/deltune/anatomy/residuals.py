@@ -91,7 +91,8 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
     operand, (_, stream) = operands[number % 2], operands[(number + 1) % 2]
     if not depends_on(operand[1], stream):
         return None
-    queue, seen = [operand], set()
+    queue: list[tuple[torch.Tensor, Node | None]] = [operand]
+    seen: set[int] = set()
     while queue:
         tensor, node = queue.pop()
         if node is None or id(tensor) in seen:
@@ -99,6 +100,8 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
         seen.add(id(tensor))
         for path in trace.returned.get(id(tensor), ()):
             inside = [n for n in trace.nodes[trace.began[path] :] if n.path.startswith(f"{path}.")]
+            if any(n.kind == "attention" for n in inside):
+                return None  # experts that project queries or values
             if any(n.path in expert_paths for n in inside):
                 reading = [n for n in inside if n.kind in ("linear", "experts", "op")]
                 sub = SubLayer(add, node, None, reading)
