@@ -271,7 +271,7 @@ FOUND = {
     "full + bitfit": "has no effect beside full",
     "apet(full + layernorm, parameters=50)": "has no effect",
     "lora(scale=0)": "switches the term off",
-    "lora(alpha=0)": "switches the term off",
+    "lora(alpha=0)": "alpha=0: give a number above 0",
     "parallel_adapter(scale='learned(0)')": "starts at 0 too",
     "prefix(length=1, gate=False)": "key would never be trained",
     "unipelt(length=1)": "key would never be trained",

@@ -188,7 +188,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"]))
     for target, message in (
         (model.config, "not to a BertConfig"),
-        ("lora", "attach.model, method"),
+        ("lora", "load the model first"),
         (wrapped, "unload"),
     ):
         for attempt in (lambda it: deltune.attach(it, "lora"), lambda it: deltune.load(it, tmp_path)):

@@ -65,6 +65,7 @@ def problems_of_class(kind: type) -> Iterator[str]:
         yield f"{kind.__name__} has no docstring"
     elif is_dataclass(kind) and not issubclass(kind, Exception):
         arguments = described(parts.get("Args", "") or parts.get("Attributes", ""))
+        arguments -= {name for name, hint in kind.__annotations__.items() if str(hint).startswith("ClassVar")}
         if difference := set(inspect.signature(kind).parameters) ^ arguments:
             yield f"{kind.__name__}: Args and fields differ in {', '.join(sorted(difference))}"
         checks = kind.__dict__.get("__post_init__")

@@ -76,7 +76,7 @@ class Count:
         Returns:
             A dictionary with a key for each attribute, "trained" and "percent".
         """
-        return {**asdict(self), "trained": self.trained, "percent": self.percent}
+        return {**asdict(self), "scope": list(self.scope), "trained": self.trained, "percent": self.percent}
 
     def __str__(self) -> str:
         """Return the count in one line."""

@@ -306,6 +306,12 @@ def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Cal
     """Turn a function that returns modifications and selections into one that returns a named method.
 
     The new function checks its arguments against the type hints, as expressions are checked.
+
+    Args:
+        make: Returns the parts of the method for its arguments.
+
+    Returns:
+        The function of the named method, with the same signature.
     """
     accepted = signature(make)
     hints = cache(lambda: argument_types(make))  # resolved at the first call, when all modules are imported
