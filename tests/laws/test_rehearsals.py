@@ -36,7 +36,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreTrainedModel
     traced: list[PreTrainedModel] = []
     record = tracing._record
     with monkeypatch.context() as patch:
-        patch.setattr(tracing, "_record", lambda model, attention: (traced.append(model), record(model, attention))[1])
+        patch.setattr(tracing, "_record", lambda model, *how: (traced.append(model), record(model, *how))[1])
         yield traced
 
 

@@ -68,7 +68,7 @@ def studies(
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
     data, models = (None if root is None else str(root) for root in (data_root, model_root))
-    setup = StudySetup(scale, data, models, runs=runs)
+    setup = StudySetup(scale, data, models, runs)
     names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
@@ -208,7 +208,7 @@ def _records_of(study: Study, rows: Mapping[str, JobRecord]) -> list[JobRecord]:
 def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> str:
     """Describe what would run, and how long it would take judging by jobs of the same kind, model and task.
 
-    A job of several studies counts for the first of them.
+    A job of several studies counts for the first of them. Jobs that follow from results are not counted yet.
     """
     from ..studies.engine.jobs import topological_order
 
@@ -223,10 +223,16 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
         keys = [_similarity_key(job.kind, job.spec) for job in left]
         similar = [seconds_of[key] for key in keys if key in seconds_of]
         hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
-        estimates.append((len(jobs), len(jobs) - len(left), len(left), hours, len(left) - len(similar)))
-        lines.append(f"{study.name}: {_estimate(*estimates[-1])}")
+        done = sum(job.name in rows for job in jobs)
+        estimates.append((len(jobs), done, len(left), hours, len(left) - len(similar)))
+        shared = len(jobs) - done - len(left)
+        above = f"; {shared} more are counted above" if shared else ""
+        lines.append(f"{study.name}: {_estimate(*estimates[-1])}{above}")
     if len(studies) > 1:
-        lines.append(f"in all: {_estimate(*map(sum, zip(*estimates, strict=True)))}")
+        jobs_in_all = {job.name for study in studies for job in topological_order(study.jobs(rows))}
+        done = sum(name in rows for name in jobs_in_all)
+        _, _, left_in_all, hours_in_all, unknown = (sum(column) for column in zip(*estimates, strict=True))
+        lines.append(f"in all: {_estimate(len(jobs_in_all), done, int(left_in_all), hours_in_all, int(unknown))}")
     return "\n".join(lines)
 
 
