@@ -293,6 +293,12 @@ def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Cal
     """Turn a function that returns modifications and selections into one that returns a named method.
 
     The new function checks its arguments against the type hints, as expressions are checked.
+
+    Args:
+        make: The function; the first sentence of its docstring says what the method computes.
+
+    Returns:
+        The new function, under the same name.
     """
     accepted = signature(make)
     hints = cache(lambda: get_type_hints(make))  # resolved at the first call, when all modules are imported
