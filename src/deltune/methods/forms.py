@@ -89,7 +89,7 @@ class MethodPart:
 class Form(MethodPart):
     """A functional form of Δh: its tensors, their initial values and what it computes.
 
-    Attributes:
+    Class attributes:
         needs: What a site must offer: "hidden" (hidden states at one point), "attention" (the inside of an attention),
             "tokens" (the input embeddings) or "states" (the outputs of all layers).
         multiplies: The name of the tensor w where h + Δh is w ⊙ h for a form that reads h; else None.

@@ -13,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
-from typing import Annotated, Any, Literal, NoReturn, ParamSpec, cast
+from typing import Any, Literal, ParamSpec, cast, get_type_hints
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
-from .forms import Form, Vector, refuse_sum
+from .forms import Form, Vector
 from .other_names import hint_for_site
 from .parser import (
-    argument_types,
     check_fields,
     fits_type,
     parse_percentage,
@@ -61,9 +60,7 @@ ATTENTIONS = ("all", "self", "cross")
 TOWERS = ("main", "text", "vision", "audio", "projector", "all")
 X_CHOICES = ("input", "residual", "normed")
 
-LayersArg = Annotated[
-    str | tuple[int, ...], "'all', 'lower half', 'upper half', 'first 2', 'last 2' or a list of indices"
-]
+LayersArg = str | tuple[int, ...]
 P = ParamSpec("P")
 
 
@@ -72,21 +69,11 @@ class Method:
 
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
-            refuse_sum(self, other)
+            return NotImplemented
         return MethodSum((*self.terms, *other.terms))
 
     def __radd__(self, other: object) -> Method:
-        if not isinstance(other, int) or other != 0:  # sum() begins with 0
-            refuse_sum(other, self)
-        return self
-
-    def _refuse_arithmetic(self, other: object) -> NoReturn:
-        raise DeltuneError(
-            f"methods can only be added; how strongly {self!r} acts is an argument of it, such as lora(scale=2) or "
-            "Modification(…, compose=Scale(2))"
-        )
-
-    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse_arithmetic
+        return self if other == 0 else NotImplemented  # sum() begins with 0
 
     @property
     def terms(self) -> tuple[Method, ...]:
@@ -308,13 +295,13 @@ def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Cal
     The new function checks its arguments against the type hints, as expressions are checked.
 
     Args:
-        make: Returns the parts of the method for its arguments.
+        make: The function; the first sentence of its docstring says what the method computes.
 
     Returns:
-        The function of the named method, with the same signature.
+        The new function, under the same name.
     """
     accepted = signature(make)
-    hints = cache(lambda: argument_types(make))  # resolved at the first call, when all modules are imported
+    hints = cache(lambda: get_type_hints(make))  # resolved at the first call, when all modules are imported
 
     @wraps(make)
     def method(*args: P.args, **kwargs: P.kwargs) -> NamedMethod:
@@ -354,7 +341,7 @@ class MaskedMethod(Method):
     Args:
         method: The method.
         parameters: N, or a share of the base model such as "0.05%".
-        pattern: "discrete", "uniform" or "adjacent".
+        pattern: "discrete" or "adjacent".
         along: "rows" or "columns".
         seed: The seed of the draw.
     """
@@ -368,7 +355,7 @@ class MaskedMethod(Method):
     def __post_init__(self) -> None:
         check_fields(self)
         for name, value, allowed in (
-            ("pattern", self.pattern, ("discrete", "uniform", "adjacent")),
+            ("pattern", self.pattern, ("discrete", "adjacent")),
             ("along", self.along, ("rows", "columns")),
         ):
             if value not in allowed:
