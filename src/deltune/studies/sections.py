@@ -93,10 +93,10 @@ def section_markdown(section: Section) -> str:
     lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(text) + "\n" for text in paragraphs)]
     for table in section.tables:
         lines += [to_markdown(table), ""]
-    for found in section.finding_tables:
-        lines += [f"### {found.title}", "", escape_markdown(found.intro), ""]
-        rows = [_markdown_row(row.cells) for row in found.rows]
-        lines += [_markdown_row(found.columns), "|" + "---|" * len(found.columns), *rows, ""]
+    for findings in section.finding_tables:
+        lines += [f"### {findings.title}", "", escape_markdown(findings.intro), ""]
+        rows = [_markdown_row(row.cells) for row in findings.rows]
+        lines += [_markdown_row(findings.columns), "|" + "---|" * len(findings.columns), *rows, ""]
     if section.choices:
         lines += [
             "### Where the paper disagrees with itself",
