@@ -67,7 +67,8 @@ def studies(
     for root in (data_root, model_root):
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
-    setup = StudySetup(scale, *(None if root is None else str(root) for root in (data_root, model_root)), runs=runs)
+    data, models = (None if root is None else str(root) for root in (data_root, model_root))
+    setup = StudySetup(scale, data, models, runs)
     names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
