@@ -99,7 +99,7 @@ def section_markdown(section: Section) -> str:
         lines += [_markdown_row(findings.columns), "|" + "---|" * len(findings.columns), *rows, ""]
     if section.choices:
         lines += [
-            "### Where the paper disagrees with itself",
+            "### What the paper leaves open, and what was chosen",
             "",
             *(f"- {escape_markdown(c)}" for c in section.choices),
             "",
