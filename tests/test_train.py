@@ -442,7 +442,7 @@ def small_disk() -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(("size", "left"), [(100, set()), (1300, {"spec.yaml"}), (6000, {"spec.yaml"}), (15000, None)])
+@pytest.mark.parametrize(("size", "left"), [(100, set()), (2500, {"spec.yaml"}), (6000, {"spec.yaml"}), (15000, None)])
 def test_no_space_left(
     size: int, left: set[str] | None, root: Path, whole: RunDir, tmp_path: Path, small_disk: Any
 ) -> None:

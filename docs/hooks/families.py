@@ -208,7 +208,8 @@ def attempt(model: PreTrainedModel, text: str) -> str:
             outputs = [tensor for tensor in floats(model(**batch(model))) if tensor.requires_grad]
             if outputs:
                 torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
-            unread = {t.name for t in tuned.anatomy.tensors if not t.read}  # `inspect` tells of them
+            # `inspect` tells of what is not read, and not every head reads the pooler
+            unread = {t.name for t in tuned.anatomy.tensors if not t.read or t.area == "pooler"}
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in unread]
             if unreached := [name for name, p in trained if p.grad is None]:
                 refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more get no gradient"
@@ -285,7 +286,7 @@ says why the script could not make a tiny model of a family, which says nothing 
 
 WORDS = {
     "whose inside is hidden": "its attentions do not call transformers' attention interface",
-    "is not the output of one linear": "its projections are cut otherwise than by columns",
+    "is not the output of one linear": "a projection is not one linear of its own",
     "has no site": "it has no such site",
     "the layers of this model cannot be seen": "its layers cannot be told apart",
     "reads no token ids first": "it reads no token ids",

@@ -52,7 +52,7 @@ HIDDEN = _rows(
 )  # fmt: skip
 """Class or family in which queries and values do not show, so that LoRA goes elsewhere -> what the refusal says."""
 
-ELSEWHERE = dict.fromkeys(("fnet", "mra", "rwkv", "xlnet", "zamba"), "ffn_up")
+ELSEWHERE = dict.fromkeys(("fnet", "mra", "prophetnet", "rwkv", "xlnet", "zamba"), "ffn_up")
 """Where LoRA goes in families of `HIDDEN` in which no output projection shows either."""
 
 LAYERLESS = _rows(
@@ -60,7 +60,7 @@ LAYERLESS = _rows(
         deepseek_v4 inkling2_text inkling_text pegasus_x qwen4_exp squeezebert zaya"""),
     ("has no site 'query'", "jetmoe"),
 )  # fmt: skip
-"""Class or family without a linear for LoRA, so that layernorm is the only delta -> what the refusal says."""
+"""Class or family with no linear for LoRA to go to, so that layernorm is the only delta -> what the refusal says."""
 
 NORMLESS = _rows(("has no norm.gain or norm.bias", "hrm_text nanochat neomme olmo"))
 """Families whose norms have no parameters, so that LoRA is the only delta -> what the refusal says."""

@@ -30,7 +30,7 @@ from transformers.models.auto import modeling_auto
 
 from ..compat import auto_class_mapping, parameters_of, submodules_of
 from ..errors import DeltuneError, describe_value, error_summary, excerpt
-from .inputs import READABLE, tower_name
+from .inputs import LENGTHS, READABLE, tower_name
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
@@ -264,6 +264,8 @@ class _Inspector:
         layers: dict[str, Layer] = {}
         counts = {"encoder": 0, "decoder": 0}
         for path, group in self._groups(subs, stacks):
+            if path in ("", self.base_path):
+                raise DeltuneError("its layers are in no list of modules")
             name = stacks[id(group[0])]
             if path in layers:
                 old = layers[path]
@@ -452,7 +454,8 @@ class _Inspector:
         around = (getattr(self.model.get_submodule(path), "config", None) for path in _around(node.path))
         types = next((t for config in around if (t := getattr(config, "type_vocab_size", None)) is not None), None)
         types = getattr(self.model.config, "type_vocab_size", None) if types is None else types
-        return node.module.weight.shape[0] != types
+        rows = node.module.weight.shape[0]
+        return rows != types and rows >= LENGTHS["input_ids"]
 
     def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
         """Return the path of the base model's child whose linear reads one position of the last layer's output."""
@@ -487,8 +490,8 @@ class _Inspector:
         if self.model.get_output_embeddings() is not None:
             return ()
         base_children = {self.base_path.split(".")[0], ""}
-        base_class: Any = auto_class_mapping(AutoModel)[type(self.model.config)]
-        if self.base is self.model and type(self.model) is not base_class:
+        base_class: Any = auto_class_mapping(AutoModel).get(type(self.model.config), None)
+        if self.base is self.model and base_class is not None and type(self.model) is not base_class:
             # T5ForQuestionAnswering has no base model inside: what AutoModel's class has too belongs to the base
             base_children |= {name for name, _ in meta_model(self.model.config).named_children()}
         elif self.base is self.model:

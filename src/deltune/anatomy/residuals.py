@@ -71,10 +71,13 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
                 sublayer = _experts(trace, add, number, expert_paths)
                 if sublayer is not None:
                     sublayers[id(sublayer.output)] = sublayer
-    keys = {id(s.projections["key"][0]) for s in sublayers.values() if s.kind == "self" and "key" in s.projections}
-    for sub in sublayers.values():
-        if "key" in sub.projections and id(sub.projections["key"][0]) in keys:
-            sub.kind = "self"  # the keys of an earlier layer once more
+    projected: set[int] = set()
+    for sub in sorted(sublayers.values(), key=lambda s: s.output.order):
+        reused = [role for role in ("key", "value") if id(sub.projections.get(role, (None,))[0]) in projected]
+        for role in reused:  # those of an earlier layer once more
+            del sub.projections[role]
+            sub.kind = "self"
+        projected |= {id(node) for node, _ in sub.projections.values()}
     blocks = tuple(f"{sub.block}." for sub in sublayers.values() if sub.block)
     outside = [sub for sub in sublayers.values() if sub.block or not sub.output.path.startswith(blocks)]
     return sorted(outside, key=lambda s: s.output.order)

@@ -281,7 +281,7 @@ def _attention_site(stem: str, layer: Layer, attention: Attention, modification:
         return SiteLocation(name, target, output.in_width, stem, group, x, x_width, attention=attention)
     linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
     if linear is None:
-        raise DeltuneError(f"the {site} of the attention {attention.path!r} is not the output of one linear")
+        raise DeltuneError(f"the {site} of the attention {attention.path!r} is not the output of one linear of its own")
     return _projection_site(name, linear, stem, group)
 
 

@@ -235,7 +235,8 @@ class PromptHook:
         if prompt_pass is None:
             return None
         if isinstance(output, tuple):
-            return tuple(_without_prompt(value, prompt_pass) for value in output)
+            values = [_without_prompt(value, prompt_pass) for value in output]
+            return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
         for name, value in output.items():
             output[name] = _without_prompt(value, prompt_pass)
         return output
