@@ -278,7 +278,8 @@ classes below it makes a tiny model with random weights, inspects it, and for ea
 attaches it, runs it forward and backward, and detaches it again. "Whole" means that every method works that the family
 has something for: `bitfit` where there are biases, `layernorm` where norms have parameters, `prompt` where token ids
 are read first. Of a model of several towers, what reads token ids is tried. After every attempt, refusals included, the
-model's weights and outputs were the same to the last bit.
+model's weights and outputs were the same to the last bit. Rows marked otherwise than whole, part, refused or not made
+are known faults that are not mended yet.
 
 A refusal is a `DeltuneError` that gives its reason; `deltune inspect` prints what cannot be seen of a model. "Not made"
 says why the script could not make a tiny model of a family, which says nothing about deltune.
