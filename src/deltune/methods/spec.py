@@ -13,15 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
-from typing import Any, Literal, ParamSpec, cast, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, ParamSpec, cast
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
-from .forms import Form, Vector
+from .forms import Form, Vector, refuse_sum
 from .other_names import hint_for_site
 from .parser import (
+    argument_types,
     check_fields,
     fits_type,
     parse_percentage,
@@ -60,7 +61,9 @@ ATTENTIONS = ("all", "self", "cross")
 TOWERS = ("main", "text", "vision", "audio", "projector", "all")
 X_CHOICES = ("input", "residual", "normed")
 
-LayersArg = str | tuple[int, ...]
+LayersArg = Annotated[
+    str | tuple[int, ...], "'all', 'lower half', 'upper half', 'first 2', 'last 2' or a list of indices"
+]
 P = ParamSpec("P")
 
 
@@ -69,11 +72,21 @@ class Method:
 
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
-            return NotImplemented
+            refuse_sum(self, other)
         return MethodSum((*self.terms, *other.terms))
 
     def __radd__(self, other: object) -> Method:
-        return self if other == 0 else NotImplemented  # sum() begins with 0
+        if not isinstance(other, int) or other != 0:  # sum() begins with 0
+            refuse_sum(other, self)
+        return self
+
+    def _refuse_arithmetic(self, other: object) -> NoReturn:
+        raise DeltuneError(
+            f"methods can only be added; how strongly {self!r} acts is an argument of it, such as lora(scale=2) or "
+            "Modification(…, compose=Scale(2))"
+        )
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse_arithmetic
 
     @property
     def terms(self) -> tuple[Method, ...]:
@@ -301,7 +314,7 @@ def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Cal
         The new function, under the same name.
     """
     accepted = signature(make)
-    hints = cache(lambda: get_type_hints(make))  # resolved at the first call, when all modules are imported
+    hints = cache(lambda: argument_types(make))  # resolved at the first call, when all modules are imported
 
     @wraps(make)
     def method(*args: P.args, **kwargs: P.kwargs) -> NamedMethod:
@@ -341,7 +354,7 @@ class MaskedMethod(Method):
     Args:
         method: The method.
         parameters: N, or a share of the base model such as "0.05%".
-        pattern: "discrete" or "adjacent".
+        pattern: "discrete", "uniform" or "adjacent".
         along: "rows" or "columns".
         seed: The seed of the draw.
     """
@@ -355,7 +368,7 @@ class MaskedMethod(Method):
     def __post_init__(self) -> None:
         check_fields(self)
         for name, value, allowed in (
-            ("pattern", self.pattern, ("discrete", "adjacent")),
+            ("pattern", self.pattern, ("discrete", "uniform", "adjacent")),
             ("along", self.along, ("rows", "columns")),
         ):
             if value not in allowed:

@@ -80,7 +80,7 @@ LN_TABLE5 = {
 """LN table 5: (model, method, column)."""
 
 GENERATED = (
-    "percent", "e2e_nlg.bleu", "e2e_nlg.nist", "e2e_nlg.meteor", "e2e_nlg.rougeL", "e2e_nlg.cider",
+    "percent", "e2e_nlg.bleu", "e2e_nlg.nist", "e2e_nlg.meteor", "e2e_nlg.rougeL_coco", "e2e_nlg.cider",
     "samsum.rouge1_pltrdy", "samsum.rouge2_pltrdy", "samsum.rougeL_pltrdy",
     "dart.bleu", "dart.meteor", "dart.ter", "dart.moverscore", "dart.bertscore", "dart.bleurt", "rank",
 )  # fmt: skip
