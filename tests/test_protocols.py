@@ -55,7 +55,8 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
     ("ap", "sst2", "full", {"lr": 5e-5}),
     ("uv_enro", "wmt16_en_ro", "mam", {
         "steps": 50_000, "batch_tokens": 16_384, "lr": 5e-5, "clip": 1.0, "warmup": 0.0, "max_length": 150,
-        "target_length": 150, "schedule": "polynomial", "beams": 5, "min_target_length": 1, "max_generated": 200, "metric": "loss", "template": "{source}"}),
+        "target_length": 150, "schedule": "polynomial", "beams": 5, "min_target_length": 1, "max_generated": 200,
+        "metric": "loss", "template": "{source}"}),
     ("uv_glue", "sst2", "mam", {"lr": 1e-4, "epochs": 10, "batch_size": 32, "warmup": 0.06, "weight_decay": 0.1,
                                 "clip": 1.0, "max_length": 512, "seeds": (0, 1, 2, 3, 4), "aggregate": "median"}),
     ("ap", "sst2", "lora(rank=8)", {"lr": 3e-4, "batch_size": 32, "warmup": 0.0, "max_length": 128}),
