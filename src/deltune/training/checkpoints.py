@@ -230,7 +230,22 @@ def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
             index, name = key.split(".", 1)
             states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
         optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
+        if not _is_alike(progress["scheduler"], scheduler.state_dict()):
+            raise ValueError("the state of the learning-rate scheduler is not as it was written")
         scheduler.load_state_dict(progress["scheduler"])
+
+
+def _is_alike(value: Any, other: Any) -> bool:
+    """Whether two values of JSON have the same keys and lengths, and numbers at the same places."""
+    if isinstance(other, dict):
+        return (
+            isinstance(value, dict) and set(value) == set(other) and all(_is_alike(value[k], other[k]) for k in other)
+        )
+    if isinstance(other, list | tuple):
+        alike = isinstance(value, list | tuple) and len(value) == len(other)
+        return alike and all(_is_alike(a, b) for a, b in zip(value, other, strict=True))
+    numbers = isinstance(value, int | float) and isinstance(other, int | float)
+    return type(value) is type(other) or (numbers and not isinstance(value, bool) and not isinstance(other, bool))
 
 
 def restore_random(checkpoint: Path) -> None:
