@@ -59,6 +59,7 @@ LAYERLESS = _rows(
     ("the layers of this model cannot be seen", """
         deepseek_v4 inkling2_text inkling_text pegasus_x qwen4_exp squeezebert zaya"""),
     ("has no site 'query'", "jetmoe"),
+    ("is not the output of one linear of its own", "gemma3n"),  # its last layers read the values of earlier ones
 )  # fmt: skip
 """Class or family with no linear for LoRA to go to, so that layernorm is the only delta -> what the refusal says."""
 
@@ -74,6 +75,11 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("", "later tokens|greedy in two turns", "no (attribute ')?past_key_values"),
     ("", "greedy from embeddings", "doesn't have its forwarding implemented"),
     ("", "inputs_embeds", "must be Tensor, not NoneType|missing 1 required positional argument: 'input_ids'"),
+    ("", "assisted.*", "not supported with stateful models|requires a cache"),
+    ("", ".*chunks", "Cannot use prefill chunking without a cache"),
+    ("rwkv", "beam.*", "cannot use beam search with a cache"),
+    ("mamba falcon_mamba rwkv xlnet", ".*two turns|.*chunks|.*cache given|assisted.*|.*every output|quantised cache",
+     "are not used by the model|not iterable|must be integers or slices|no attribute"),  # their own states
     ("canine", "inputs_embeds|.*training|.*checkpointing|resized", "`get_input_embeddings` not auto.handled"),
     ("cpmant", "inputs_embeds|.* embeddings", "NoneType' object has no attribute|are not used by the model"),
     ("cpmant", "later tokens|.*guided|.*chunks|.*static cache.*", "must match the size of|out of bounds"),  # a prompt
