@@ -1,4 +1,4 @@
-"""What a model reads: the shapes of the inputs that one traced forward pass is given.
+"""Inputs of the one forward pass that is traced, by what the model reads: text, images or sounds.
 
 A model of transformers names its main input. Token ids need no more than a length; the sizes of images and sounds stand
 in the configuration, and where it leaves the order of their axes open, each order is tried.
@@ -80,9 +80,8 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
     if "grid_thw" in accepted and main != "input_ids":
         common["grid_thw"] = partial(torch.tensor, [GRID])
     candidates = [common] if main == "input_ids" else []
-    for name in (
-        READABLE[1:-1] if main != "hidden_states" else (main,)
-    ):  # a model of text and images may do without the images, or not
+    # A model of text and images may do without the images, or not.
+    for name in ("hidden_states",) if main == "hidden_states" else READABLE[1:-1]:
         if name in accepted:
             config = getattr(model, "config", None)
             candidates += [{**common, name: partial(torch.zeros, *shape)} for shape in _SHAPES[name](config)]

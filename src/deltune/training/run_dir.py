@@ -192,6 +192,8 @@ class RunMetrics(Record):
     def as_json(self) -> dict[str, Any]:
         """Return the values as metrics.json has them, in its order."""
         values = self.model_dump(exclude_unset=True) | {"best": self.best.as_json()}
+        if self.rate_search is None:
+            values.pop("rate_search", None)
         if self.runs:
             values["best"] = values.pop("best")
             values["runs"] = [

@@ -106,11 +106,10 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
         truncated_targets=kept.truncated_targets,
         signatures=kept.signatures,
         omitted=kept.omitted,
+        rate_search=kept.rate_search,
         best=Best(**{"run": best.run, **best.tried, **kept.best.as_json()}),
         runs=[trial.line() for trial in trials],
     )
-    if kept.rate_search is not None:  # metrics.json names it only where a rate was searched
-        metrics = metrics.model_copy(update={"rate_search": kept.rate_search})
     run.finish(metrics)
     return metrics
 

@@ -20,7 +20,7 @@ from ..filesystem import explain_write_errors
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
-from ..runtime.linear_backend import optimize_linear
+from ..runtime.linear_backend import OptimizedLinear, optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
@@ -154,11 +154,9 @@ def _train(
         state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
     arguments = _training_arguments(state, device)
     checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
-    backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
-    keep_casts = device.type == "cpu" and state.precision == "bf16"
     with (
         ProgressDisplay(progress and distributed.is_main()) as bar,
-        optimize_linear(state.model, backend, keep_casts) as products,
+        _linear_optimized(state, device) as products,
         _frozen_layers_cached(state, arguments.device, bar),
     ):
         if not resume:  # only now can nothing be refused any more
@@ -200,11 +198,10 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
             trial = RunDir(folder)
             attempt = distributed.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
             arguments = _training_arguments(attempt, device, validates=False)
-            backend = config.runtime.linear_backend if device.type == "cpu" else "torch"
             try:
                 with (
                     ProgressDisplay(False) as bar,
-                    optimize_linear(attempt.model, backend, device.type == "cpu" and attempt.precision == "bf16"),
+                    _linear_optimized(attempt, device),
                     _frozen_layers_cached(attempt, arguments.device, bar),
                 ):
                     _fit(attempt, arguments, bar, None)
@@ -216,6 +213,13 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
             return loss
 
     return search_rate(config, plan, state.data.fingerprint, run, loss_of)
+
+
+def _linear_optimized(state: RunState, device: torch.device) -> OptimizedLinear:
+    """Compute the model's linear layers as the config says, which concerns a CPU alone."""
+    on_cpu = device.type == "cpu"
+    backend = state.config.runtime.linear_backend if on_cpu else "torch"
+    return optimize_linear(state.model, backend, keep_casts=on_cpu and state.precision == "bf16")
 
 
 def _detach(state: RunState) -> None:
@@ -445,10 +449,9 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         truncated_targets=state.truncated["truncated_targets"],
         signatures=last["signatures"],
         omitted=last["omitted"],
+        rate_search=state.run.rate_search,
         intervals={split: answered[split].get("intervals", {}) for split in splits},
     )
-    if state.run.rate_search is not None:  # metrics.json names it only where a rate was searched
-        metrics = metrics.model_copy(update={"rate_search": state.run.rate_search})
     state.tuned.detach()
     state.run.finish(metrics)
     return metrics
