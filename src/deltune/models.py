@@ -263,6 +263,8 @@ def load_model(
         raise DeltuneError(f"{name!r} ({config.model_type}) cannot be loaded as {head}. It can be loaded as: {heads}.")
     if labels is not None:  # num_labels follows from id2label
         config.id2label, config.label2id = dict(enumerate(labels)), {label: i for i, label in enumerate(labels)}
+        if head == "classification":  # else the first loss would write it, and a delta saved before one would differ
+            config.problem_type = "regression" if len(labels) == 1 else "single_label_classification"
     options = {"trust_remote_code": trust_remote_code, "local_files_only": source.cached, "use_safetensors": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # _check_loaded judges what does not fit
     try:

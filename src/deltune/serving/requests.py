@@ -1,0 +1,172 @@
+"""What a server is asked and what it answers: requests, sampling, answers, and the facts about deltas and load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Task = Literal["generate", "classify", "tag", "embed"]
+"""generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the delta's head; embed: the
+mean of the last hidden states."""
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        max_tokens: The most tokens to generate.
+        temperature: 0 takes the most likely token.
+        top_p: Only tokens within this probability mass are drawn from.
+        top_k: Only so many tokens are drawn from; 0 for all.
+        stop: Texts at which generation ends; they are not part of the answer.
+        seed: Seed of this request's own random numbers, or None.
+        logprobs: How many of the most likely tokens are reported at each step; None for none.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One input for one delta.
+
+    Attributes:
+        task: What is to be computed.
+        text: The input, or None if `tokens` are given.
+        tokens: Token ids of the input, or None if `text` is given.
+        second_text: The second text of a pair, for classifiers of pairs.
+        delta: The name of the delta, or None for the base model.
+        tenant: Whose request it is: tenants share the machine fairly.
+        sampling: How tokens are chosen, for `generate`.
+        timeout: Seconds after which the request is given up, counted from its submission; None for no limit.
+    """
+
+    task: Task
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    second_text: str | None = None
+    delta: str | None = None
+    tenant: str = "default"
+    sampling: Sampling = field(default_factory=Sampling)
+    timeout: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """A generated token.
+
+    Attributes:
+        token: Its id.
+        text: The text that it adds to the answer; "" while a character is not whole.
+        logprob: The logarithm of its probability, if asked for.
+        top_logprobs: The most likely tokens (their texts) with theirs, if asked for.
+    """
+
+    token: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one request.
+
+    Attributes:
+        delta: The name of the delta that answered, or None for the base model.
+        version: Which version of it, as in `DeltaInfo.version`; "" for the base model.
+        prompt_tokens: How many tokens were read.
+        cached_tokens: How many of these came from the cache of prompt beginnings.
+        text: The generated text.
+        tokens: The generated tokens.
+        finish_reason: Why generation ended.
+        label: The name of the most likely label, of `classify`.
+        scores: Label name -> probability, of `classify`.
+        tags: (word, label name) for each word, of `tag`.
+        embedding: The vector of `embed`.
+        queued: Seconds spent waiting.
+        computed: Seconds from the first batch to the answer.
+    """
+
+    delta: str | None
+    version: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    text: str = ""
+    tokens: tuple[TokenChoice, ...] = ()
+    finish_reason: FinishReason | None = None
+    label: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    tags: tuple[tuple[str, str], ...] = ()
+    embedding: tuple[float, ...] = ()
+    queued: float = 0.0
+    computed: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeltaInfo:
+    """A delta that the server can answer with.
+
+    Attributes:
+        name: Its name.
+        folder: Where it is stored.
+        method: Its expression.
+        parameters: How many parameters it has.
+        tasks: What it can be asked.
+        labels: The names of its labels, if it has a head.
+        version: A digest of its files.
+        loaded: Whether it is in memory.
+        bytes: Its size in memory.
+        loaded_at: When it was loaded (seconds since the epoch), or None.
+        error: Why the newest files in its folder were refused, or "".
+    """
+
+    name: str
+    folder: str
+    method: str
+    parameters: int
+    tasks: tuple[Task, ...]
+    labels: tuple[str, ...] = ()
+    version: str = ""
+    loaded: bool = False
+    bytes: int = 0
+    loaded_at: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How busy an engine is.
+
+    Attributes:
+        queued: Requests that wait, by tenant.
+        running: Requests in the batch, by delta ("" for the base model).
+        finished: Requests answered since the start, by delta.
+        failed: Requests that ended in an error since the start, by delta.
+        prompt_tokens: Tokens read since the start.
+        generated_tokens: Tokens generated since the start.
+        cached_tokens: Tokens of prompts that came from the cache since the start.
+        loads: Deltas read from disk since the start.
+        evictions: Deltas dropped from memory since the start.
+        load_seconds: The time spent reading deltas since the start.
+    """
+
+    queued: dict[str, int] = field(default_factory=dict)
+    running: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    loads: int = 0
+    evictions: int = 0
+    load_seconds: float = 0.0
