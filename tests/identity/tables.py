@@ -59,7 +59,7 @@ LAYERLESS = _rows(
     ("the layers of this model cannot be seen", """
         deepseek_v4 inkling2_text inkling_text pegasus_x qwen4_exp squeezebert zaya"""),
     ("has no site 'query'", "jetmoe"),
-    ("is not the output of one linear of its own", "gemma3n"),  # its last layers read the values of earlier ones
+    ("is not the output of one linear of its own", "gemma3n_text"),  # its last layers read the values of earlier ones
 )  # fmt: skip
 """Class or family with no linear for LoRA to go to, so that layernorm is the only delta -> what the refusal says."""
 
@@ -95,6 +95,9 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("openai-gpt", "assisted.*|.*chunks|.*guided", "no attribute 'past_key_values'|Expected size for first two"),
     ("prophetnet", "later tokens|greedy.*|sample.*|beam.*|assisted.*|.*cache.*",  # a cache of n-grams, and no padding
      "position_ids. are incorrect|mask should have size|decoder_input_ids. of length 1|expand.torch.FloatTensor"),
+    ("led", ".*chunks", "Attention mask should be of size"),
+    ("xlnet", ".*two turns", "Passing a tuple of `past_key_values`"),  # its memories
+    ("xlnet", "greedy in bfloat16", "to have the same dtype"),
     ("t5 mt5 umt5", "flex_attention", "index 1 is out of bounds for dimension 0"),  # its bias has one row
 )  # fmt: skip
 """Classes or families (all, where empty), behaviours (a regular expression of their names), and what a bare model says
