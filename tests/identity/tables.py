@@ -98,6 +98,20 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("led", ".*chunks", "Attention mask should be of size"),
     ("xlnet", ".*two turns", "Passing a tuple of `past_key_values`"),  # its memories
     ("xlnet", "greedy in bfloat16", "to have the same dtype"),
+    ("prophetnet", ".*static cache.*", "must match the size of"),
+    ("recurrent_gemma", ".*chunks", "no attribute 'past_key_values'"),  # its own states
+    ("reformer", ".*training", "multiply to sequence length"),  # its positions are a grid of one size in training
+    ("reformer", ".*cache given|quantised cache|.*two turns", "no attribute '(get_start_idx|is_compileable)'"),  # its own
+    ("reformer", ".*guided", "must match the existing size"),
+    ("t5gemma2", ".*two turns|.*chunks", "must match the size of"),
+    ("t5gemma2", ".*static cache.*", "full_attention"),
+    ("xlm", ".*cache given|quantised cache|.*two turns", "are not used by the model"),  # no cache
+    ("xlm", "assisted.*|.*chunks|.*guided", "no attribute 'past_key_values'|AssertionError"),
+    ("deepseek_v4", "inputs_embeds|.* embeddings", "'NoneType' object has no attribute 'reshape'"),  # it hashes its ids
+    ("deepseek_v4", ".*static cache.*", "heavily_compressed_attention"),
+    ("fnet", "bfloat16|float16", "Unsupported dtype"),  # its Fourier transform
+    ("fsmt", ".* embeddings|later tokens", "missing 1 required positional argument: 'input_ids'"),
+    ("fsmt", ".*two turns|.*chunks", "AssertionError"),
     ("t5 mt5 umt5", "flex_attention", "index 1 is out of bounds for dimension 0"),  # its bias has one row
 )  # fmt: skip
 """Classes or families (all, where empty), behaviours (a regular expression of their names), and what a bare model says
