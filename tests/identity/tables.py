@@ -101,7 +101,7 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("prophetnet", ".*static cache.*", "must match the size of"),
     ("recurrent_gemma", ".*chunks", "no attribute 'past_key_values'"),  # its own states
     ("reformer", ".*training", "multiply to sequence length"),  # its positions are a grid of one size in training
-    ("reformer", ".*cache given|quantised cache|.*two turns", "no attribute '(get_start_idx|is_compileable)'"),  # its own
+    ("reformer", ".*cache given|quantised cache|.*two turns", "no attribute '(get_start_idx|is_compileable)'"),
     ("reformer", ".*guided", "must match the existing size"),
     ("t5gemma2", ".*two turns|.*chunks", "must match the size of"),
     ("t5gemma2", ".*static cache.*", "full_attention"),
