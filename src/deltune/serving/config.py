@@ -269,9 +269,4 @@ def _contradictions(config: ServeConfig) -> list[str]:
         problems.append("http.manage is for a server without keys; a key says itself what it may do")
     if config.ray.max_replicas is not None and config.ray.max_replicas < config.ray.replicas:
         problems.append(f"ray.max_replicas: {config.ray.max_replicas} is less than ray.replicas, {config.ray.replicas}")
-    if config.limits.default_max_tokens > config.limits.max_tokens:
-        problems.append(
-            f"limits.default_max_tokens: {config.limits.default_max_tokens} is more than limits.max_tokens, "
-            f"{config.limits.max_tokens}"
-        )
     return problems

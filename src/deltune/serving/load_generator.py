@@ -28,9 +28,10 @@ from ..pages.rendering import render as render_page
 TASKS = ("completions", "chat", "classify", "embeddings")
 SHARES = (0.5, 0.9, 0.95, 0.99)
 WORDS = (
-    "the a my old small very and is was near here table apple pear plum hammer saw drill otter badger heron late early "
-    "order parcel refund login screen water river winter music teacher window garden morning letter answer question"
-).split()
+    "the", "a", "my", "old", "small", "very", "and", "is", "was", "near", "here", "table", "apple", "pear", "hammer",
+    "saw", "otter", "heron", "late", "early", "order", "parcel", "refund", "login", "screen", "water", "river",
+    "winter", "music", "teacher", "window", "garden", "morning", "letter", "answer", "question",
+)  # fmt: skip
 MAX_PROMPTS = 100_000
 MAX_REQUESTS = 1_000_000
 MAX_LISTED = 50

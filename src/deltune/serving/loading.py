@@ -25,9 +25,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
     Raises:
         DeltuneError: The model or the folder of deltas is wrong.
     """
-    folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas")
-    if folder is not None and not folder.is_dir():
-        raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")
+    folder = deltas_folder(config)
     import torch
 
     from .. import models
@@ -61,6 +59,21 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         **{name: value for name, value in given.items() if value is not None},
     )
     return server, tokenizer
+
+
+def deltas_folder(config: ServeConfig) -> Path | None:
+    """Return the folder of deltas, or None if there is none.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        DeltuneError: The folder that is named does not exist.
+    """
+    folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas")
+    if folder is not None and not folder.is_dir():
+        raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")
+    return folder
 
 
 def auto_head(model_config: Any) -> str:

@@ -131,6 +131,11 @@ def generation_requests(
     ]
 
 
+def default_max_tokens(service: Service) -> int:
+    """Return how many tokens an answer has at most where the request does not say."""
+    return min(service.config.limits.default_max_tokens, service.config.limits.max_tokens)
+
+
 def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
     """Keep inputs or answers for the log, if it is to have them."""
     if service.config.log.log_contents:

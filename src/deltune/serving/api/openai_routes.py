@@ -17,6 +17,7 @@ from .answers import (
     begin,
     chat_tokens,
     count,
+    default_max_tokens,
     engine_request,
     generation_requests,
     log_contents,
@@ -78,7 +79,7 @@ async def chat(http: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
     tokens = await asyncio.to_thread(chat_tokens, service, [message.plain() for message in body.messages])
-    most = body.max_completion_tokens or body.max_tokens or service.config.limits.default_max_tokens
+    most = body.max_completion_tokens or body.max_tokens or default_max_tokens(service)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = generation_requests(service, body, tenant, delta, [tokens], most, logprobs)
     return await respond(http, service, tenant, facts, body, requests, ChatPieces(body.model, bool(body.logprobs)))

@@ -234,9 +234,9 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     """Return the error for a body that pydantic refused, with a line for each field that is wrong."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     problems = []
-    for field in dict.fromkeys(one["loc"][0] if one["loc"] else None for one in details):
-        own = [one for one in details if (one["loc"][0] if one["loc"] else None) == field]
-        name = excerpt(field)[1:-1] if isinstance(field, str) else None
+    for top in dict.fromkeys(one["loc"][0] if one["loc"] else None for one in details):
+        own = [one for one in details if (one["loc"][0] if one["loc"] else None) == top]
+        name = excerpt(top)[1:-1] if isinstance(top, str) else None
         if own[0]["type"] == "extra_forbidden":
             problems.append(unknown_name("option", name, kind.model_fields))
         elif name is None:

@@ -16,6 +16,7 @@ from .answers import (
     as_inputs,
     begin,
     count,
+    default_max_tokens,
     engine_request,
     generation_requests,
     log_contents,
@@ -89,7 +90,7 @@ async def generate(http: Request) -> Response:
     body = await read_body(http, GenerateBody)
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
-    most = body.max_tokens or service.config.limits.default_max_tokens
+    most = body.max_tokens or default_max_tokens(service)
     requests = generation_requests(service, body, tenant, delta, inputs, most)
     return await respond(http, service, tenant, facts, body, requests, Pieces(body.model))
 
