@@ -93,6 +93,9 @@ class Served:
     def get(self, path: str, **more: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, trust_env=False, **more)
 
+    def delete(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.delete(self.url + path, timeout=60, trust_env=False, **more)
+
 
 @contextmanager
 def served(**values: Any) -> Iterator[Served]:

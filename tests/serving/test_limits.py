@@ -159,6 +159,7 @@ def test_a_line_of_json_for_each_request(
         running.post("/classify", {"model": "mood", "input": ["the badger"]})
         running.post("/v1/completions", {"model": "the chisel", "prompt": "the wrench"})
         running.get("/health")
+    # The server has ended, so that every line has been written.
     lines = [JsonFormatter().format(record) for record in caplog.records if record.getMessage() == "request"]
     assert len(lines) == 3, "probes have no line"
     first, _, missing = map(json.loads, lines)
@@ -181,5 +182,5 @@ def test_an_error_of_ours_is_an_answer_without_details(
             patch.setattr(type(running.engine), "deltas", lambda self: 1 / 0)
             answer = running.get("/v1/deltas")
         assert answer.status_code == 500 and "division" not in answer.text
-        assert any("ZeroDivisionError" in str(record.exc_info) for record in caplog.records)
+        wait_until(lambda: any("ZeroDivisionError" in str(record.exc_info) for record in caplog.records), 10)
         assert running.get("/v1/deltas").status_code == 200
