@@ -1,4 +1,4 @@
-"""Requests of every kind of wrongness: each is refused with a reason, none is an error of ours, no neighbour notices."""
+"""Wrong requests: each is refused with a reason, none is an error of ours, and no neighbour notices."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ NASTY = (
     "<script>", "base ", "BASE", "mood/", "mood\n", "🙂" * 20, "[PAD]", "[UNK] [SEP]",
 )  # fmt: skip
 
+LETTERS = "the old {}[]\"\\/\0\n\r\t\u00e9\u0301\u202e\uffff\ud800\udfff\U0001f642"
+# Of few letters: hypothesis looks at all of Unicode otherwise, which takes as long as many requests.
+texts = st.text(alphabet=LETTERS, max_size=20)
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-3, 3), st.floats(), st.text(max_size=20), st.sampled_from(NASTY),
+    st.none(), st.booleans(), st.integers(), st.integers(-3, 3), st.floats(), texts, st.sampled_from(NASTY),
     st.sampled_from(("mood", "base", "intent", "none")), st.sampled_from((10**30, -(2**63), 2**31, 1e308, -0.0)),
 )  # fmt: skip
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
-bodies = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), values, max_size=7)
+bodies = st.dictionaries(st.sampled_from(FIELDS) | texts, values, max_size=7)
 PROBE = {"prompt": "the old hammer was near a small otter", "max_tokens": 3, "temperature": 0, "logprobs": 1}
 
 
@@ -64,11 +67,13 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes, dict[str, str]]:
     headers = {
         "content-type": draw(st.sampled_from(("application/json",) * 9 + ("text/plain", "", "é".encode("latin-1"))))
     }
-    kind = draw(st.integers(0, 4))
+    kind = draw(st.integers(0, 5))
     if kind == 0:
         body = draw(st.binary(max_size=200))
     elif kind == 1:
         body = json.dumps(draw(bodies)).encode()
+    elif kind == 2:
+        body = json.dumps(valid(path)).encode()
     else:
         changed = {**valid(path), **draw(st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=2))}
         body = json.dumps(changed).encode()
@@ -102,6 +107,7 @@ def neighbours(server: Served) -> Iterator[None]:
                     if ask(name) != pytest.approx(value, abs=1e-4):
                         problems.append(name)
                     answered[name] += 1
+                    stop.wait(0.05)
         except (AssertionError, httpx.HTTPError) as error:
             problems.append(repr(error))
 
@@ -134,7 +140,7 @@ def test_wrong_requests(server: Served) -> None:
     with neighbours(server), httpx.Client(timeout=60, trust_env=False) as client:
 
         @settings(
-            max_examples=300, deadline=None, database=None,
+            max_examples=150, deadline=None, database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )  # fmt: skip
         @given(requests())
@@ -142,7 +148,7 @@ def test_wrong_requests(server: Served) -> None:
             statuses[check(server, client, request)] += 1
 
         run()
-    assert statuses[400] > 50 and statuses[200] + statuses[201] > 5, statuses
+    assert statuses[400] > 25 and statuses[200] + statuses[201] > 5, statuses
 
 
 @pytest.mark.slow

@@ -112,9 +112,10 @@ ASKS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/v1/models", None), ("GET", "/v1/models/mood", None), ("GET", "/v1/deltas", None), ("GET", "/stats", None),
     ("GET", "/metrics", None), ("POST", "/v1/completions", {"model": "mood", "prompt": "the"}),
     ("POST", "/v1/chat/completions", {"model": "mood", "messages": [{"role": "user", "content": "the"}]}),
-    ("POST", "/v1/embeddings", {"model": "mood", "input": "the"}), ("POST", "/classify", {"model": "mood", "input": "a"}),
-    ("POST", "/tag", {"model": "mood", "input": "the"}), ("POST", "/generate", {"model": "mood", "input": "the"}),
-    ("POST", "/v1/load_lora_adapter", {"lora_name": "mood", "lora_path": "mood"}), ("POST", "/v1/deltas", {"name": "mood"}),
+    ("POST", "/v1/embeddings", {"model": "mood", "input": "the"}),
+    ("POST", "/classify", {"model": "mood", "input": "a"}), ("POST", "/tag", {"model": "mood", "input": "the"}),
+    ("POST", "/generate", {"model": "mood", "input": "the"}), ("POST", "/v1/deltas", {"name": "mood"}),
+    ("POST", "/v1/load_lora_adapter", {"lora_name": "mood", "lora_path": "mood"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "mood"}), ("POST", "/v1/deltas/refresh", None),
     ("DELETE", "/v1/deltas/mood", None), ("GET", "/v1/deltas/mood", None),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
@@ -57,10 +58,8 @@ def test_kill_and_restart(decoder: tuple[Path, Path]) -> None:
 
 
 def _ignore(work: Any) -> None:
-    try:
+    with contextlib.suppress(httpx.HTTPError):
         work()
-    except httpx.HTTPError:
-        pass
 
 
 def test_sigterm_drains(decoder: tuple[Path, Path]) -> None:
@@ -119,8 +118,8 @@ def test_logs_are_json_without_contents(decoder: tuple[Path, Path], tmp_path: Pa
 
 
 def run(*arguments: object) -> None:
-    command = typer.main.get_command(app)
-    command(["serve", *map(str, arguments)], standalone_mode=False)
+    with contextlib.suppress(SystemExit):  # of the inner command, which has printed what it was to print
+        typer.main.get_command(app)(["serve", *map(str, arguments)], standalone_mode=False)
 
 
 def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +137,9 @@ def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[s
             continue
         annotation = str(SECTIONS[section].model_fields[field].annotation)
         is_flag = "bool" in annotation
-        value = samples.get(name, (not SECTIONS[section].model_fields[field].default) if is_flag else 77 if "int" in annotation else 7.5 if "float" in annotation else "text")  # fmt: skip
+        default = SECTIONS[section].model_fields[field].default
+        kinds = {"bool": not default, "int": 77, "float": 7.5}
+        value = samples.get(name, next((one for kind, one in kinds.items() if kind in annotation), "text"))
         given[name] = value
         option = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
         assert f"--{name.replace('_', '-')}" in options
