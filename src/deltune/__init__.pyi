@@ -106,5 +106,6 @@ from .runtime.attention import prefix_report as prefix_report
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear_backend import optimize_linear as optimize_linear
 from .runtime.trainer_callback import SaveDeltaCallback as SaveDeltaCallback
+from .serving.engine import Server as Server
 
 __version__: str

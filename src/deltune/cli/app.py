@@ -13,6 +13,7 @@ from .._version import __version__
 from ..errors import DeltuneError, unknown_name
 from ..methods.other_names import hint_for_name
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
+from .serve import bench_serve, serve, serve_key
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
 
@@ -127,6 +128,9 @@ def fit(
 
 
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(train)
+app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(serve)
+app.command("serve-key")(serve_key)
+app.command("bench-serve")(bench_serve)
 app.add_typer(study, name="study")
 
 

@@ -335,21 +335,65 @@ def load(
     assert isinstance(model, PreTrainedModel)
     where = user_path(folder, "folder")
     with _default_modes():
-        if is_foreign(where) and not has_file(where, serialization.FACTS):
-            return _load_foreign(model, where, name, allow_nonfinite, use)
-        saved = serialization.open_delta(where)
+        saved = None if _is_foreign_delta(where) else serialization.open_delta(where)
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         handle = handle or Tuned(model)
-        delta, labels = _read_delta(handle, saved, allow_nonfinite)
-        handle._add_delta(name, delta, labels or handle._base_labels, use)
+        if saved is None:
+            delta, labels = _read_foreign_delta(handle, where, allow_nonfinite)
+        else:
+            delta, own_labels = _read_delta(handle, saved, allow_nonfinite)
+            labels = own_labels or handle._base_labels
+        handle._add_delta(name, delta, labels, use)
     return handle
+
+
+def read_delta(handle: Tuned, folder: Path, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+    """Read a saved delta for a model without attaching it; other threads may use the model meanwhile.
+
+    Args:
+        handle: The handle of the model.
+        folder: As for `load`.
+        allow_nonfinite: As for `load`.
+
+    Returns:
+        The delta, for `add_delta`, and its labels.
+
+    Raises:
+        DeltuneError: As `load`.
+    """
+    with _default_modes():
+        if _is_foreign_delta(folder):
+            return _read_foreign_delta(handle, folder, allow_nonfinite)
+        delta, labels = _read_delta(handle, serialization.open_delta(folder), allow_nonfinite)
+        return delta, labels or handle._base_labels
+
+
+def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> None:
+    """Attach a delta that `read_delta` has read, and leave in use what is in use.
+
+    Args:
+        handle: The handle of the model.
+        name: What the delta is called on this model.
+        delta: The delta.
+        labels: Its labels.
+
+    Raises:
+        DeltuneError: The name is taken or cannot be one, or the model's forward pass does not reach all of the delta.
+    """
+    check_name(name, handle.names)
+    with _default_modes():
+        handle._add_delta(name, delta, labels, use=False)
+
+
+def _is_foreign_delta(where: Path) -> bool:
+    return is_foreign(where) and not has_file(where, serialization.FACTS)
 
 
 def _load_base_of(where: Path) -> PreTrainedModel:
     """Load the base model that a folder names, with the head that its delta was tuned with."""
     labels: list[str] | None
-    if is_foreign(where) and not has_file(where, serialization.FACTS):
+    if _is_foreign_delta(where):
         head, base, count = foreign_base(where)
         labels = None if count is None else [f"LABEL_{i}" for i in range(count)]
     else:
@@ -372,7 +416,8 @@ def _read_delta(
 ) -> tuple[Delta, HeadLabels | None]:
     """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle._base_value))
+    base = handle._base_metadata or serialization.base_metadata(handle.model, anatomy, handle._base_value)
+    serialization.check_base(saved, base)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:
@@ -435,11 +480,9 @@ def _fill(
             check_finite(filled, where)
 
 
-def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinite: bool, use: bool) -> Tuned:
-    """Attach the adapter of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
-    handle = find_tuned(model)
-    check_name(name, handle.names if handle else ())
-    handle = handle or Tuned(model)
+def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tuple[Delta, HeadLabels]:
+    """Make a delta of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
+    model = handle.model
     adapter = read_foreign(handle, where)
     planned = resolve(handle.anatomy, adapter.method, lambda: base_size(model)[1])
     head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
@@ -462,8 +505,7 @@ def _load_foreign(model: PreTrainedModel, where: Path, name: str, allow_nonfinit
         Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
     )
     _fill(handle, delta, numbers, where, allow_nonfinite)
-    handle._add_delta(name, delta, labels, use)
-    return handle
+    return delta, labels
 
 
 @explain_arguments

@@ -125,10 +125,13 @@ class Scope:
         owner: The pass manager of the model.
         value: What `with ... as` gives.
         make_assignment: Returns the assignment inside the block; what it raises is raised before anything changes.
+        trains: Whether the deltas in use are made trainable inside the block.
     """
 
-    def __init__(self, owner: Scopes, value: Any, make_assignment: Callable[[], RowAssignment]) -> None:
-        self.owner, self.value, self.make_assignment = owner, value, make_assignment
+    def __init__(
+        self, owner: Scopes, value: Any, make_assignment: Callable[[], RowAssignment], trains: bool = True
+    ) -> None:
+        self.owner, self.value, self.make_assignment, self.trains = owner, value, make_assignment, trains
         self.assignment: RowAssignment | None = None
         self.carried: CarriedScope | None = None
         self.in_event_loop = False

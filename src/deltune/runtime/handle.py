@@ -91,6 +91,7 @@ class Tuned(nn.Module):
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
+        self._stays = False
         self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
     def __dir__(self) -> list[str]:
@@ -403,7 +404,7 @@ class Tuned(nn.Module):
                 del self.deltas[name]
         for users in (*self._users_of_hooks.values(), *self._users_of_parameters.values()):
             users.difference_update(names)
-        if len(self.deltas):
+        if len(self.deltas) or self._stays:
             self._update_hooks()
             return model
         for hook in self._installed_hooks.values():
@@ -634,6 +635,37 @@ def base_value(tuned: Tuned, name: str) -> nn.Parameter:
         The parameter, which training does not change.
     """
     return tuned._base_value(name)
+
+
+def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
+    """Do as `Tuned.rows` does, for passes without gradients: nothing is made trainable, which takes less time.
+
+    Where all names are the same, the delta's tensors are put into the model for the block, which also serves deltas
+    that `rows` refuses because they train what all rows share.
+
+    Args:
+        tuned: The handle of the model.
+        names: For each row of the batch the name of its delta, or None for the base model.
+
+    Returns:
+        A context manager, which gives the handle.
+
+    Raises:
+        DeltuneError: As `Tuned.rows`, when the block is entered.
+    """
+    if len(set(names)) == 1:
+        return Scope(tuned._passes, tuned, lambda: tuned._assign_all_rows(names[0]), trains=False)
+    return Scope(tuned._passes, tuned, lambda: tuned._assign_each_row(names), trains=False)
+
+
+def keep_attached(tuned: Tuned, stays: bool) -> None:
+    """Choose whether a handle stays that of its model when its last delta is detached, as a server's does.
+
+    Args:
+        tuned: The handle of the model.
+        stays: Whether it stays. After False, `detach()` removes it as usual.
+    """
+    tuned._stays = stays
 
 
 def remember_base_metadata(tuned: Tuned) -> None:

@@ -1,0 +1,416 @@
+"""A model that many deltas share: attaching and detaching their versions, and passes in which each row has its own.
+
+Deltas for several heads (a classifier, a tagger, embeddings) need models of several classes. Each `Backbone` has a model
+of its own class, but all of them hold the same parameters, so the weights are in memory once.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..anatomy.skeleton import base_modules, base_parameters
+from ..compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
+from ..errors import DeltuneError, error_summary
+from ..methods.forms import Prompt
+from ..models import AUTO_CLASSES
+from ..runtime.attaching import add_delta, find_tuned, read_delta
+from ..runtime.attention import PREFIX
+from ..runtime.handle import Tuned, base_value, inference_rows, keep_attached
+from ..runtime.linear_backend import optimize_linear
+from ..runtime.modules import Delta, HeadLabels
+from ..runtime.prompts import unused_position_rows
+from ..runtime.row_assignment import parameter_names
+from .registry import HEAD_TASKS, FolderFacts, head_of_model_class, locate_delta, read_facts
+from .requests import Task
+
+T = TypeVar("T")
+
+ALL_LENGTHS = 1 << 30
+"""The number of positions of a model that has no table of them."""
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class LoadedDelta:
+    """One version of a delta in memory, or the base model. Requests pin it as long as they need it.
+
+    Attributes:
+        name: The name that clients use; None for the base model.
+        version: A digest of its files.
+        backbone: The model that it is attached to.
+        internal: Its name there; None for the base model.
+        method: Its expression.
+        parameters: How many numbers it has.
+        labels: The names of its labels, in the order of their ids.
+        problem_type: What the outputs of its head mean, as in a configuration of transformers.
+        tasks: What it can be asked.
+        group: Rows of deltas with the same group may share a batch.
+        prompt_length: How many rows it puts before the text.
+        prompt_shift: How many positions these rows take.
+        shifts: By how many positions it moves the tokens of each stack besides, by name of the stack.
+        bytes: Its size in memory.
+        max_length: The length in tokens to which its run cuts texts, or None.
+        users: How many requests need it now.
+        used: Whether a request has used it since it was loaded.
+        last_used: When it was last needed, on the monotonic clock.
+        loaded_at: When it was loaded, in seconds since the epoch.
+        retired: Whether a newer version or nothing has taken its place, so that it goes when nobody needs it.
+        permanent: Whether it is never dropped from memory: the base model, and what was attached before.
+    """
+
+    name: str | None
+    version: str
+    backbone: Backbone
+    internal: str | None
+    method: str = ""
+    parameters: int = 0
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None
+    tasks: tuple[Task, ...] = ()
+    group: str = ""
+    prompt_length: int = 0
+    prompt_shift: int = 0
+    shifts: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    max_length: int | None = None
+    users: int = 0
+    used: bool = False
+    last_used: float = 0.0
+    loaded_at: float | None = None
+    retired: bool = False
+    permanent: bool = False
+
+
+@dataclass(frozen=True)
+class PreparedDelta:
+    """A delta that was read and checked, and waits to be attached.
+
+    Attributes:
+        name: The name that clients use.
+        facts: What its files say.
+        backbone: The model that it fits.
+        delta: Its module.
+        labels: Its labels.
+        bytes: Its size in memory.
+    """
+
+    name: str
+    facts: FolderFacts
+    backbone: Backbone
+    delta: Delta
+    labels: HeadLabels
+    bytes: int
+
+
+class Backbone:
+    """A model of one class with the deltas that are attached to it.
+
+    Only one thread may attach, detach and run; `prepare` may be called by another one meanwhile.
+
+    Args:
+        model: The model.
+        head: Its head, one of `registry.HEAD_TASKS`.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: str) -> None:
+        self.model, self.head = model, head
+        self.was_training = model.training
+        model.eval()
+        self.handle = find_tuned(model) or Tuned(model)
+        keep_attached(self.handle, True)
+        self.optimized = optimize_linear(model)
+        self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.device = next(model.parameters()).device
+        anatomy = self.handle.anatomy
+        self.stacks = {stack.name: stack for stack in anatomy.stacks}
+        self.first_stack, self.last_stack = anatomy.stacks[0], anatomy.stacks[-1]
+        self.arguments = frozenset(parameter_names(model))
+        self._attached: set[str] = set()
+
+    # -- what is attached
+
+    def base(self, tasks: tuple[Task, ...]) -> LoadedDelta:
+        """Return the base model as something that can be asked.
+
+        Args:
+            tasks: What it can be asked.
+        """
+        labels = self.handle._base_labels
+        names = tuple(name for _, name in labels.id2label) if set(tasks) & {"classify", "tag"} else ()
+        return LoadedDelta(
+            None, "", self, None, labels=names, problem_type=labels.problem_type, tasks=tasks, permanent=True
+        )
+
+    def attached_before(self) -> Iterator[LoadedDelta]:
+        """Yield the deltas that were attached to the model before the server was made."""
+        for name in self.handle.names:
+            yield self._loaded(name, name, "attached", self.handle.delta(name), time.time())
+
+    def prepare(self, name: str, folder: Path, facts: FolderFacts) -> PreparedDelta:
+        """Read a delta and check that it fits this model, without attaching it.
+
+        Args:
+            name: The name that clients use.
+            folder: Its folder.
+            facts: What its files say.
+
+        Raises:
+            DeltuneError: It does not fit, or its files are damaged or were changed meanwhile.
+        """
+        where, _ = locate_delta(folder)
+        try:
+            delta, labels = read_delta(self.handle, where)
+        except OSError as error:
+            raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
+        if read_facts(folder).version != facts.version:
+            raise DeltuneError(f"the files of {folder} were changed while they were read; load it again")
+        delta.requires_grad_(False)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in (*delta.parameters(), *delta.buffers()))
+        return PreparedDelta(name, facts, self, delta, labels, size)
+
+    def attach(self, prepared: PreparedDelta) -> LoadedDelta:
+        """Attach a delta.
+
+        Args:
+            prepared: What `prepare` returned.
+
+        Raises:
+            DeltuneError: The model's forward pass does not reach all of it.
+        """
+        internal = f"deltune-serving-{next(_numbers)}"
+        with torch.inference_mode(False):
+            add_delta(self.handle, internal, prepared.delta, prepared.labels)
+            self._attached.add(internal)
+            prepared.delta.requires_grad_(False)
+        facts = prepared.facts
+        loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta, time.time())
+        loaded.bytes, loaded.max_length = prepared.bytes, facts.max_length
+        loaded.parameters = facts.parameters or loaded.parameters
+        loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
+        if not set(loaded.tasks) & {"classify", "tag"}:
+            loaded.labels = ()
+        return loaded
+
+    def _loaded(self, name: str, internal: str, version: str, delta: Delta, now: float) -> LoadedDelta:
+        labels = delta.labels or self.handle._base_labels
+        edits = list(delta.all_edits())
+        prompts = [edit.modification.form for edit in edits if isinstance(edit.modification.form, Prompt)]
+        shifts: dict[str, int] = {}
+        for stack, _, shift in {
+            (e.place.shifted_stack, e.origin, e.modification.form.shift) for e in edits if e.place.shifted_stack
+        }:
+            shifts[stack] = shifts.get(stack, 0) + shift
+        return LoadedDelta(
+            name,
+            version,
+            self,
+            internal,
+            method=repr(delta.method),
+            parameters=sum(parameter.numel() for parameter in delta.parameters()),
+            labels=tuple(label for _, label in labels.id2label),
+            problem_type=labels.problem_type,
+            tasks=HEAD_TASKS[self.head],
+            group=self._group(internal, prompts),
+            prompt_length=sum(form.length for form in prompts),
+            prompt_shift=sum(form.length for form in prompts if form.positions == "shift"),
+            shifts=shifts,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in delta.parameters()),
+            loaded_at=now,
+            permanent=True,
+        )
+
+    def _group(self, internal: str, prompts: Sequence[Prompt]) -> str:
+        """Which deltas may share a batch with this one: none, where it trains what all rows share."""
+        try:
+            with inference_rows(self.handle, [internal, None]):
+                pass
+        except DeltuneError:
+            return internal
+        return "none" if any(form.positions == "none" for form in prompts) else ""
+
+    def detach(self, loaded: LoadedDelta) -> None:
+        """Detach a version that nobody needs any more.
+
+        Args:
+            loaded: The version.
+        """
+        if loaded.internal in self._attached:
+            self._attached.discard(loaded.internal)
+            self.handle.detach(loaded.internal)
+
+    def close(self) -> None:
+        """Leave the model as it was before the server was made, but for deltas that were attached then."""
+        for name in list(self._attached):
+            self._attached.discard(name)
+            self.handle.detach(name)
+        keep_attached(self.handle, False)
+        if not self.handle.names:
+            self.handle.detach()
+        self.optimized.undo()
+        self.model.train(self.was_training)
+
+    # -- passes
+
+    def run(self, rows: Sequence[LoadedDelta], call: Callable[[], T]) -> T:
+        """Run passes of the model in which each row uses its own delta.
+
+        Args:
+            rows: The delta of each row.
+            call: Runs the model.
+        """
+        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows]):
+            return call()
+
+    def positions(self, stack: str, loaded: LoadedDelta) -> int:
+        """Return how many tokens a stack has positions for, beside what a delta takes of them.
+
+        Args:
+            stack: The name of the stack.
+            loaded: The delta.
+        """
+        facts = self.stacks[stack]
+        config = self.model.config.get_text_config()
+        configured = getattr(config, "max_position_embeddings", None)
+        limit = configured if isinstance(configured, int) and configured > 0 else ALL_LENGTHS
+        if facts.positions is not None:
+            table = self.model.get_submodule(facts.positions)
+            weight = parameters_of(table).get("weight")
+            if weight is not None:
+                limit = min(limit, weight.shape[0] - unused_position_rows(table))
+        taken = loaded.shifts.get(stack, 0) if facts.positions is not None else 0
+        return limit - taken - (loaded.prompt_shift if facts is self.first_stack else 0)
+
+
+def model_head(model: PreTrainedModel) -> str:
+    """Return the head that a model has, one of `registry.HEAD_TASKS`."""
+    return head_of_model_class(type(model).__name__)
+
+
+class Backbones:
+    """The models of one server, by head. Other heads than the first get a model with the same parameters.
+
+    Args:
+        model: The model that the server was made for.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.first = Backbone(model, model_head(model))
+        self._by_head = {self.first.head: self.first}
+        self._lock = threading.Lock()
+
+    def for_head(self, head: str) -> Backbone:
+        """Return the model with a head, which is made when it is first needed.
+
+        Args:
+            head: The head.
+
+        Raises:
+            DeltuneError: It cannot be made of the weights that are in memory.
+        """
+        with self._lock:
+            if head not in self._by_head:
+                self._by_head[head] = Backbone(sibling(self.first, head), head)
+            return self._by_head[head]
+
+    def all(self) -> list[Backbone]:
+        """Return all models that exist, the first one first."""
+        return list(self._by_head.values())
+
+    def close(self) -> None:
+        """Leave the first model as it was."""
+        for backbone in reversed(self.all()):
+            backbone.close()
+
+
+def sibling(first: Backbone, head: str) -> PreTrainedModel:
+    """Return a model of another class over the parameters of a model; its head is empty, since deltas bring theirs.
+
+    Args:
+        first: The model.
+        head: The head of the new one.
+
+    Raises:
+        DeltuneError: The family has no such class, or it needs weights that the model does not have.
+    """
+    model, kind = first.model, type(first.model).__name__
+    classes = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head])).get(type(model.config), ())
+    chosen = classes[0] if isinstance(classes, tuple) and classes else classes
+    if head not in ("base", "classification", "tagging") or not isinstance(chosen, type):
+        raise DeltuneError(
+            f"this server's model is a {kind}, and a delta for {head} needs weights of a head that it does not have: "
+            f"serve it on a model that was loaded with the head {head}"
+        )
+    config = copy.deepcopy(model.config)
+    implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)
+    with torch.device("meta"):
+        made = getattr(transformers, AUTO_CLASSES[head]).from_config(config, attn_implementation=implementation)
+    _share(first, made, chosen.__name__)
+    return made.requires_grad_(False).eval()  # type: ignore[no-any-return]
+
+
+def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:
+    """Give a model on the meta device the parameters and buffers of a model's inner base model, and an empty head."""
+    source, target = first.model.base_model, made.base_model
+    sources = dict(base_modules(source, remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in base_parameters(first.model)}
+    missing = []
+    for path, module in base_modules(target, remove_duplicate=False):
+        other = sources.get(path)
+        for leaf, parameter in list(parameters_of(module).items()):
+            own = None if other is None else parameters_of(other).get(leaf)
+            if parameter is not None and (own is None or own.shape != parameter.shape):
+                missing.append(f"{path}.{leaf}".strip("."))
+            elif parameter is not None and own is not None:
+                name = names.get(id(own))
+                parameters_of(module)[leaf] = own if name is None else base_value(first.handle, name)
+        for leaf, buffer in list(buffers_of(module).items()):
+            if buffer is not None and other is not None:
+                buffers_of(module)[leaf] = buffers_of(other).get(leaf)
+    if missing:
+        raise DeltuneError(
+            f"a delta for {kind} needs weights that the server's {type(first.model).__name__} does not have "
+            f"({', '.join(missing[:3])}): serve it on a model that was loaded as {kind}"
+        )
+    inside = {module for _, module in base_modules(target)}
+    like = next(first.model.parameters())
+    for _, module in base_modules(made):
+        if module not in inside:
+            for tensors in (parameters_of(module), buffers_of(module)):
+                for leaf, tensor in list(tensors.items()):
+                    if tensor is not None and tensor.is_meta:
+                        empty = torch.zeros(tensor.shape, dtype=like.dtype, device=like.device)
+                        tensors[leaf] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty  # type: ignore[assignment]
+
+
+@contextmanager
+def replaced_output(module: nn.Module, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """Let a module return something else inside the block, in passes of the thread that entered it.
+
+    Args:
+        module: The module.
+        make: Returns its output.
+    """
+    thread = threading.get_ident()
+
+    def replace(*_: Any) -> torch.Tensor | None:
+        return make() if threading.get_ident() == thread else None
+
+    hook = module.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,168 @@
+"""The keys and values of a running batch: rows join and leave between two steps, each with a length of its own.
+
+Keys of a decoder end together, so that the next token of every row goes into the same column. What stands before a
+row's first token is padding, which its mask hides. The keys of an encoder, which a decoder reads, begin together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+SPARE_COLUMNS = 64
+"""Columns that are allocated ahead, so that not every step copies all keys."""
+
+
+class RowsLayer(DynamicLayer):
+    """The keys and values of one layer, in buffers with room for further tokens."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the buffers for the first tokens."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of new tokens, and return all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[-2]
+        if self.buffers is None and not self.length:
+            self.keys, self.values, self.length = key_states, value_states, new  # a step may follow, or none
+            return key_states, value_states
+        if self.buffers is None or self.length + new > self.buffers[0].shape[-2]:
+            assert self.keys is not None and self.values is not None
+            self.buffers = (_longer(self.keys, new), _longer(self.values, new))
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[..., self.length : self.length + new, :] = states
+        self.set_length(self.length + new)
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def set_length(self, length: int) -> None:
+        """Keep the first columns alone: all that were there before a step that failed."""
+        if length == self.length and self.buffers is None:
+            return
+        sources = self.buffers or (self.keys, self.values)
+        self.keys, self.values = (source[..., :length, :] for source in sources)  # type: ignore[index]
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns."""
+        return self.length
+
+
+def _longer(states: torch.Tensor, new: int) -> torch.Tensor:
+    shape = list(states.shape)
+    shape[-2] += new + SPARE_COLUMNS
+    longer = states.new_empty(shape)
+    longer[..., : states.shape[-2], :] = states
+    return longer
+
+
+Part = tuple[Cache, Sequence[int]]
+"""A cache and the numbers of its rows that are kept."""
+
+
+def new_cache() -> Cache:
+    """Return an empty cache."""
+    return Cache(layer_class_to_replicate=RowsLayer)
+
+
+def columns(cache: Cache) -> int:
+    """Return how many columns a cache has."""
+    return max((layer.get_seq_length() for layer in cache.layers), default=0)
+
+
+def set_columns(cache: Cache, number: int) -> None:
+    """Take back what a step that failed has written into some layers."""
+    for layer in cache.layers:
+        if isinstance(layer, RowsLayer) and layer.length > number:
+            layer.set_length(number)
+
+
+def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
+    """Return a cache of the chosen rows of some caches, in order.
+
+    Args:
+        parts: The caches and their rows.
+        width: The number of columns; a row has at most as many that are no padding.
+        at_end: Whether the rows end together; otherwise they begin together.
+    """
+    made = new_cache()
+    spare = SPARE_COLUMNS if at_end else 0
+    for number in range(max(len(cache.layers) for cache, _ in parts)):
+        layer = RowsLayer()
+        first: Any = parts[0][0].layers[number]
+        if first.keys is not None:
+            layer.lazy_initialization(first.keys, first.values)
+            layer.buffers = (
+                _joined([(c.layers[number].keys, rows) for c, rows in parts], width, spare, at_end),
+                _joined([(c.layers[number].values, rows) for c, rows in parts], width, spare, at_end),
+            )
+            layer.set_length(width)
+        made.layers.append(layer)
+    return made
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor, Sequence[int]]], width: int, spare: int, at_end: bool) -> torch.Tensor:
+    first = parts[0][0]
+    shape = [sum(len(rows) for _, rows in parts), *first.shape[1:]]
+    shape[-2] = width + spare
+    joined = first.new_zeros(shape)
+    start = 0
+    for states, rows in parts:
+        chosen = states if list(rows) == list(range(states.shape[0])) else states[list(rows)]
+        kept = min(width, states.shape[-2])
+        target = joined[start : start + len(rows)]
+        if at_end:
+            target[..., width - kept : width, :] = chosen[..., chosen.shape[-2] - kept :, :]
+        else:
+            target[..., :kept, :] = chosen[..., :kept, :]
+        start += len(rows)
+    return joined
+
+
+def row_of(cache: Cache, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return copies of the last columns of one row, layer by layer.
+
+    Args:
+        cache: The cache.
+        row: The number of the row.
+        length: How many of its columns are no padding.
+    """
+    copies: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    for layer in cache.layers:
+        if layer.keys is None or layer.values is None:
+            copies.append(None)
+            continue
+        keys, values = (t[row : row + 1, ..., t.shape[-2] - length :, :].clone() for t in (layer.keys, layer.values))
+        copies.append((keys, values))
+    return copies
+
+
+def cache_of(layers: Sequence[tuple[torch.Tensor, torch.Tensor] | None], length: int) -> Cache:
+    """Return a cache of one row with the first columns of what `row_of` returned.
+
+    Args:
+        layers: The copies; they are not changed.
+        length: How many columns to take.
+    """
+    made = new_cache()
+    for states in layers:
+        layer = RowsLayer()
+        if states is not None:
+            layer.lazy_initialization(*states)
+            layer.keys, layer.values = (tensor[..., :length, :] for tensor in states)
+            layer.length = length
+        made.layers.append(layer)
+    return made

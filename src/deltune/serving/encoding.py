@@ -1,0 +1,216 @@
+"""Dynamic batches for classifiers, taggers and embeddings: one pass answers requests of any deltas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import DeltuneError
+from .backbone import Backbone
+from .fairness import FairQueue, FairShare
+from .jobs import Job
+from .requests import Answer
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """How large batches are, and how long requests wait for others.
+
+    Attributes:
+        tokens: The most tokens of a batch, padding included; a longer request has a batch of its own.
+        rows: The most requests in a batch.
+        wait: The longest wait for a fuller batch, in seconds.
+    """
+
+    tokens: int
+    rows: int
+    wait: float
+
+
+Finish = Callable[[Job, "Answer | BaseException"], None]
+"""Is called once for each request, with its answer or error."""
+
+
+class EncodingLane:
+    """Requests that may share a pass of an encoder.
+
+    Args:
+        backbone: The model.
+        task: "labels" for classify and tag, "embed" for embeddings.
+        share: The counters of the tenants.
+        limits: How large batches are.
+        finish: Ends a request.
+        start: Is called with requests whose first batch begins.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        task: str,
+        share: FairShare,
+        limits: BatchLimits,
+        finish: Finish,
+        start: Callable[[Job], None],
+    ) -> None:
+        self.backbone, self.task, self.limits = backbone, task, limits
+        self.queue, self.share = FairQueue(share), share
+        self.finish, self.start = finish, start
+        tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
+        self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return len(self.queue) > 0
+
+    def running(self) -> list[Job]:
+        """Return the requests that are in a batch between two steps: none, since a batch is one step."""
+        return []
+
+    def drop(self, job: Job) -> bool:
+        """Take a request out; return whether it was here."""
+        return self.queue.remove(job)
+
+    def due(self, now: float) -> float:
+        """Return in how many seconds a batch should begin; 0 for at once."""
+        oldest = self.queue.oldest()
+        if oldest is None:
+            return self.limits.wait
+        if len(self.queue) >= self.limits.rows or sum(len(j.tokens) for j in self.queue) >= self.limits.tokens:
+            return 0.0
+        return max(0.0, oldest + self.limits.wait - now)
+
+    def advance(self) -> None:
+        """Run one batch."""
+        jobs = self._take()
+        if jobs:
+            self._answer(jobs)
+
+    def _take(self) -> list[Job]:
+        jobs: list[Job] = []
+        longest = 0
+        while (job := self.queue.peek()) is not None and len(jobs) < self.limits.rows:
+            longest = max(longest, len(job.tokens))
+            if jobs and longest * (len(jobs) + 1) > self.limits.tokens:
+                break
+            self.queue.remove(job)
+            self.start(job)
+            self.share.charge(job.tenant, len(job.tokens))
+            jobs.append(job)
+        return jobs
+
+    def _answer(self, jobs: Sequence[Job]) -> None:
+        """Answer requests in one pass; if it fails, each in a pass of its own, so that only the guilty one fails."""
+        jobs = sorted(jobs, key=lambda job: job.version.internal or "")
+        try:
+            answers: list[Answer | BaseException] = list(self._compute(jobs))
+        except Exception as error:
+            answers = [self._alone(job) for job in jobs] if len(jobs) > 1 else [error]
+        for job, answer in zip(jobs, answers, strict=True):
+            self.finish(job, answer)
+
+    def _alone(self, job: Job) -> Answer | BaseException:
+        try:
+            (answer,) = self._compute([job])
+            return answer
+        except Exception as error:
+            return error
+
+    def _compute(self, jobs: Sequence[Job]) -> list[Answer | BaseException]:
+        inputs = self._batch(jobs)
+        rows = [job.version for job in jobs]
+        if self.task == "embed":
+            vectors = self.backbone.run(rows, lambda: self._states(inputs))
+            return [self._embedding(job, vectors[row]) for row, job in enumerate(jobs)]
+        options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
+        logits = self.backbone.run(rows, lambda: self.backbone.model(**inputs, **options).logits.float().cpu())
+        return [self._labels(job, logits[row]) for row, job in enumerate(jobs)]
+
+    def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
+        """The arguments of the model, padded on the right to the longest row."""
+        width = max(len(job.tokens) for job in jobs)
+        names = dict.fromkeys(name for job in jobs for name in job.inputs)
+        padding = {"input_ids": self.pad}
+        batch = {
+            name: [_padded(job.inputs.get(name), len(job.tokens), width, padding.get(name, 0)) for job in jobs]
+            for name in names
+        }
+        batch["attention_mask"] = [[1] * len(job.tokens) + [0] * (width - len(job.tokens)) for job in jobs]
+        return {name: torch.tensor(values, device=self.backbone.device) for name, values in batch.items()}
+
+    def _states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        model: Any = self.backbone.model
+        if self.backbone.is_encoder_decoder:
+            names = ("input_ids", "attention_mask")
+            return model.get_encoder()(**{name: inputs[name] for name in names})[0].float().cpu()  # type: ignore[no-any-return]
+        options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
+        return model.base_model(**inputs, **options)[0].float().cpu()  # type: ignore[no-any-return]
+
+    def _embedding(self, job: Job, states: torch.Tensor) -> Answer | BaseException:
+        # the rows of a prompt stay before an encoder's outputs, which its decoder reads
+        first = job.version.prompt_length if self.backbone.is_encoder_decoder else 0
+        vector = states[first : first + len(job.tokens)].mean(0)
+        if not bool(vector.isfinite().all()):
+            return _not_finite(job)
+        return answer_of(job, embedding=tuple(vector.tolist()))
+
+    def _labels(self, job: Job, logits: torch.Tensor) -> Answer | BaseException:
+        """Return the answer of a head; its own labels are the first columns of the widest head's logits."""
+        names = job.version.labels
+        if not bool(
+            logits[..., : len(names)][: len(job.tokens) if job.request.task == "tag" else None].isfinite().all()
+        ):
+            return _not_finite(job)
+        if job.request.task == "tag":
+            best = logits[: len(job.tokens), : len(names)].argmax(-1).tolist()
+            return answer_of(job, tags=tuple(_tags(job, [names[i] for i in best])))
+        values = logits[: len(names)]
+        if job.version.problem_type == "regression" or len(names) == 1:
+            return answer_of(job, scores=dict(zip(names, values.tolist(), strict=True)))
+        several = job.version.problem_type == "multi_label_classification"
+        scores = (values.sigmoid() if several else values.softmax(-1)).tolist()
+        return answer_of(job, label=names[int(values.argmax())], scores=dict(zip(names, scores, strict=True)))
+
+
+def _padded(values: list[int] | None, length: int, width: int, fill: int) -> list[int]:
+    values = [fill] * length if values is None else values
+    return values + [fill] * (width - length)
+
+
+def _tags(job: Job, tags: list[str]) -> list[tuple[str, str]]:
+    """The tag of each word is that of its first token; words that were cut off have none."""
+    if not job.words:
+        return [(str(token), tag) for token, tag in zip(job.tokens, tags, strict=True)]
+    first: dict[int, str] = {}
+    for word, tag in zip(job.word_ids, tags, strict=False):
+        if word is not None:
+            first.setdefault(word, tag)
+    return [(word, first[i]) for i, word in enumerate(job.words) if i in first]
+
+
+def _not_finite(job: Job) -> DeltuneError:
+    name = "the base model" if job.request.delta is None else f"delta {job.request.delta!r}"
+    return DeltuneError(f"{name} gives numbers for this input that are not finite, so there is no answer")
+
+
+def answer_of(job: Job, **values: Any) -> Answer:
+    """Return the answer of a request, with the times and versions that every answer has.
+
+    Args:
+        job: The request.
+        **values: Other attributes of the answer.
+    """
+    now = time.monotonic()
+    started = now if job.started is None else job.started
+    return Answer(
+        delta=job.request.delta,
+        version=job.version.version,
+        prompt_tokens=len(job.tokens),
+        queued=started - job.submitted,
+        computed=now - started,
+        **values,
+    )

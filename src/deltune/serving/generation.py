@@ -1,0 +1,713 @@
+"""Continuous batches: rows of any deltas join and leave between two steps, each with its own sampling and randomness.
+
+Why not transformers' own continuous batching: it packs all requests into one row of tokens, (1, n), with paged
+attention functions of its own. Deltas are assigned to rows of the batch, and act inside the attention functions that
+deltune registers (prefixes), on input embeddings (prompts) and by row index (everything else), none of which sees a
+packed request; it also knows neither encoder-decoders nor input embeddings. Here every request is a row, over caches of
+transformers' own classes, and what a row gets is what `generate` inside of `rows()` gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..compat import parameters_of
+from ..errors import DeltuneError
+from ..runtime.prompts import first_position, unused_position_rows
+from ..runtime.row_assignment import parameter_names
+from ..tasks.generation import forced_bos_options
+from .backbone import Backbone, LoadedDelta, replaced_output
+from .cache import assemble, cache_of, columns, new_cache, row_of, set_columns
+from .encoding import BatchLimits, Finish, answer_of
+from .fairness import FairQueue, FairShare
+from .jobs import Job, RequestEncoder
+from .prompt_cache import Beginning, PromptCache
+from .requests import FinishReason, Request, Sampling, TokenChoice
+from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors, end_tokens
+
+QUANTUM = 32
+"""By how many tokens a tenant must have been served more than a waiting one before a row of it is put aside."""
+
+
+@dataclass
+class GenerationOptions:
+    """What all lanes of a server share.
+
+    Attributes:
+        limits: How large batches are.
+        encoder: Turns tokens into text.
+        prompt_cache: The beginnings of prompts.
+        count: Counts generated tokens.
+    """
+
+    limits: BatchLimits
+    encoder: RequestEncoder
+    prompt_cache: PromptCache
+    count: Callable[[int], None]
+
+    def check(self, sampling: Sampling) -> None:
+        """Check the settings of a request.
+
+        Args:
+            sampling: The settings.
+
+        Raises:
+            InvalidRequest: They cannot be used.
+        """
+        check_sampling(sampling, self.encoder.tokenizer is not None)
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in a running batch.
+
+    Attributes:
+        job: The request.
+        chooser: Chooses its tokens.
+        builder: Makes its text.
+        before: The tokens before the first that is generated: the prompt, or what a decoder starts with.
+        length: How many of its tokens are in the decoder's cache.
+        encoded: How many tokens the encoder has read.
+        cached: How many tokens of the prompt came from the cache of prompt beginnings.
+        beginning: What was found there.
+        generated: The tokens that were generated.
+        choices: The same, with their texts.
+        done: Whether it has ended, so that it is taken out of its batch.
+    """
+
+    job: Job
+    chooser: TokenChooser
+    builder: TextBuilder
+    before: list[int]
+    length: int = 0
+    encoded: int = 0
+    cached: int = 0
+    beginning: Beginning | None = None
+    generated: list[int] = field(default_factory=list)
+    choices: list[TokenChoice] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def loaded(self) -> LoadedDelta:
+        """The version of its delta."""
+        return self.job.version
+
+    @property
+    def last(self) -> int:
+        """Its newest token."""
+        return self.generated[-1] if self.generated else self.before[-1]
+
+
+@dataclass(eq=False)
+class RunningBatch:
+    """Rows with their caches.
+
+    Attributes:
+        rows: The rows.
+        cache: The decoder's own keys and values.
+        cross: The keys and values of the encoder's outputs, of an encoder-decoder.
+        alone: Whether it is not merged with others, because a batch of its row with others has failed.
+    """
+
+    rows: list[Row]
+    cache: Cache
+    cross: Cache | None = None
+    alone: bool = False
+
+    @property
+    def live(self) -> list[int]:
+        """The numbers of the rows that have not ended."""
+        return [number for number, row in enumerate(self.rows) if not row.done]
+
+
+class GenerationLane:
+    """Requests that may share the batches of a language model.
+
+    Args:
+        backbone: The model.
+        options: What all lanes share.
+        share: The counters of the tenants.
+        finish: Ends a request.
+        start: Is called with requests whose first batch begins.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        options: GenerationOptions,
+        share: FairShare,
+        finish: Finish,
+        start: Callable[[Job], None],
+    ) -> None:
+        self.backbone, self.options, self.share = backbone, options, share
+        self.finish, self.start = finish, start
+        self.queue = FairQueue(share)
+        self.batches: list[RunningBatch] = []
+        self.paused: dict[Job, RunningBatch] = {}
+        self.runner = (
+            EncoderDecoderRunner(backbone, options) if backbone.is_encoder_decoder else DecoderRunner(backbone)
+        )
+        self.ends = end_tokens(backbone.model)
+
+    # -- what the engine asks
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.batches) or len(self.queue) > 0
+
+    def running(self) -> list[Job]:
+        """Return the requests that are in a batch, or were put aside."""
+        return [row.job for batch in (*self.batches, *self.paused.values()) for row in batch.rows if not row.done]
+
+    def due(self, now: float) -> float:
+        """Return in how many seconds a step should begin: a running batch is joined at once.
+
+        Args:
+            now: The monotonic clock.
+        """
+        return 0.0 if self.busy else self.options.limits.wait
+
+    def drop(self, job: Job) -> bool:
+        """Take a request out, wherever it is; return whether it was here.
+
+        Args:
+            job: The request.
+        """
+        if self.queue.remove(job):
+            self.paused.pop(job, None)
+            return True
+        for row in self._rows():
+            if row.job is job:
+                row.done = True
+                return True
+        return False
+
+    def advance(self) -> None:
+        """Run one step: newcomers read their prompts, then every row gets a token."""
+        stepping = [batch for batch in self.batches if batch.live]
+        self.batches = []
+        stepping = self._merged(stepping)
+        arrived = self._admit(stepping)
+        stepping = [batch for batch in stepping if batch.live]
+        for batch in stepping:
+            self.batches += self._step(batch)
+        self.batches = self._merged([batch for batch in (*self.batches, *arrived) if batch.live])
+
+    def _rows(self) -> Iterator[Row]:
+        for batch in self.batches:
+            yield from (row for row in batch.rows if not row.done)
+
+    # -- who is in the batch
+
+    def _admit(self, stepping: list[RunningBatch]) -> list[RunningBatch]:
+        """Let waiting requests in, as far as there is room, and return their batches after they have read."""
+        limits = self.options.limits
+        arrived: list[RunningBatch] = []
+        fresh: list[Row] = []
+        tokens = 0
+        while (job := self.queue.peek()) is not None:
+            if sum(len(batch.live) for batch in (*stepping, *arrived)) + len(fresh) >= limits.rows:
+                if not self._put_aside(job, stepping):
+                    break
+                continue
+            if job in self.paused:
+                self.queue.remove(job)
+                arrived.append(self.paused.pop(job))
+                continue
+            if fresh and tokens + len(job.tokens) > limits.tokens:
+                break
+            self.queue.remove(job)
+            self.start(job)
+            tokens += len(job.tokens)
+            try:
+                fresh.append(self._row(job))
+            except Exception as error:
+                self.finish(job, error)
+        for group in self.runner.groups(fresh, limits.tokens):
+            arrived += self._read(group)
+        return arrived
+
+    def _row(self, job: Job) -> Row:
+        before = self.runner.start_tokens(job)
+        sampling = job.request.sampling
+        processors = config_processors(self.backbone.model, len(before), sampling.max_tokens)
+        row = Row(
+            job,
+            TokenChooser(sampling, processors, self.options.encoder.token_text),
+            TextBuilder(self.options.encoder.decode, sampling.stop),
+            before,
+        )
+        if not self.backbone.is_encoder_decoder:
+            row.beginning, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
+        self.share.charge(job.tenant, len(job.tokens) - row.cached)
+        return row
+
+    def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
+        """Make room for a request by putting aside a row of a tenant that was served more and has more than its share."""
+        rows = [(batch, row) for batch in stepping for row in batch.rows if not row.done]
+        if len(self.paused) >= self.options.limits.rows:
+            return False
+        held = Counter(row.job.tenant for _, row in rows)
+        if job.tenant in held and held[job.tenant] * len(held) >= len(rows):
+            return False
+        tenants = len(set(held) | {job.tenant})
+        greedy = [
+            t for t in held
+            if t != job.tenant and held[t] * tenants > len(rows) and self.share.of(t) >= self.share.of(job.tenant) + QUANTUM
+        ]  # fmt: skip
+        if not greedy:
+            return False
+        tenant = max(greedy, key=self.share.of)
+        batch, row = max(
+            ((batch, row) for batch, row in rows if row.job.tenant == tenant),
+            key=lambda pair: pair[1].job.started or 0.0,
+        )
+        self.paused[row.job] = self.runner.selected([(batch, [batch.rows.index(row)])])
+        self.paused[row.job].alone = batch.alone
+        number = batch.rows.index(row)
+        kept = [i for i in batch.live if i != number]
+        stepping[stepping.index(batch)] = (
+            self.runner.selected([(batch, kept)]) if kept else RunningBatch([], batch.cache, batch.cross)
+        )
+        self.queue.push(row.job, first=True)
+        return True
+
+    def _merged(self, batches: Sequence[RunningBatch]) -> list[RunningBatch]:
+        """Batches that may be one are made one, and rows that have ended are taken out."""
+        groups: dict[object, list[RunningBatch]] = {}
+        for batch in batches:
+            for key, part in self._parts(batch):
+                groups.setdefault(key, []).append(part)
+        merged = []
+        for group in groups.values():
+            if len(group) == 1 and len(group[0].live) == len(group[0].rows):
+                merged.append(group[0])
+            else:
+                made = self.runner.selected([(batch, batch.live) for batch in group])
+                made.alone = group[0].alone
+                merged.append(made)
+        return merged
+
+    def _parts(self, batch: RunningBatch) -> list[tuple[object, RunningBatch]]:
+        if batch.alone:
+            return [(id(batch), batch)]
+        lengths = {batch.rows[number].length for number in batch.live}
+        return [(0 if self.runner.pads else next(iter(lengths)), batch)]
+
+    # -- steps
+
+    def _read(self, rows: list[Row]) -> list[RunningBatch]:
+        """Let rows read their prompts together, or each alone if that fails, so that only the guilty one fails."""
+        try:
+            batch, logits = self.runner.read(rows)
+        except Exception as error:
+            if len(rows) > 1:
+                return [batch for row in rows for batch in self._read([row])]
+            self._end(rows[0], error)
+            return []
+        self._remember(batch)
+        self._choose(batch, logits)
+        return [batch]
+
+    def _remember(self, batch: RunningBatch) -> None:
+        """Keep the beginnings of prompts."""
+        cache = self.options.prompt_cache
+        for number, row in enumerate(batch.rows):
+            if batch.cross is None and cache.wants(row.job.tenant, row.loaded, row.before):
+                length = row.length + row.loaded.prompt_length
+                cache.keep(row.job.tenant, row.loaded, row.before, row_of(batch.cache, number, length))
+
+    def _step(self, batch: RunningBatch) -> list[RunningBatch]:
+        """Give every row of a batch its next token; if that fails, each row alone."""
+        before = columns(batch.cache)
+        try:
+            logits = self.runner.step(batch)
+        except Exception as error:
+            set_columns(batch.cache, before)
+            if len(batch.rows) == 1:
+                self._end(batch.rows[0], error)
+                return []
+            singles = [self.runner.selected([(batch, [number])]) for number in batch.live]
+            done = [made for single in singles for made in self._step(single)]
+            nobody_failed = len(done) == len(singles)
+            for single in done:
+                single.alone = nobody_failed  # together they fail, and alone none does
+            return done
+        self._choose(batch, logits)
+        return [batch]
+
+    def _choose(self, batch: RunningBatch, logits: torch.Tensor) -> None:
+        """Choose the next token of each row by its own settings."""
+        plain = logits.argmax(-1).tolist()
+        fine = logits.isnan().any(-1).logical_not() & logits.isposinf().any(-1).logical_not()
+        generated = 0
+        for number, (row, is_fine) in enumerate(zip(batch.rows, fine.tolist(), strict=True)):
+            if row.done:
+                continue
+            try:
+                if not is_fine:
+                    name = row.job.request.delta
+                    raise DeltuneError(
+                        f"{'the base model' if name is None else f'delta {name!r}'} gives numbers for this input that "
+                        "are not finite, so there is no answer"
+                    )
+                if row.chooser.is_plain:
+                    choice = TokenChoice(plain[number], "")
+                else:
+                    choice = row.chooser.choose(logits[number], [*row.before, *row.generated])
+                self._take(row, choice)
+                generated += 1
+            except Exception as error:
+                self._end(row, error)
+        self.options.count(generated)
+
+    def _take(self, row: Row, choice: TokenChoice) -> None:
+        """Add a token to a row, tell its listener, and end the row if it was the last."""
+        self.share.charge(row.job.tenant, 1)
+        if choice.token in self.ends:
+            row.builder.end()
+            if rest := row.builder.take(final=True):
+                self._tell(row, TokenChoice(choice.token, rest), rest=True)
+            self._end(row, "stop")
+            return
+        row.generated.append(choice.token)
+        row.builder.add(choice.token)
+        full = len(row.generated) >= row.job.request.sampling.max_tokens
+        if full:
+            row.builder.end()
+        self._tell(row, replace(choice, text=row.builder.take(final=full)))
+        if row.builder.stopped:
+            self._end(row, "stop")
+        elif full:
+            self._end(row, "length")
+
+    def _tell(self, row: Row, choice: TokenChoice, rest: bool = False) -> None:
+        """Add a token to the answer, or, with `rest`, only text that the tokens before it have left."""
+        if rest:
+            row.choices[-1] = replace(row.choices[-1], text=row.choices[-1].text + choice.text)
+        else:
+            row.choices.append(choice)
+        if row.job.listener is not None:
+            row.job.listener(choice)
+
+    def _end(self, row: Row, result: FinishReason | BaseException) -> None:
+        row.done = True
+        if isinstance(result, BaseException):
+            self.finish(row.job, result)
+            return
+        answer = answer_of(
+            row.job, cached_tokens=row.cached, text=row.builder.text, tokens=tuple(row.choices), finish_reason=result
+        )
+        self.finish(row.job, answer)
+
+
+class DecoderRunner:
+    """Reads prompts and makes steps with a decoder.
+
+    Attributes:
+        pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
+            families count positions by the length of the cache.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone, self.model = backbone, backbone.model
+        self.entry = parameter_names(backbone.model.get_submodule(backbone.first_stack.entry))
+        self.numbered = "position_ids" in backbone.arguments
+        table = backbone.first_stack.positions
+        self.first = first_position(backbone.model.get_submodule(table) if table else None)
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
+        self.pads = True
+        self.pads = self._measure()
+
+    def start_tokens(self, job: Job) -> list[int]:
+        """Return what stands before the first token that is generated: the prompt.
+
+        Args:
+            job: The request.
+        """
+        return job.tokens
+
+    def _measure(self) -> bool:
+        """Whether a row on the left of which there is padding gets what it gets alone."""
+        base = self.backbone.base(())
+        last = int(self.model.config.get_text_config().vocab_size) - 1
+        prompts = [[last % 7, last, last // 2, last // 3, last], [last, last // 5]]
+
+        def answers(groups: Sequence[Sequence[list[int]]]) -> torch.Tensor:
+            logits = []
+            for group in groups:
+                rows = [_probe(tokens, base) for tokens in group]
+                batch, first = self.read(rows)
+                for row in rows:
+                    row.generated.append(last // 4)
+                logits += [first, self.step(batch)]
+            return torch.cat(logits) if len(groups) == 1 else torch.cat([*logits[::2], *logits[1::2]])
+
+        try:
+            together, alone = answers([prompts]), answers([[prompts[0]], [prompts[1]]])
+        except Exception:
+            return False
+        precise = self.model.dtype in (torch.float32, torch.float64)
+        scale = float(alone.std()) or 1.0
+        return float((together - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+
+    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+        """Return newcomers in groups that read their prompts in one pass.
+
+        Args:
+            rows: The newcomers.
+            tokens: The most tokens of a pass, padding included.
+        """
+        groups: list[list[Row]] = []
+        by_key: dict[object, list[Row]] = {}
+        for row in sorted(rows, key=lambda row: len(row.before) - row.cached):
+            new = len(row.before) - row.cached
+            key = (bool(row.cached), new if row.cached or not self.pads else 0, 0 if self.pads else len(row.before))
+            group = by_key.get(key)
+            if group is None or new * (len(group) + 1) > tokens:
+                group = by_key[key] = []
+                groups.append(group)
+            group.append(row)
+        return groups
+
+    def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
+        """Let rows read their prompts, and return their batch and the scores of their first tokens.
+
+        Args:
+            rows: The rows. Where beginnings of their prompts were cached, all have as many tokens left.
+        """
+        new = [row.before[row.cached :] for row in rows]
+        width, longest = max(len(tokens) for tokens in new), max(row.loaded.prompt_length for row in rows)
+        cache, known = new_cache(), 0
+        if any(row.cached for row in rows):
+            known = max(row.cached for row in rows)
+            parts = []
+            for row in rows:
+                assert row.beginning is not None
+                parts.append((cache_of(row.beginning.states, row.loaded.prompt_length + row.cached), [0]))
+                row.beginning = None
+            cache = assemble(parts, longest + known)
+        ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
+        mask = [[0] * (known + width - len(row.before)) + [1] * len(row.before) for row in rows]
+        starts = [len(row.before) - width for row in rows]
+        logits = self._forward(rows, cache, ids, mask, starts, width)
+        for row in rows:
+            row.length = len(row.before)
+        return RunningBatch(rows, cache), logits
+
+    def step(self, batch: RunningBatch) -> torch.Tensor:
+        """Let every row read its newest token, and return the scores of the next ones.
+
+        Args:
+            batch: The batch.
+        """
+        rows = batch.rows
+        text = columns(batch.cache) - max(row.loaded.prompt_length for row in rows)
+        mask = [[0] * (text - row.length) + [1] * (row.length + 1) for row in rows]
+        logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
+        for row in rows:
+            row.length += 1
+        return logits
+
+    def _forward(
+        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
+    ) -> torch.Tensor:
+        device = self.backbone.device
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor(ids, device=device),
+            "attention_mask": torch.tensor(mask, device=device),
+            "past_key_values": cache,
+            "use_cache": True,
+            **self.options,
+        }
+        if self.numbered:
+            begin = torch.tensor(starts, device=device)[:, None]
+            inputs["position_ids"] = (begin + torch.arange(width, device=device)).clamp(min=0) + self.first
+        output = self.backbone.run([row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1])
+        return output.float().cpu()
+
+    def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
+
+        Args:
+            parts: The batches, and the numbers of their rows.
+        """
+        rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
+        width = max(row.loaded.prompt_length for row in rows) + max(row.length for row in rows)
+        return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
+
+
+class EncoderDecoderRunner:
+    """Reads texts and makes steps with an encoder-decoder.
+
+    Attributes:
+        pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
+    """
+
+    def __init__(self, backbone: Backbone, options: GenerationOptions) -> None:
+        self.backbone, self.model = backbone, backbone.model
+        forced = {} if options.encoder.tokenizer is None else forced_bos_options(options.encoder.tokenizer, self.model)
+        config: Any = self.model.generation_config
+        start = forced.get("decoder_start_token_id", config.decoder_start_token_id)
+        start = config.bos_token_id if start is None else start
+        if start is None:
+            raise DeltuneError(f"{type(self.model).__name__} does not say with which token its decoder starts")
+        self.starts = [int(token) for token in (start if isinstance(start, list) else [start])][:1]
+        self.table = None
+        if (path := backbone.last_stack.positions) is not None:
+            table = self.model.get_submodule(path)
+            shared = backbone.first_stack.positions == path
+            weight = parameters_of(table).get("weight")
+            self.table = table if weight is not None and weight.dim() == 2 and not shared else None
+        self.pads = True
+        self.pads = self._measure()
+        if not self.pads:
+            self.table = None
+
+    def start_tokens(self, job: Job) -> list[int]:
+        """Return what stands before the first token that is generated: what the decoder starts with.
+
+        Args:
+            job: The request.
+        """
+        return self.starts
+
+    def _measure(self) -> bool:
+        """Whether a row that began later than another gets what it gets alone."""
+        base = self.backbone.base(())
+        last = int(self.model.config.get_text_config().vocab_size) - 1
+        texts = [[last % 7, last, last // 2, last // 3, last], [last, last // 5]]
+
+        def rows() -> list[Row]:
+            made = [_probe(tokens, base) for tokens in texts]
+            for row in made:
+                row.before = self.starts
+            return made
+
+        try:
+            first, second = rows()
+            one, _ = self.read([first])
+            first.generated.append(last // 4)
+            self.step(one)
+            first.generated.append(last // 5)
+            other, _ = self.read([second])
+            second.generated.append(last // 6)
+            together = self.step(self.selected([(one, [0]), (other, [0])]))
+            first.length -= 1
+            second.length -= 1
+            set_columns(one.cache, 2)
+            alone = torch.cat([self.step(self.selected([(one, [0])])), self.step(self.selected([(other, [0])]))])
+        except Exception:
+            return False
+        precise = self.model.dtype in (torch.float32, torch.float64)
+        scale = float(alone.std()) or 1.0
+        return float((together - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+
+    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+        """Return newcomers in groups that the encoder reads in one pass.
+
+        Args:
+            rows: The newcomers.
+            tokens: The most tokens of a pass, padding included.
+        """
+        groups: list[list[Row]] = []
+        for row in sorted(rows, key=lambda row: len(row.job.tokens)):
+            if not groups or len(row.job.tokens) * (len(groups[-1]) + 1) > tokens:
+                groups.append([])
+            groups[-1].append(row)
+        return groups
+
+    def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
+        """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
+
+        Args:
+            rows: The rows.
+        """
+        device = self.backbone.device
+        texts = [row.job.tokens for row in rows]
+        width = max(len(text) for text in texts)
+        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
+        cache, cross = new_cache(), new_cache()
+        inputs = {
+            "input_ids": torch.tensor([text + [pad] * (width - len(text)) for text in texts], device=device),
+            "attention_mask": torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in texts], device=device),
+            "decoder_input_ids": torch.tensor([row.before for row in rows], device=device),
+        }
+        logits = self._forward(rows, inputs, cache, cross)
+        for row in rows:
+            row.length, row.encoded = len(row.before), len(row.job.tokens)
+        return RunningBatch(rows, cache, cross), logits
+
+    def step(self, batch: RunningBatch) -> torch.Tensor:
+        """Let every decoder read its newest token, and return the scores of the next ones.
+
+        Args:
+            batch: The batch.
+        """
+        assert batch.cross is not None
+        rows, device = batch.rows, self.backbone.device
+        known, keys = columns(batch.cache), columns(batch.cross)
+        text = keys - max(row.loaded.prompt_length for row in rows)
+        width = int(self.model.config.get_text_config().hidden_size)
+        inputs = {
+            "encoder_outputs": BaseModelOutput(torch.zeros(1, 1, width, device=device).expand(len(rows), keys, width)),
+            "attention_mask": torch.tensor([[1] * r.encoded + [0] * (text - r.encoded) for r in rows], device=device),
+            "decoder_input_ids": torch.tensor([[row.last] for row in rows], device=device),
+            "decoder_attention_mask": torch.tensor(
+                [[0] * (known - row.length) + [1] * (row.length + 1) for row in rows], device=device
+            ),
+        }
+        with self._positions(rows):
+            logits = self._forward(rows, inputs, batch.cache, batch.cross)
+        for row in rows:
+            row.length += 1
+        return logits
+
+    def _positions(self, rows: list[Row]) -> contextlib.AbstractContextManager[None]:
+        """Look up each row's own position, where the family counts the columns of the cache."""
+        table, stack = self.table, self.backbone.last_stack.name
+        if table is None or not self.pads or len({row.length for row in rows}) == 1:
+            return contextlib.nullcontext()
+        weight = parameters_of(table)["weight"]
+        assert weight is not None
+        unused = unused_position_rows(table)
+        at = torch.tensor(
+            [r.length + r.loaded.shifts.get(stack, 0) + unused for r in rows], device=self.backbone.device
+        )
+        return replaced_output(table, lambda: weight[at][:, None])
+
+    def _forward(self, rows: list[Row], inputs: dict[str, Any], cache: Cache, cross: Cache) -> torch.Tensor:
+        both = EncoderDecoderCache(cache, cross)
+        call = {**inputs, "past_key_values": both, "use_cache": True}
+        output = self.backbone.run([row.loaded for row in rows], lambda: self.model(**call).logits[:, -1])
+        return output.float().cpu()
+
+    def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
+
+        Args:
+            parts: The batches, and the numbers of their rows.
+        """
+        rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
+        width = max(row.loaded.prompt_length for row in rows) + max(row.encoded for row in rows)
+        cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))
+        cross = [(batch.cross, numbers) for batch, numbers in parts if batch.cross is not None]
+        return RunningBatch(rows, cache, assemble(cross, width, at_end=False))
+
+
+def _probe(tokens: list[int], base: LoadedDelta) -> Row:
+    """A row that belongs to no request, to measure what the model does with padding."""
+    job = Job(Request("generate", tokens=tuple(tokens)), {"input_ids": tokens}, loaded=base, started=time.monotonic())
+    builder = TextBuilder(lambda _: "", ())
+    return Row(job, TokenChooser(Sampling(temperature=0.0), LogitsProcessorList(), str), builder, tokens)

@@ -1,0 +1,211 @@
+"""A request on its way through the engine: its tokens, its future, and which version of its delta it has."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import excerpt, unknown_name
+from .backbone import LoadedDelta
+from .errors import InvalidRequest
+from .requests import Answer, Request, TokenChoice
+
+Listener = Callable[[TokenChoice], None]
+"""Is called with every token of a stream, in the engine's thread."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that the engine has accepted.
+
+    Attributes:
+        request: The request.
+        inputs: The arguments of the model, each a list with a value for each token.
+        word_ids: For each token the number of its word, or None; empty if it is not to be tagged.
+        words: The words to be tagged.
+        listener: What sees its tokens, or None.
+        submitted: When it was accepted, on the monotonic clock.
+        future: Its answer. It stays pending until there is one, so that it can be cancelled at any time.
+        loaded: The version of its delta, once it has one.
+        started: When its first batch began.
+    """
+
+    request: Request
+    inputs: dict[str, list[int]]
+    word_ids: list[int | None] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    listener: Listener | None = None
+    submitted: float = field(default_factory=time.monotonic)
+    future: Future[Answer] = field(default_factory=Future)
+    loaded: LoadedDelta | None = None
+    started: float | None = None
+    waiting: bool = True
+    done: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids of its input."""
+        return self.inputs["input_ids"]
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is."""
+        return self.request.tenant
+
+    @property
+    def deadline(self) -> float | None:
+        """When it is given up, on the monotonic clock."""
+        return None if self.request.timeout is None else self.submitted + self.request.timeout
+
+    @property
+    def version(self) -> LoadedDelta:
+        """The version of its delta, which it has from when it is ready to its end."""
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.future.cancelled()
+
+    def resolve(self, answer: Answer) -> None:
+        """Give the answer, unless the request was cancelled."""
+        with suppress(InvalidStateError):
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(answer)
+
+    def fail(self, error: BaseException) -> None:
+        """Give an error instead of an answer, unless the request was cancelled."""
+        with suppress(InvalidStateError):
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+
+
+class RequestEncoder:
+    """Makes the model's arguments of requests. Any thread may call it.
+
+    Args:
+        tokenizer: The tokenizer of the server's model, or None if all requests have token ids.
+        arguments: The names of the arguments of the model.
+        is_encoder_decoder: Whether it is an encoder-decoder.
+    """
+
+    def __init__(self, tokenizer: Any, arguments: frozenset[str], is_encoder_decoder: bool, vocabulary: int) -> None:
+        self.tokenizer, self.arguments, self.is_encoder_decoder = tokenizer, arguments, is_encoder_decoder
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()  # a fast tokenizer has state that two calls must not change at once
+
+    def encode(self, request: Request, listener: Listener | None = None, max_length: int | None = None) -> Job:
+        """Return a request as a job.
+
+        Args:
+            request: The request.
+            listener: What sees its tokens.
+            max_length: The length in tokens to which classified and tagged texts are cut, as in training.
+
+        Raises:
+            InvalidRequest: It has no input, or one that this server cannot read.
+        """
+        if (request.text is None) == (request.tokens is None):
+            raise InvalidRequest("a request has either a text or tokens, and this one has " + (
+                "neither" if request.text is None else "both"))  # fmt: skip
+        if request.tokens is not None:
+            if request.second_text is not None:
+                raise InvalidRequest("second_text goes with a text, and not with tokens")
+            return Job(request, {"input_ids": self._checked(request.tokens)}, listener=listener)
+        if self.tokenizer is None:
+            raise InvalidRequest("this server has no tokenizer; send the token ids of the text")
+        if request.task == "generate":
+            if request.second_text is not None:
+                raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
+            return Job(request, {"input_ids": self._prompt(request.text or "")}, listener=listener)
+        limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
+        words: list[str] = []
+        with self._lock:
+            try:
+                if request.task == "tag":
+                    words = (request.text or "").split()
+                    encoded = self.tokenizer(words, is_split_into_words=True, verbose=False, **limits)
+                    word_ids = encoded.word_ids(0) if words else []
+                else:
+                    texts = [request.text or ""] + ([] if request.second_text is None else [request.second_text])
+                    encoded, word_ids = self.tokenizer(*texts, verbose=False, **limits), []
+            except Exception as error:
+                raise InvalidRequest(f"the tokenizer cannot read the text {excerpt(request.text)}: {error}") from error
+        inputs = {
+            name: [int(value) for value in values]
+            for name, values in encoded.items()
+            if name in self.arguments and name != "attention_mask"
+        }
+        if not inputs.get("input_ids"):
+            raise InvalidRequest("the text is empty")
+        if request.task == "tag" and not words:
+            raise InvalidRequest("there is no word to tag")
+        return Job(request, inputs, word_ids, words, listener)
+
+    def _prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt; a decoder is to go on with it, so an end that the tokenizer writes is taken off."""
+        with self._lock:
+            try:
+                ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
+            except Exception as error:
+                raise InvalidRequest(f"the tokenizer cannot read the text {excerpt(text)}: {error}") from error
+            if not self.is_encoder_decoder:
+                ends = {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id} - {None}
+                if len(ids) > 1 and ids[-1] in ends:
+                    ids = ids[:-1]
+            if not ids:
+                start = self.tokenizer.bos_token_id
+                start = self.tokenizer.eos_token_id if start is None else start
+                ids = [] if start is None else [int(start)]
+        if not ids:
+            raise InvalidRequest("the prompt is empty, and the tokenizer has no token for the beginning of a text")
+        return ids
+
+    def _checked(self, tokens: tuple[int, ...]) -> list[int]:
+        ids = list(tokens)
+        if not ids:
+            raise InvalidRequest("the list of tokens is empty")
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise InvalidRequest("tokens must be whole numbers")
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            wrong = next(i for i in ids if not 0 <= i < self.vocabulary)
+            raise InvalidRequest(f"token {wrong} is not in the vocabulary, whose ids are 0 to {self.vocabulary - 1}")
+        return ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens without special ones; an empty text without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        with self._lock:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special ones included; its number without a tokenizer."""
+        if self.tokenizer is None:
+            return str(token)
+        with self._lock:
+            return str(self.tokenizer.decode([token]))
+
+
+def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:
+    """Check that a delta can be asked for a task.
+
+    Args:
+        task: The task.
+        tasks: What the delta can be asked.
+        delta: Its name, or None for the base model.
+
+    Raises:
+        InvalidRequest: It cannot.
+    """
+    if task not in ("generate", "classify", "tag", "embed"):
+        raise InvalidRequest(unknown_name("task", task, ("generate", "classify", "tag", "embed")))
+    if task not in tasks:
+        what = "the base model" if delta is None else f"delta {delta!r}"
+        raise InvalidRequest(f"{what} cannot be asked to {task}; it can be asked to {', '.join(tasks) or 'nothing'}")

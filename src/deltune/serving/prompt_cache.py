@@ -1,0 +1,141 @@
+"""The cache of prompt beginnings: keys and values of prompts that requests of the same delta have begun with.
+
+A beginning is found by blocks of tokens, for one version of one delta and one tenant: what a tenant has asked must not
+show in how fast, or with how many cached tokens, another tenant is answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .backbone import LoadedDelta
+
+BLOCK = 16
+"""Tokens of a block; beginnings are compared block by block."""
+
+States = list[tuple[torch.Tensor, torch.Tensor] | None]
+
+
+@dataclass(eq=False)
+class Beginning:
+    """A prompt whose keys and values are kept.
+
+    Attributes:
+        loaded: The version of the delta.
+        tokens: The tokens, a multiple of a block.
+        states: Keys and values of the delta's prompt rows and of these tokens, by layer.
+        keys: Under which keys it is found.
+        bytes: Its size.
+    """
+
+    loaded: LoadedDelta
+    tokens: tuple[int, ...]
+    states: States
+    keys: list[tuple[object, ...]]
+    bytes: int
+
+
+class PromptCache:
+    """Beginnings of prompts, of which those go first that were not needed for longest. The engine's thread has it.
+
+    Args:
+        limit: The most bytes; 0 keeps nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self._beginnings: OrderedDict[int, Beginning] = OrderedDict()
+        self._found: dict[tuple[object, ...], Beginning] = {}
+
+    def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[Beginning | None, int]:
+        """Return the beginning that has the most tokens in common with a prompt, and how many it has.
+
+        At least one token of the prompt is not among them, since its output is needed.
+
+        Args:
+            tenant: Whose prompt it is.
+            loaded: The version of its delta.
+            tokens: The prompt.
+        """
+        best, length = None, 0
+        for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):
+            beginning = self._found.get(key)
+            if beginning is None or beginning.tokens[:end] != tuple(tokens[:end]):
+                break
+            best, length = beginning, end
+        if best is not None:
+            self._beginnings.move_to_end(id(best))
+        return best, length
+
+    def wants(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
+        """Return whether a prompt has a block that is not kept yet.
+
+        Args:
+            tenant: Whose prompt it is.
+            loaded: The version of its delta.
+            tokens: The prompt.
+        """
+        if not self.limit or len(tokens) < BLOCK:
+            return False
+        *_, (key, _) = _keys(tenant, loaded, tokens)
+        return key not in self._found
+
+    def keep(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int], states: States) -> None:
+        """Keep the keys and values of a prompt.
+
+        Args:
+            tenant: Whose prompt it is.
+            loaded: The version of its delta.
+            tokens: The prompt.
+            states: What `row_of` returned: the delta's prompt rows and at least these tokens.
+        """
+        whole = len(tokens) // BLOCK * BLOCK
+        length = loaded.prompt_length + whole
+        states = [
+            None if layer is None else (layer[0][..., :length, :].clone(), layer[1][..., :length, :].clone())
+            for layer in states
+        ]
+        size = sum(t.numel() * t.element_size() for layer in states if layer is not None for t in layer)
+        if size > self.limit:
+            return
+        keys = [key for key, _ in _keys(tenant, loaded, tokens)]
+        covered = {id(b): b for key in keys if (b := self._found.get(key)) is not None}
+        made = Beginning(loaded, tuple(tokens[:whole]), states, keys, size)
+        self._beginnings[id(made)] = made
+        self._found |= dict.fromkeys(keys, made)
+        self.bytes += size
+        for other in covered.values():
+            if all(self._found.get(key) is not other for key in other.keys):  # this one begins with all of it
+                self._drop(other)
+        while self.bytes > self.limit:
+            self._drop(next(iter(self._beginnings.values())))
+
+    def forget(self, loaded: LoadedDelta) -> None:
+        """Drop what belongs to a version that is no longer in memory.
+
+        Args:
+            loaded: The version.
+        """
+        for beginning in [b for b in self._beginnings.values() if b.loaded is loaded]:
+            self._drop(beginning)
+
+    def _drop(self, beginning: Beginning) -> None:
+        del self._beginnings[id(beginning)]
+        self.bytes -= beginning.bytes
+        for key in beginning.keys:
+            if self._found.get(key) is beginning:
+                del self._found[key]
+
+
+def _keys(tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> list[tuple[tuple[object, ...], int]]:
+    """A key for each whole block of tokens, which depends on all blocks before it, and where the block ends."""
+    keys: list[tuple[tuple[object, ...], int]] = []
+    before = 0
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        before = hash((before, *tokens[start : start + BLOCK]))
+        keys.append(((tenant, id(loaded), before, start), start + BLOCK))
+    return keys

@@ -1,0 +1,221 @@
+"""What is known about deltas before they are in memory: the folders of a directory, and the facts in each of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeltuneError, error_summary, excerpt
+from ..interop import adapterhub, peft_read
+from ..interop.base import CONFIG_FILE, is_foreign, read_options
+from ..runtime.attaching import KINDS, TASKS, foreign_model_kind
+from ..runtime.delta_schema import read_metadata_file
+from ..runtime.serialization import FACTS, NUMBERS, delta_folder
+from .requests import Task
+
+HEAD_TASKS: dict[str, tuple[Task, ...]] = {
+    "classification": ("classify", "embed"),
+    "tagging": ("tag", "embed"),
+    "causal-lm": ("generate", "embed"),
+    "seq2seq-lm": ("generate", "embed"),
+    "base": ("embed",),
+}
+"""What a model with each head can be asked, by the heads of `deltune.models.AUTO_CLASSES`."""
+
+MAX_FILES = 64
+"""How many files of a delta are looked at; a delta has two, a run and an adapter folder of another library a few more."""
+
+_NAME = re.compile(r"[\w-][\w.@+-]{0,199}", re.ASCII)
+
+
+def check_delta_name(name: object) -> str:
+    """Check that a name can be that of a delta on a server: one part of a path, and not a hidden one.
+
+    Args:
+        name: The name.
+
+    Returns:
+        The name.
+
+    Raises:
+        DeltuneError: It cannot.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise DeltuneError(
+            f"{excerpt(name)} cannot name a delta: use at most 200 letters, digits and '-', '_', '.', '+', '@', and "
+            "begin with a letter, a digit, '-' or '_'"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """What the files of a delta say about it, without its tensors.
+
+    Attributes:
+        head: The head of the model that it belongs to, one of `HEAD_TASKS`.
+        method: Its expression, or what another library calls it.
+        parameters: How many numbers it has; 0 if only its tensors would say so.
+        labels: The names of its labels.
+        has_head: Whether it brings a head of its own.
+        version: A digest of its files.
+        max_length: The length in tokens to which the run that it is from cuts its texts, or None.
+    """
+
+    head: str
+    method: str
+    parameters: int
+    labels: tuple[str, ...]
+    has_head: bool
+    version: str
+    max_length: int | None = None
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the delta can be asked. Labels need a head that was trained, which the base model's need not be."""
+        tasks = HEAD_TASKS[self.head]
+        return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
+
+
+def locate_delta(folder: Path) -> tuple[Path, Path]:
+    """Find the delta of a folder.
+
+    Args:
+        folder: A saved delta, a finished run of `deltune train`, or an adapter folder of PEFT or AdapterHub.
+
+    Returns:
+        The folder to load, and the folder of the run or else the same.
+
+    Raises:
+        DeltuneError: The folder holds none of them, or a run that is not finished.
+    """
+    if (folder / "spec.yaml").is_file():
+        from ..training.run_dir import RunDir
+
+        run = RunDir(folder, writer=False)
+        if not run.finished:
+            raise DeltuneError(f"{folder} holds a run of deltune train that is not finished; its delta may change")
+        best = run.best_run.folder
+        return delta_folder(best), best
+    if is_foreign(folder) and not (folder / FACTS).is_file():
+        return folder, folder
+    return delta_folder(folder), folder
+
+
+def read_facts(folder: Path) -> FolderFacts:
+    """Read what the files of a delta say about it.
+
+    Args:
+        folder: As for `locate_delta`.
+
+    Raises:
+        DeltuneError: The folder holds no delta, or its files are damaged.
+    """
+    try:
+        where, run = locate_delta(folder)
+        return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where, run)
+    except OSError as error:
+        raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
+
+
+def _facts(where: Path, run: Path) -> FolderFacts:
+    metadata = read_metadata_file(where / FACTS)
+    labels = tuple(name for _, name in metadata.labels.pairs) if metadata.labels else ()
+    return FolderFacts(
+        head_of_model_class(metadata.base.model),
+        metadata.method,
+        sum(math.prod(shape) for name, shape in metadata.tensors.items() if not name.endswith(".index")),
+        labels if metadata.head.tensors else (),
+        bool(metadata.head.tensors),
+        _digest([where / FACTS], metadata.sha256),
+        _run_length(run),
+    )
+
+
+def _run_length(run: Path) -> int | None:
+    if not (run / "spec.yaml").is_file():
+        return None
+    from ..training.run_dir import RunDir
+
+    return RunDir(run, writer=False).config.data.max_length
+
+
+def _foreign_facts(folder: Path) -> FolderFacts:
+    options = read_options(folder)
+    head, labels = foreign_model_kind(folder)
+    name = str(options.get("peft_type") or "AdapterHub")
+    head = head if head in HEAD_TASKS else "base"
+    return FolderFacts(head, name, 0, (), labels is not None, _digest(_files(folder)))
+
+
+def head_of_model_class(name: str) -> str:
+    """Return the head of a class of transformers, as `deltune.models` calls it; "base" for any other class.
+
+    Args:
+        name: The name of the class, such as "BertForSequenceClassification".
+    """
+    from transformers.models.auto import modeling_auto
+
+    for table, task in TASKS.items():
+        values: Any = getattr(modeling_auto, table).values()
+        if any(name in ((n,) if isinstance(n, str) else n) for n in values):
+            return KINDS[task] if KINDS[task] in HEAD_TASKS else "base"
+    return "base"
+
+
+def _digest(files: list[Path], also: str = "") -> str:
+    digest = hashlib.sha256(also.encode())
+    for file in files:
+        with open(file, "rb") as opened:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.is_file())[:MAX_FILES]
+
+
+Signature = tuple[tuple[str, int, int, int], ...]
+"""Names, sizes, times of change and numbers of files; another signature means that a folder may have changed."""
+
+_RELEVANT = ("", "delta")
+_FILES = (
+    FACTS, NUMBERS, "spec.yaml", "metrics.json", CONFIG_FILE, *peft_read.WEIGHT_FILES, *adapterhub.WEIGHT_FILES,
+    adapterhub.HEAD_CONFIG, *adapterhub.HEAD_WEIGHTS,
+)  # fmt: skip
+
+
+def signature(folder: Path) -> Signature:
+    """Return by what a changed folder is noticed, without reading its files; empty for a folder without a delta."""
+    found: list[tuple[str, int, int, int]] = []
+    for inside in _RELEVANT:
+        for name in _FILES:
+            try:
+                facts = os.stat(folder / inside / name)
+            except (OSError, ValueError):
+                continue
+            found.append((str(Path(inside, name)), facts.st_size, facts.st_mtime_ns, facts.st_ino))
+    return tuple(found)
+
+
+def scan(root: Path) -> dict[str, Path]:
+    """Return the folders of a directory that may hold a delta, by name; hidden ones are left out.
+
+    Args:
+        root: The directory.
+
+    Raises:
+        DeltuneError: It cannot be read.
+    """
+    try:
+        with os.scandir(root) as entries:
+            names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir())
+    except OSError as error:
+        raise DeltuneError(f"the folder of deltas {root} cannot be read: {error_summary(error)}") from error
+    return {name: root / name for name in names if signature(root / name)}

@@ -1,0 +1,220 @@
+"""The next token of one row: chosen with the row's own settings and random numbers, and turned into text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from ..errors import DeltuneError
+from .errors import InvalidRequest
+from .requests import Sampling, TokenChoice
+
+MAX_LOGPROBS = 100
+
+
+def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
+    """Check the settings of a request.
+
+    Args:
+        sampling: The settings.
+        has_tokenizer: Whether texts can be compared with `stop`.
+
+    Raises:
+        InvalidRequest: A value is out of its range; the message lists all of them.
+    """
+    problems = []
+    numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    if not isinstance(sampling.max_tokens, int) or sampling.max_tokens < 1:
+        problems.append(f"max_tokens={sampling.max_tokens} is not a whole number from 1")
+    problems += [f"{name}={value} is not a number" for name, value in numbers.items() if not _is_number(value)]
+    if _is_number(sampling.temperature) and sampling.temperature < 0:
+        problems.append(f"temperature={sampling.temperature} is below 0")
+    if _is_number(sampling.top_p) and not 0 < sampling.top_p <= 1:
+        problems.append(f"top_p={sampling.top_p} is not above 0 and at most 1")
+    if not isinstance(sampling.top_k, int) or sampling.top_k < 0:
+        problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        problems.append(f"logprobs={sampling.logprobs} is not from 0 to {MAX_LOGPROBS}")
+    if any(not isinstance(stop, str) or not stop for stop in sampling.stop):
+        problems.append("stop has an empty text")
+    if sampling.stop and not has_tokenizer:
+        problems.append("stop needs texts, and this server has no tokenizer")
+    if problems:
+        raise InvalidRequest("the sampling settings cannot be used: " + "; ".join(problems))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class TokenChooser:
+    """Chooses the tokens of one row.
+
+    Args:
+        sampling: The settings.
+        processors: What the model's own generation config does to the scores.
+        token_text: Returns the text of a token, for `logprobs`.
+    """
+
+    def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: Callable[[int], str]) -> None:
+        self.sampling, self.processors, self.token_text = sampling, processors, token_text
+        self.generator: torch.Generator | None = None
+        if sampling.temperature:
+            self.generator = torch.Generator()
+            if sampling.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(sampling.seed % (1 << 63))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes the most likely token and tells nothing else."""
+        return self.generator is None and not self.processors and self.sampling.logprobs is None
+
+    def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> TokenChoice:
+        """Return the next token, without its text.
+
+        Args:
+            logits: The scores (vocabulary), in float32 on the CPU.
+            tokens: The tokens before it.
+        """
+        scores = logits
+        if self.processors:
+            scores = self.processors(torch.tensor([list(tokens)]), logits[None].clone())[0]
+        token = int(scores.argmax()) if self.generator is None else self._draw(scores)
+        if self.sampling.logprobs is None:
+            return TokenChoice(token, "")
+        logprobs = logits.log_softmax(-1)
+        best = logprobs.topk(min(self.sampling.logprobs, len(logprobs)))
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return TokenChoice(token, "", float(logprobs[token]), tuple((self.token_text(i), value) for i, value in top))
+
+    def _draw(self, scores: torch.Tensor) -> int:
+        sampling = self.sampling
+        scores = scores / sampling.temperature
+        if 0 < sampling.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+        probabilities = scores.softmax(-1)
+        if sampling.top_p < 1:
+            ordered, order = probabilities.sort(descending=True, stable=True)
+            outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the first one is always inside
+            probabilities = probabilities.index_fill(0, order[outside], 0.0)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+
+def config_processors(model: Any, prompt_length: int, max_tokens: int) -> LogitsProcessorList:
+    """Return what a model's generation config does to the scores of greedy decoding and sampling.
+
+    Args:
+        model: The model.
+        prompt_length: How many tokens stand before the first that is generated.
+        max_tokens: The most tokens to generate.
+
+    Raises:
+        DeltuneError: It has a setting that needs all rows of a batch at once.
+    """
+    config = model.generation_config
+    made: list[Any] = []
+    eos = config.eos_token_id
+
+    def value(name: str, neutral: Any = None) -> Any:
+        found = getattr(config, name, None)
+        return None if found == neutral else found
+
+    if (penalty := value("repetition_penalty", 1.0)) is not None:
+        made.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
+    if ngram := value("no_repeat_ngram_size", 0):
+        made.append(logits_process.NoRepeatNGramLogitsProcessor(ngram))
+    if bad := value("bad_words_ids"):
+        made.append(logits_process.NoBadWordsLogitsProcessor(bad, eos))
+    if (shortest := value("min_length", 0)) and eos is not None:
+        made.append(logits_process.MinLengthLogitsProcessor(shortest, eos))
+    if (shortest := value("min_new_tokens", 0)) and eos is not None:
+        made.append(logits_process.MinNewTokensLengthLogitsProcessor(prompt_length, shortest, eos))
+    if (first := value("forced_bos_token_id")) is not None:
+        made.append(logits_process.ForcedBOSTokenLogitsProcessor(first))
+    if (last := value("forced_eos_token_id")) is not None:
+        made.append(logits_process.ForcedEOSTokenLogitsProcessor(prompt_length + max_tokens, last))
+    if suppressed := value("suppress_tokens"):
+        made.append(logits_process.SuppressTokensLogitsProcessor(suppressed))
+    if suppressed := value("begin_suppress_tokens"):
+        begin = prompt_length + (1 if prompt_length <= 1 and value("forced_bos_token_id") is not None else 0)
+        made.append(logits_process.SuppressTokensAtBeginLogitsProcessor(suppressed, begin))
+    if unknown := [name for name in ("encoder_repetition_penalty", "guidance_scale") if value(name, 1.0) is not None]:
+        raise DeltuneError(
+            f"the model's generation config has {', '.join(unknown)}, which a server does not apply; set it to 1.0 in "
+            "its generation_config.json"
+        )
+    return LogitsProcessorList(made)
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """Return the tokens that end an answer, by a model's generation config."""
+    end = model.generation_config.eos_token_id
+    values: Iterable[Any] = () if end is None else end if isinstance(end, list | tuple) else (end,)
+    return frozenset(int(token) for token in values)
+
+
+class TextBuilder:
+    """Makes the text of tokens that come one by one, and finds where it is to stop.
+
+    Args:
+        decode: Returns the text of tokens.
+        stop: Texts at which it ends.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+        self.decode, self.stop = decode, tuple(stop)
+        self.text = ""
+        self.stopped = False
+        self._ids: list[int] = []
+        self._begin = self._read = self._given = 0
+        self._read_text = ""
+
+    def add(self, token: int) -> None:
+        """Add a token. A character that is not whole, such as a part of an emoji, waits for the next one."""
+        self._ids.append(token)
+        new = self.decode(self._ids[self._begin :])
+        if not new.endswith("\ufffd"):
+            self._accept(new)
+
+    def _accept(self, new: str) -> None:
+        before = len(self.text)
+        self.text += new[len(self._read_text) :]
+        self._begin, self._read = self._read, len(self._ids)
+        self._read_text = self.decode(self._ids[self._begin :]) if self._begin < self._read else ""
+        longest = max((len(stop) for stop in self.stop), default=0)
+        if self.stop:
+            start = max(0, before - longest + 1)
+            found = [at for stop in self.stop if (at := self.text.find(stop, start)) >= 0]
+            if found:
+                self.text, self.stopped = self.text[: min(found)], True
+
+    def end(self) -> None:
+        """Take what waits for further tokens as it is."""
+        if not self.stopped and self._read < len(self._ids):
+            self._accept(self.decode(self._ids[self._begin :]))
+
+    def take(self, final: bool = False) -> str:
+        """Return the text since the last call, without an end that may be the beginning of a stop.
+
+        Args:
+            final: Whether nothing follows, so that all of it is returned.
+        """
+        end = len(self.text) if final or self.stopped else len(self.text) - self._held()
+        new = self.text[self._given : end] if end > self._given else ""
+        self._given = max(self._given, end)
+        return new
+
+    def _held(self) -> int:
+        longest = min(max((len(stop) for stop in self.stop), default=1) - 1, len(self.text))
+        for length in range(longest, 0, -1):
+            tail = self.text[len(self.text) - length :]
+            if any(stop.startswith(tail) for stop in self.stop):
+                return length
+        return 0
