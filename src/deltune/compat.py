@@ -282,8 +282,8 @@ def use_one_gpu(arguments: Any) -> None:
     arguments._n_gpu = 1
 
 
-# -- bitsandbytes: on a CPU with bfloat16 products, its 4-bit linears pack their weights for inference when they are first
-# called in eval mode. That rounds their scales, cannot be undone, and lets no gradient through from then on.
+# -- bitsandbytes: on a CPU with bfloat16 products, its 4-bit linears pack their weights for inference when they are
+# first called in eval mode. That rounds their scales, cannot be undone, and lets no gradient through from then on.
 
 PACKS_FOR_CPU = "support_avx512bf16_for_cpu"
 """The attribute by which a 4-bit linear decides whether to pack."""

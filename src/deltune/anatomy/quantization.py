@@ -116,6 +116,6 @@ def _refuse(model: nn.Module, because: str) -> None:
     raise DeltuneError(
         f"the weights of this {type(model).__name__} are quantised in a way that deltune cannot tune ({because}). It "
         "tunes weights of float32, bfloat16, float16 or float64, and linears that are quantised by "
-        f"{', '.join(dict.fromkeys(q.library for q in QUANTIZERS))}: load the model in one of these forms, and quantise "
-        "a merged model afterwards"
+        f"{', '.join(dict.fromkeys(q.library for q in QUANTIZERS))}: load the model in one of these forms, and "
+        "quantise a merged model afterwards"
     )

@@ -52,7 +52,8 @@ class Quantizer:
 
 def find_quantizer(module: nn.Module) -> Quantizer | None:
     """Return the row of the table for a module; None for one that is no quantised linear."""
-    if parameters_of(module).get("weight") is None:
+    weight = parameters_of(module).get("weight")
+    if weight is None or (type(weight) is nn.Parameter and type(module).__module__.startswith("torch.nn.")):
         return None
     return next((quantizer for quantizer in QUANTIZERS if quantizer.matches(module)), None)
 

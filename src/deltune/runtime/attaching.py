@@ -234,8 +234,8 @@ def attach(
 
     Raises:
         DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
-            is quantised in a way that cannot be tuned, or offloaded, a part of it belongs to another model with deltas, or there is too little memory.
-            The model stays as it was.
+            is offloaded or quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
+            or there is too little memory. The model stays as it was.
     """
     _check_model(model)
     check_gradients_pass(model)
@@ -509,8 +509,8 @@ def _check_head_plain(anatomy: Anatomy) -> None:
     """Raise an error for a task head with quantised tensors, which is saved with every delta."""
     if quantized := [t for t in anatomy.tensors if t.area == "head" and t.quantized]:
         raise DeltuneError(
-            f"the task head of {anatomy.model} is quantised ({quantized[0].name}: {quantized[0].quantized}), and a delta "
-            "has a head of its own that is trained: leave the head in floating point (llm_int8_skip_modules of "
+            f"the task head of {anatomy.model} is quantised ({quantized[0].name}: {quantized[0].quantized}), and a "
+            "delta has a head of its own that is trained: leave the head in floating point (llm_int8_skip_modules of "
             "BitsAndBytesConfig, modules_to_not_convert of other configurations)"
         )
 

@@ -28,7 +28,7 @@ from ..anatomy.tracing import all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
-from ..methods.counting import Count, base_size, count_resolved
+from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.spec import Method
@@ -229,7 +229,8 @@ class Tuned(nn.Module):
         delta = self.delta(name)
         size = base_size(self.model, denominator)
         heads = sum(self._delta_value(delta, tensor).numel() for tensor in delta.head)
-        return count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+        counted = count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+        return with_storage(counted, self.model)
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters to give to an optimizer: those that train with the delta in use.
