@@ -1,4 +1,4 @@
-"""`deltune.inspect`: finds the parts of a transformer in one traced forward pass, and refuses quantised models.
+"""`deltune.inspect`: finds the parts of a transformer in one traced forward pass, also where its linears are quantised.
 
 How each part is recognised:
   sub-layer    A residual addition has an operand that comes from a single linear, the sub-layer's output.
@@ -10,12 +10,11 @@ How each part is recognised:
   mixer        The output linear reads, by products without a softmax or by a convolution, what it does of other tokens.
   layer        One self-attention or mixer and what follows it up to the next, in one element of a list of modules.
   norm         Its place follows from what it reads and what reads it: a residual sum, a sub-layer's output or input.
-No model family is named here. The stored numbers of a quantised weight are not the weights that would be tuned.
+No model family is named here. A quantised linear is seen as a linear of its sizes, whose weight cannot be trained.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +30,8 @@ from transformers.models.auto import modeling_auto
 from ..compat import auto_class_mapping, parameters_of, submodules_of
 from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .inputs import LENGTHS, READABLE, tower_name
+from .quantization import check_quantization
+from .quantizers import visible_parameters
 from .residuals import SubLayer, find_sublayers, norm_position
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
@@ -48,9 +49,6 @@ from .types import (
     StackName,
     Tensor,
 )
-
-TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of weights that can be tuned."""
 
 
 def parameters_read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
@@ -98,12 +96,13 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
         The anatomy. Printing it shows a tree of all parts.
 
     Raises:
-        DeltuneError: The weights are quantised, or the forward pass runs neither on shapes alone nor on zeros.
+        DeltuneError: The weights are quantised in a way that is not known here, or the forward pass runs neither on
+            shapes alone nor on zeros.
     """
     check_model_or_config(model, "inspect")
     if isinstance(model, PreTrainedConfig):
         return inspect(meta_model(model))
-    check_not_quantized(model)
+    check_quantization(model)
     structure = structure_stamp(model).structure  # a layer whose forward was replaced since is for `unreached_edits`
     known, anatomy = _CACHE.get(model, (None, None))
     if anatomy is not None and known == structure:
@@ -519,10 +518,11 @@ class _Inspector:
     ) -> tuple[Tensor, ...]:
         kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
         names: dict[int, list[str]] = {}
-        parameters: dict[int, torch.Tensor] = {}
-        for name, parameter in base_parameters(self.model):
-            names.setdefault(id(parameter), []).append(name)
-            parameters[id(parameter)] = parameter
+        shapes: dict[int, tuple[tuple[int, ...], str]] = {}
+        for path, module in base_modules(self.model, remove_duplicate=False):
+            for leaf, (parameter, shape, quantized) in visible_parameters(module).items():
+                names.setdefault(id(parameter), []).append(f"{path}.{leaf}".lstrip("."))
+                shapes[id(parameter)] = shape, quantized
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = self._of_batch()
         read, reached = (self._names_read_by(nodes) for nodes in (self.trace.nodes, self.trace.differentiable()))
@@ -549,7 +549,7 @@ class _Inspector:
             role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
             common = executed in kinds and executed not in of_batch
             direct = not self.direct.isdisjoint(aliases)
-            shape = tuple(parameters[key].shape)
+            shape, quantized = shapes[key]
             computed = f".{aliases[0]}".endswith(self.computed)
             outside = not aliases[0].startswith(inside_base)
             is_read = outside or not reached.isdisjoint(aliases)
@@ -559,8 +559,10 @@ class _Inspector:
             role = of_parts[aliases[0]].role if aliases[0] in of_parts else role
             others = tuple(aliases[1:])
             tensors.append(
-                Tensor(aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read)
-            )
+                Tensor(
+                    aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read, quantized
+                )
+            )  # fmt: skip
         return tuple(tensors)
 
     def _names_read_by(self, nodes: Sequence[Node]) -> set[str]:
@@ -599,39 +601,3 @@ def _role(kind: str, leaf: str) -> str:
 
 def _argument_names(module: torch.nn.Module) -> set[str]:
     return set(signature(module.forward).parameters)
-
-
-def check_not_quantized(model: nn.Module) -> None:
-    """Check by the types of its parameters that a model is not quantised; no method of a tensor is called.
-
-    Raises:
-        DeltuneError: The weights are quantised, by transformers, bitsandbytes, torchao or torch itself.
-    """
-    if getattr(model, "hf_quantizer", None) is not None:
-        _refuse(model, "it was loaded with a quantization_config")
-    for path, module in base_modules(model):
-        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
-            _refuse(model, f"{path or 'the model'} is a {type(module).__module__}.{type(module).__name__}")
-        for leaf, parameter in list(parameters_of(module).items()):
-            if parameter is None:
-                continue
-            name = f"{path}.{leaf}".lstrip(".")
-            if not is_unquantized(parameter):
-                _refuse(model, f"{name} is a {type(parameter).__name__}")
-            if parameter.dtype not in TRAINABLE_DTYPES:
-                _refuse(model, f"{name} is {parameter.dtype}")
-
-
-def is_unquantized(parameter: Any) -> bool:
-    """Whether a parameter is a plain tensor, or one process's shard of one (FSDP2)."""
-    if type(parameter) in (nn.Parameter, torch.Tensor):
-        return True
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
-
-
-def _refuse(model: nn.Module, because: str) -> None:
-    raise DeltuneError(
-        f"the weights of this {type(model).__name__} are quantised ({because}), and deltune tunes weights of float32, "
-        "bfloat16, float16 or float64: load the model without quantisation, and quantise a merged model afterwards"
-    )

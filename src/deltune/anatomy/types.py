@@ -243,6 +243,8 @@ class Tensor:
         tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
         read: Whether the outputs of a pass on the main input alone depend on it by a gradient. They do not on the
             cross-attention of a decoder without an encoder, nor on another tower.
+        quantized: How its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where
+            they are not. The shape is that of the weight in floating point.
     """
 
     name: str
@@ -256,6 +258,7 @@ class Tensor:
     computed: bool = False
     tower: str = "text"
     read: bool = True
+    quantized: str = ""
 
     @property
     def numel(self) -> int:

@@ -263,6 +263,9 @@ def cache(
 def merge(
     run: RunArgument,
     to: Annotated[Path, typer.Option(help="A new folder for the plain transformers checkpoint.")],
+    dequantize: Annotated[
+        bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -270,7 +273,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..training import inference
 
-        target = inference.merge_run(run, to)
+        target = inference.merge_run(run, to, dequantize)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 

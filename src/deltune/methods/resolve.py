@@ -286,6 +286,13 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
     if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing_selected(anatomy, selection))
+    if quantized := [tensor for tensor in tensors if tensor.quantized]:
+        raise DeltuneError(
+            f"{len(quantized)} of the tensors that it trains are quantised ({quantized[0].name}: "
+            f"{quantized[0].quantized}), and quantised numbers cannot be trained: choose a method that adds to the "
+            "weights or the hidden states (lora, adapter, prefix, ia3) or trains norms and biases (layernorm, bitfit), "
+            "or load the model without quantisation"
+        )
     return tensors
 
 

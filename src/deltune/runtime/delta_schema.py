@@ -76,11 +76,18 @@ class LabelFacts(_Part):
 
 
 class BaseFacts(_Part):
-    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it."""
+    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it.
+
+    `revision` is its commit on the hub, `quantization` how its weights are quantised, and `structure` a digest of the
+    names and shapes of its tensors; each is empty where it is not known.
+    """
 
     family: Text
     model: Text
     name: Text
+    revision: Text = ""
+    quantization: Text = ""
+    structure: Text = ""
     fingerprint: dict[Text, Text]
 
 

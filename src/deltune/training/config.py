@@ -34,6 +34,7 @@ from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
+from ..models import Quantization
 from ..runtime.linear_backend import LinearBackend
 from ..tasks.registry import TASKS
 from .presets import AUTO, DEFAULT, apply_preset, merge_values
@@ -110,6 +111,11 @@ class ModelSection(Section):
 
     name: str = Field(
         min_length=1, description="hub id, folder, or minilm (the packaged one)", json_schema_extra={"common": True}
+    )
+    quantize: Quantization | None = _option(
+        None,
+        "quantise the linears while loading: nf4 and int8 by bitsandbytes, torchao-int8, … (extra quant)",
+        common=True,
     )
 
 
