@@ -372,7 +372,9 @@ def _read_delta(
 ) -> tuple[Delta, HeadLabels | None]:
     """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    serialization.check_base(saved, serialization.base_metadata(handle.model, anatomy, handle._base_value))
+    compared = facts.base.tokens if facts.base.compared_tokens is None else facts.base.compared_tokens
+    here = serialization.base_metadata(handle.model, anatomy, handle._base_value, compared)
+    serialization.check_base(saved, here)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:

@@ -76,12 +76,18 @@ class LabelFacts(_Part):
 
 
 class BaseFacts(_Part):
-    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it."""
+    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it.
+
+    `tokens` is the number of its token embeddings. The digest is over the first `compared_tokens` of them, if that is
+    given: the delta holds the rows of the others.
+    """
 
     family: Text
     model: Text
     name: Text
     fingerprint: dict[Text, Text]
+    tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
+    compared_tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
 
 
 class DeltaMetadata(_Part):

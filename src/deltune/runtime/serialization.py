@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from .. import tensor_files
 from .._version import __version__
-from ..anatomy.types import Anatomy
+from ..anatomy.types import Anatomy, Tensor
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt
 from ..filesystem import (
     MAX_JSON_BYTES,
@@ -32,6 +32,7 @@ from ..filesystem import (
     user_path,
     write_error,
 )
+from ..methods.masks import RowMask
 from ..methods.registry import check_registered
 from ..methods.spec import explicit_expression
 from ..models import portable_name
@@ -100,21 +101,58 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    """Return what identifies a base model; `original` returns the base's own value of a tensor."""
+def base_metadata(
+    model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None
+) -> dict[str, Any]:
+    """Return what identifies a base model.
+
+    Args:
+        model: The model.
+        anatomy: Its anatomy.
+        original: Returns the base's own value of a tensor.
+        tokens: How many rows of the word embeddings are compared, from the first; None for all.
+    """
+    words = word_embeddings(anatomy)
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
         "name": portable_name(model.config.name_or_path or ""),
-        "fingerprint": fingerprint(anatomy, original),
+        "fingerprint": fingerprint(anatomy, original, tokens),
+        "tokens": words[0].shape[0] if words else None,
+        "compared_tokens": tokens if words else None,
     }
 
 
-def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, str]:
+def word_embeddings(anatomy: Anatomy) -> list[Tensor]:
+    """Return the tables with a row for each token that stacks read."""
+    names = {f"{stack.words}.weight" for stack in anatomy.stacks if stack.words is not None}
+    return [t for t in anatomy.tensors if not names.isdisjoint((t.name, *t.aliases))]
+
+
+def tokens_of_base(anatomy: Anatomy, delta: Delta) -> int | None:
+    """Return how many rows of the word embeddings are the base's own, where a delta trains all rows after them.
+
+    The rows of tokens that were added to a model differ each time that they are added. None: all rows are the base's.
+    """
+    chosen = {row for _, mask in delta.planned.masked if isinstance(mask, RowMask) for row in mask.rows}
+    words = word_embeddings(anatomy)
+    rows = end = words[0].shape[0] if words else 0
+    while end - 1 in chosen:
+        end -= 1
+    return end if end < rows else None
+
+
+def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None) -> dict[str, str]:
     """Return a digest for each area of the base model, of the names, shapes and 64 values of every tensor in bfloat16.
 
     It is the same in float32 and bfloat16, with any head, and with any delta in use.
+
+    Args:
+        anatomy: The model's anatomy.
+        original: Returns the base's own value of a tensor.
+        tokens: How many rows of the word embeddings are read, from the first, as if there were no others; None: all.
     """
+    cut = {t.name for t in word_embeddings(anatomy) if tokens is not None and tokens < t.shape[0]}
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
     tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
@@ -124,6 +162,7 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
     with torch.no_grad():
         for tensor in tensors:
             values = original(tensor.name)
+            values = values[:tokens] if tensor.name in cut else values
             device = values.device
             if device.type == "meta":
                 return {}
@@ -141,7 +180,8 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
         digest = areas.get(tensor.area)
         if digest is None:
             digest = areas[tensor.area] = hashlib.sha256()
-        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + joined[device][start:end])
+        shape = (tokens, *tensor.shape[1:]) if tensor.name in cut else tensor.shape
+        digest.update(f"{tensor.name.removeprefix(prefix)} {shape} ".encode() + joined[device][start:end])
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
 
 
@@ -292,7 +332,19 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any]) -> None:
         area for area, digest in base.fingerprint.items() if area in fingerprint and fingerprint[area] != digest
     ]
     if differing:
+        tokens, here = base.tokens, model_metadata["tokens"]
+        advice = ""
+        if differing == ["embedding"] and tokens is not None and here is not None and here < tokens:
+            advice = (
+                f". It has {tokens:,} token embeddings and this one {here:,}: call model.resize_token_embeddings("
+                f"{tokens}) before the delta is loaded"
+            )
+        if differing == ["embedding"] and base.compared_tokens is None and here in (tokens, None):
+            advice = (
+                ". If tokens were added to it, their rows are other ones each time that they are added, and this delta "
+                "does not hold them: tune with … + trainable_tokens(tokens=(…)), or save the resized model itself"
+            )
         raise DeltuneError(
-            f"{where} was tuned on another base model ({base.name or base.model}): "
-            f"the {' and '.join(differing)} of this one ({model_metadata['name'] or model_metadata['model']}) differ"
+            f"{where} was tuned on another base model ({base.name or base.model}): the {' and '.join(differing)} of "
+            f"this one ({model_metadata['name'] or model_metadata['model']}) differ{advice}"
         )
