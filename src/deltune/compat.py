@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 
 # -- the contents of a module
@@ -237,6 +238,12 @@ def set_experts_implementation(config: Any, name: Any) -> None:
     """Choose the function that computes the experts of one configuration; `set_experts_implementation` checks names."""
     if hasattr(config, "_experts_implementation_internal"):
         config._experts_implementation_internal = name
+
+
+def experts_transposed(module: nn.Module) -> bool | None:
+    """Whether a module that holds experts has matrices of the shape (in, out); None where transformers does not say."""
+    transposed = getattr(module, "is_transposed", None)
+    return transposed if isinstance(transposed, bool) else None
 
 
 def auto_class_mapping(auto_class: Any) -> Any:

@@ -25,6 +25,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ..compat import (
     TorchDispatchMode,
+    TorchFunctionMode,
     has_attention_implementation,
     operation_name,
     parameters_of,
@@ -57,6 +58,7 @@ class Node:
         outputs: The tensors that it returned.
         transposed: Whether a linear's weight has the shape (in, out).
         children: The nodes that read its outputs.
+        steps: Of a module that is one node, how many operations ran inside, views apart.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Node:
     outputs: list[torch.Tensor] = field(default_factory=list)
     transposed: bool = False
     children: list[Node] = field(default_factory=list)
+    steps: int = 0
 
 
 @dataclass
@@ -256,6 +259,23 @@ _PASS_OPERATIONS = _VIEW_OPERATIONS | {
 _MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
 
 
+class _OneIndexAsSlice(TorchFunctionMode):
+    """Reads `x[..., [-2], :]` as the slice that it equals, so that the part of a fused projection shows as a view."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            lists = [i for i in args[1] if isinstance(i, list | torch.Tensor)]
+            if len(lists) == 1 and isinstance(lists[0], list) and [type(i) for i in lists[0]] == [int]:
+                args = (args[0], tuple(_slice_of(i) if isinstance(i, list) else i for i in args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _slice_of(index: list[int]) -> slice:
+    return slice(index[0], index[0] + 1 or None)
+
+
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"}
 """Operations that are not computed on zeros either: they take the time, and would unfold a weight in memory."""
 
@@ -278,6 +298,7 @@ class _Recorder(TorchDispatchMode):
         self.producer: dict[int, Node] = {}
         self.written: dict[int, list[Node]] = {}  # by storage, the steps that wrote to a part of it in place
         self.opaque = 0
+        self.steps = 0  # operations inside the module that is one node, views apart
         self.direct: set[int] = set()
         self.alive: list[Any] = []  # keeps the tensors, since an id is unique only while its object lives
 
@@ -291,6 +312,7 @@ class _Recorder(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         name = operation.rstrip("_") if not operation_name(func).endswith("__") else ""
         if self.opaque:
+            self.steps += name not in _VIEW_OPERATIONS
             if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
@@ -567,7 +589,7 @@ def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_z
         set_experts_implementation(config, OBSERVING_ATTENTION)
     token = _RECORDER.set(recorder)
     try:
-        with torch.no_grad(), torch.device("cpu" if on_zeros else "meta"), recorder:
+        with torch.no_grad(), torch.device("cpu" if on_zeros else "meta"), _OneIndexAsSlice(), recorder:
             inputs = {name: make() if callable(make) else make for name, make in shapes.items()}
             for name, tensor in inputs.items():
                 if isinstance(tensor, torch.Tensor):
@@ -594,6 +616,7 @@ def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     if path not in trace.entered:
         trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
     if _is_leaf(module):
+        recorder.steps = 0 if not recorder.opaque else recorder.steps
         recorder.opaque += 1
 
 
@@ -612,6 +635,7 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     inputs = list(tensors_in((args, kwargs)))
     kind = _leaf_kind(module, inputs, output) or "op"
     node = recorder.record(kind, inputs, list(tensors_in(output)), path=path, module=recorder.originals[module])
+    node.steps = recorder.steps
     node.transposed = kind == "linear" and id(parameters_of(module).get("weight")) in recorder.direct
 
 

@@ -154,6 +154,8 @@ def _projections_by_path(anatomy: Anatomy, insertion: Any, form: Any) -> Iterato
     by_path: dict[str, list[tuple[str, Any]]] = {}
     for site in PROJECTIONS:
         for place in locations_or_none(anatomy, Modification(site, form, insertion)):
+            if place.linear is None:  # the weight of experts, which PEFT stores otherwise
+                continue
             by_path.setdefault(place.target.path, []).append((site, place))
     yield from by_path.items()
 

@@ -28,7 +28,7 @@ from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
 from .sites import EditLocation, select_layers
-from .spec import Method, Modification
+from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
     "model": "all of AutoModel of the configuration",
@@ -233,11 +233,13 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     for edit in resolved.edits:
         parts.setdefault(edit.modification, set()).add(".".join(edit.place.name.split(".")[:2]))
     for modification, layers in parts.items():
-        if modification.site in ("embedding", "hidden_states") or modification.optional:
+        if modification.site in OUTSIDE_LAYERS or is_pattern(modification.site) or modification.optional:
             continue
         if modification.attention != "all" or modification.tower not in ("main", anatomy.tower):
             continue
         chosen = select_layers(anatomy, modification.layers, modification.stack)
+        if modification.experts != "all":
+            chosen = [layer for layer in chosen if layer.experts]
         if len(layers) < len(chosen):
             yield f"site {modification.site!r} exists in {len(layers)} of {len(chosen)} layers"
 

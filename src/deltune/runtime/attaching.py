@@ -435,8 +435,8 @@ def _read_delta(
 ) -> tuple[Delta, HeadLabels | None]:
     """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    own_base = handle._base_metadata or serialization.base_metadata(handle.model, anatomy, handle._base_value)
-    serialization.check_base(saved, own_base, base)
+    compared = facts.base.tokens if facts.base.compared_tokens is None else facts.base.compared_tokens
+    serialization.check_base(saved, handle._base_compared(compared), base)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:

@@ -80,6 +80,8 @@ class BaseFacts(_Part):
 
     `revision` is its commit on the hub, `quantization` how its weights are quantised, and `structure` a digest of the
     names and shapes of its tensors; each is empty where it is not known.
+    `tokens` is the number of its token embeddings. The digest is over the first `compared_tokens` of them, if that is
+    given: the delta holds the rows of the others.
     """
 
     family: Text
@@ -89,6 +91,8 @@ class BaseFacts(_Part):
     quantization: Text = ""
     structure: Text = ""
     fingerprint: dict[Text, Text]
+    tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
+    compared_tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
 
 
 class DeltaMetadata(_Part):

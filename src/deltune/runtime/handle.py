@@ -520,9 +520,22 @@ class Tuned(nn.Module):
         with self._state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()
-            base = self._base_metadata or serialization.base_metadata(self.model, self.anatomy, self._base_value)
+            base = self._base_metadata or self._metadata_of_base(delta)
             metadata, tensors = serialization.delta_metadata(delta, base), self._tensors_to_save(delta)
         return serialization.write_delta(folder, metadata, tensors)
+
+    def _base_compared(self, tokens: int | None) -> dict[str, Any]:
+        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
+        remembered = self._base_metadata
+        if remembered is not None:
+            every = (None, remembered["tokens"])
+            if tokens in every and remembered["compared_tokens"] in every:
+                return remembered
+        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
+
+    def _metadata_of_base(self, delta: Delta | None) -> dict[str, Any]:
+        tokens = None if delta is None else serialization.tokens_of_base(self.anatomy, delta)
+        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
 
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
@@ -626,6 +639,9 @@ class Tuned(nn.Module):
         self._hook_makers |= makers
         for key, user in users.items():
             self._users_of_hooks.setdefault(key, set()).add(user)
+        for tensor, _ in delta.weight_edits():
+            path, _, leaf = tensor.rpartition(".")
+            self._users_of_parameters.setdefault((path, leaf), set()).add(added)
         for tensor in (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())):
             for place in owning_modules(self.anatomy, tensor):
                 self._users_of_parameters.setdefault(place, set()).add(added)
@@ -653,7 +669,10 @@ class Tuned(nn.Module):
                 tower = self.model.get_submodule(part.root)
                 assert order is not None and isinstance(tower, PreTrainedModel)
                 order = order.including(call_order(tower), part.root)
-        if unreached := unreached_edits(order, delta) if order else []:
+        unreached = unreached_edits(order, delta) if order else []
+        vocabulary = self.anatomy.vocabulary  # the base model's pass does not call it, and the model's own does
+        of_head = {e.place.name for e in delta.all_edits() if vocabulary and e.place.target.path == vocabulary.path}
+        if unreached := [name for name in unreached if name not in of_head]:
             raise error_from_problems(
                 f"{delta.method!r} cannot be attached to {type(self.model).__name__}: its forward pass does not call "
                 "every module that the method changes",
@@ -731,7 +750,7 @@ def remember_base_metadata(tuned: Tuned) -> None:
     Args:
         tuned: The handle of the model.
     """
-    tuned._base_metadata = serialization.base_metadata(tuned.model, tuned.anatomy, tuned._base_value)
+    tuned._base_metadata = tuned._metadata_of_base(tuned.delta() if tuned.active is not None else None)
 
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:

@@ -294,6 +294,10 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
     needed: Hooks = {}
     for edit in delta.all_edits():
         target = edit.place.target
+        if target.side == "weight":
+            module = passes.model.get_submodule(target.path)
+            needed[target.path, "tensors"] = partial(ForwardOverride, passes, target.path, module)
+            continue
         needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
         if edit.source_path is not None:
             needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)

@@ -41,6 +41,10 @@ def merged_weights(
     values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
     with torch.no_grad():
+        for name, edit in delta.weight_edits():
+            old = values.get(name, base_value(name).detach())
+            precision = torch.promote_types(old.dtype, torch.float32)
+            values[name] = edit.on(old.to(precision)).to(old.dtype)
         for edit in _edits_in_order(delta):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
             change = _affine_change(edit)
@@ -117,7 +121,7 @@ def _edits_in_order(delta: Delta) -> list[Edit]:
     Every other edit of a projection reads the input that the edits of its input have changed.
     """
     of_input = [e for e in delta.all_edits() if e.place.target.side == "input"]
-    return [e for e in delta.all_edits() if e.place.target.side != "input"] + of_input[::-1]
+    return [e for e in delta.all_edits() if e.place.target.side not in ("input", "weight")] + of_input[::-1]
 
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
@@ -143,6 +147,12 @@ def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
     gain, shift = change
     if gain is not None and edit.place.linear is None:
         return "it spans a whole sub-layer, which is no single weight"
+    linear = edit.place.linear
+    if linear is not None and not linear.exact:
+        return f"{edit.place.target.path!r} does more than the product, so that no weight has the same effect"
+    if gain is not None and linear is not None and linear.shared_with:
+        others = " and ".join(linear.shared_with)
+        return f"the weight of {edit.place.target.path!r} is tied to {others}, which merging would change too"
     if shift is not None and not bias:
         return f"{edit.place.target.path!r} has no bias to fold it into"
     return None

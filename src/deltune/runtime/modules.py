@@ -233,6 +233,18 @@ class Edit(nn.Module):
         tensors = self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """Return W + s A, the weight that the place is at with the change of the form, A being that of `affine`."""
+        weight = self.place.weight
+        tensors = self.full_tensors()
+        affine, factor = self.modification.form.affine(tensors), self.modification.compose.factor(tensors)
+        assert weight is not None and affine is not None and affine[0] is not None and factor is not None
+        change = affine[0] * factor
+        change = (change.mT if weight.transposed else change).to(base.dtype)
+        if self.place.experts is None:
+            return base + change
+        return base.index_add(0, torch.tensor(self.place.experts, device=base.device), change)
+
     def _factor(self) -> float | None:
         """The number s if the composition is h + s Δh, else None."""
         factor = None if self.composition_names else self.modification.compose.factor({})
@@ -376,6 +388,12 @@ class Delta(nn.Module):
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
             yield from gates.differences()
+
+    def weight_edits(self) -> Iterator[tuple[str, Edit]]:
+        """Iterate over the edits of weights that modules read themselves, with the names of these in the model."""
+        for edit in self.all_edits():
+            if edit.place.weight is not None:
+                yield f"{edit.place.weight.path}.{edit.place.weight.leaf}", edit
 
     def warn_if_never_advanced(self) -> None:
         """Warn if the delta has learned gates and `advance` was never called while they were trained."""

@@ -260,19 +260,27 @@ def runs_class_forward(module: nn.Module) -> bool:
     return forward is None or isinstance(forward, ForwardOverride | LinearForward)
 
 
-class MaskedOverride:
-    """Runs a module with partly trained tensors: its own, with the trained entries replaced."""
+class ChangedTensors:
+    """Runs a module with changed tensors: its own, with trained entries replaced, or with a change of an edit added."""
 
-    def __init__(self, parts: Mapping[str, SparseParameter | GatedDifference]) -> None:
-        self.parts = dict(parts)
+    def __init__(self, parts: Mapping[str, Sequence[SparseParameter | GatedDifference | Edit]]) -> None:
+        self.parts = {leaf: tuple(changes) for leaf, changes in parts.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {}
-        for leaf, part in self.parts.items():
+        for leaf, changes in self.parts.items():
             base = parameters_of(module)[leaf]
             assert base is not None
-            tensors[leaf] = part.on(base.detach())
+            tensors[leaf] = changed_tensor(base, changes)
         return forward_with(module, tensors, *args, **kwargs)
+
+
+def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | GatedDifference | Edit]) -> torch.Tensor:
+    """Return a tensor with changes applied one after another; a delta's own value of it is trained through edits."""
+    value = base
+    for change in changes:
+        value = change.on(value if isinstance(change, Edit) else value.detach())
+    return value
 
 
 def override_by_row(module: nn.Module, groups: Sequence[DeltaRows]) -> TensorOverride:
@@ -289,18 +297,28 @@ class ModuleByRow:
         self.groups = [group for group in groups if module in group.overrides]
         self.has_other_rows = len({row for group in self.groups for row in group.rows or ()}) < groups[0].batch_size
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = forward_with(module, {}, *args, **kwargs)
-        if not isinstance(output, torch.Tensor):
-            raise DeltuneError(
-                f"rows() needs modules that return one tensor where deltas have their own, and {type(module).__name__} "
-                "does not"
-            )
-        parts: dict[DeltaRows, torch.Tensor] = {}
+        results: dict[DeltaRows, Any] = {}
         for group in self.groups:
             positional = [group.select(a) if isinstance(a, torch.Tensor) else a for a in args]
             keywords = {k: group.select(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-            parts[group] = group.forward_of(module)(*positional, **keywords)
+            results[group] = group.forward_of(module)(*positional, **keywords)
+        if isinstance(output, tuple) and all(isinstance(value, torch.Tensor) for value in output):
+            columns = (
+                combine_rows(value, {group: result[i] for group, result in results.items()})
+                for i, value in enumerate(output)
+            )
+            return tuple(columns)
+        if not isinstance(output, torch.Tensor):
+            raise DeltuneError(
+                f"rows() needs modules that return tensors where deltas have their own, and {type(module).__name__} "
+                "does not"
+            )
+        return self._combine(output, results)
+
+    def _combine(self, output: torch.Tensor, parts: Mapping[DeltaRows, torch.Tensor]) -> torch.Tensor:
+        """Return the output of all rows; where deltas have heads of other numbers of labels, padded to the widest."""
         widths = [part.shape[-1] for part in parts.values()] + ([output.shape[-1]] if self.has_other_rows else [])
         whole = _pad_logits(output[..., : max(widths)], max(widths))
         return combine_rows(whole, {group: _pad_logits(part, max(widths)) for group, part in parts.items()})

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from .. import tensor_files
 from .._version import __version__
 from ..anatomy.quantization import quantization_of
-from ..anatomy.types import Anatomy
+from ..anatomy.types import Anatomy, Tensor
 from ..compat import config_revision
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt, unknown_name
 from ..filesystem import (
@@ -35,6 +35,7 @@ from ..filesystem import (
     user_path,
     write_error,
 )
+from ..methods.masks import RowMask
 from ..methods.registry import check_registered
 from ..methods.spec import explicit_expression
 from ..models import portable_name
@@ -106,32 +107,83 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    """Return what identifies a base model; `original` returns the base's own value of a tensor."""
+def base_metadata(
+    model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None
+) -> dict[str, Any]:
+    """Return what identifies a base model.
+
+    Args:
+        model: The model.
+        anatomy: Its anatomy.
+        original: Returns the base's own value of a tensor.
+        tokens: How many rows of the word embeddings are compared, from the first; None for all.
+    """
+    words = word_embeddings(anatomy)
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
         "name": portable_name(model.config.name_or_path or ""),
         "revision": config_revision(model.config),
         "quantization": quantization_of(model),
-        "structure": structure_digest(anatomy),
-        "fingerprint": fingerprint(anatomy, original),
+        "structure": structure_digest(anatomy, tokens),
+        "fingerprint": fingerprint(anatomy, original, tokens),
+        "tokens": words[0].shape[0] if words else None,
+        "compared_tokens": tokens if words else None,
     }
 
 
-def structure_digest(anatomy: Anatomy) -> str:
-    """Return a digest of the names and shapes of the tensors that every class of a family has."""
-    prefix = f"{anatomy.base}." if anatomy.base else ""
-    lines = [f"{t.name.removeprefix(prefix)} {t.shape}" for t in anatomy.tensors if t.area in (*ALWAYS, "final")]
+def structure_digest(anatomy: Anatomy, tokens: int | None = None) -> str:
+    """Return a digest of the names and shapes of the tensors that every class of a family has.
+
+    Args:
+        anatomy: The model's anatomy.
+        tokens: How many rows the word embeddings count as having, if they have more; None: all.
+    """
+    prefix, cut = f"{anatomy.base}." if anatomy.base else "", _cut_embeddings(anatomy, tokens)
+    lines = [
+        f"{t.name.removeprefix(prefix)} {(tokens, *t.shape[1:]) if t.name in cut else t.shape}"
+        for t in anatomy.tensors
+        if t.area in (*ALWAYS, "final")
+    ]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
-def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, str]:
+def _cut_embeddings(anatomy: Anatomy, tokens: int | None) -> set[str]:
+    """The names of the word embeddings that have more rows than so many tokens."""
+    return {t.name for t in word_embeddings(anatomy) if tokens is not None and tokens < t.shape[0]}
+
+
+def word_embeddings(anatomy: Anatomy) -> list[Tensor]:
+    """Return the tables with a row for each token that stacks read."""
+    names = {f"{stack.words}.weight" for stack in anatomy.stacks if stack.words is not None}
+    return [t for t in anatomy.tensors if not names.isdisjoint((t.name, *t.aliases))]
+
+
+def tokens_of_base(anatomy: Anatomy, delta: Delta) -> int | None:
+    """Return how many rows of the word embeddings are the base's own, where a delta trains all rows after them.
+
+    The rows of tokens that were added to a model differ each time that they are added. None: all rows are the base's.
+    """
+    chosen = {row for _, mask in delta.planned.masked if isinstance(mask, RowMask) for row in mask.rows}
+    words = word_embeddings(anatomy)
+    rows = end = words[0].shape[0] if words else 0
+    while end - 1 in chosen:
+        end -= 1
+    return end if end < rows else None
+
+
+def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None) -> dict[str, str]:
     """Return a digest for each area of the base model, of the names, shapes and 64 values of every tensor in bfloat16.
 
     It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has the
     name and the shape: what its numbers are depends on the device, and reading them takes long.
+
+    Args:
+        anatomy: The model's anatomy.
+        original: Returns the base's own value of a tensor.
+        tokens: How many rows of the word embeddings are read, from the first, as if there were no others; None: all.
     """
+    cut = _cut_embeddings(anatomy, tokens)
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
     tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
@@ -145,6 +197,7 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
                 places.append((None, 0, 0))
                 continue
             values = original(tensor.name)
+            values = values[:tokens] if tensor.name in cut else values
             device = values.device
             if device.type == "meta":
                 return {}
@@ -163,7 +216,8 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
         if digest is None:
             digest = areas[tensor.area] = hashlib.sha256()
         sample = b"" if device is None else joined[device][start:end]
-        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + sample)
+        shape = (tokens, *tensor.shape[1:]) if tensor.name in cut else tensor.shape
+        digest.update(f"{tensor.name.removeprefix(prefix)} {shape} ".encode() + sample)
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
 
 
@@ -321,6 +375,7 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str =
         raise DeltuneError(
             f"{where} was tuned on another base model ({base.name or base.model}): the names or shapes of the tensors "
             f"of this one ({model_metadata['name'] or model_metadata['model']}) differ"
+            f"{_too_few_tokens(base, model_metadata)}"
         )
     differences = list(_base_differences(saved, model_metadata))
     if differences and allowed == "any":
@@ -349,7 +404,30 @@ def _base_differences(saved: SavedDelta, model_metadata: dict[str, Any]) -> Iter
     ]
     differing = [area for area in comparable if area in fingerprint and fingerprint[area] != base.fingerprint[area]]
     if differing:
-        yield f"it was {base.name or base.model}, and the {' and '.join(differing)} of this one ({here}) differ"
+        advice = _about_added_tokens(base, model_metadata) if differing == ["embedding"] else ""
+        yield f"it was {base.name or base.model}, and the {' and '.join(differing)} of this one ({here}) differ{advice}"
+
+
+def _too_few_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
+    """What to do where a model has fewer token embeddings than the one that a delta was tuned on; else ""."""
+    tokens, here = base.tokens, model_metadata["tokens"]
+    if tokens is None or here is None or here >= tokens:
+        return ""
+    return (
+        f". It has {tokens:,} token embeddings and this one {here:,}: call model.resize_token_embeddings({tokens}) "
+        "before the delta is loaded"
+    )
+
+
+def _about_added_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
+    """What to do where other token embeddings are all that differs."""
+    advice = _too_few_tokens(base, model_metadata)
+    if not advice and base.compared_tokens is None and model_metadata["tokens"] in (base.tokens, None):
+        return (
+            ". If tokens were added to it, their rows are other ones each time that they are added, and this delta "
+            "does not hold them: tune with … + trainable_tokens(tokens=(…)), or save the resized model itself"
+        )
+    return advice
 
 
 def _held(quantization: str) -> str:
