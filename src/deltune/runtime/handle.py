@@ -48,6 +48,9 @@ T = TypeVar("T")
 _THE_MODEL = ""
 """The user of hooks that are needed as long as any delta is attached; no delta has this name."""
 
+KEPT_ASSIGNMENTS = 8
+"""How many assignments of passes without gradients are kept for further passes with the same rows."""
+
 _METHOD_NAMES = frozenset({*METHODS, *WHOLE_MODEL_METHODS})
 
 _INSTALL_LOCK = threading.Lock()
@@ -319,6 +322,18 @@ class Tuned(nn.Module):
             for path in assignment.tensors:
                 module = self.model.get_submodule(path)
                 self._install_hook((path, "tensors"), partial(ForwardOverride, self._passes, path, module))
+        return assignment
+
+    def _inference_assignment(self, names: tuple[str | None, ...]) -> RowAssignment:
+        """The assignment of `inference_rows`; the last ones are kept, since the steps of a batch have the same."""
+        kept = self._passes.kept_assignments
+        assignment = kept.get(names)
+        if assignment is None:
+            alike = len(set(names)) == 1
+            assignment = self._assign_all_rows(names[0]) if alike else self._assign_each_row(names)
+            while len(kept) >= KEPT_ASSIGNMENTS:
+                del kept[next(iter(kept))]
+            kept[names] = assignment
         return assignment
 
     def advance(self, share: float) -> None:
@@ -610,6 +625,7 @@ class Tuned(nn.Module):
 
         What it takes depends on this delta and on the model, and not on how many others are attached.
         """
+        self._passes.kept_assignments.clear()  # the hooks that they need may go
         if added is not None:
             self._add_users(added)
         in_scopes = {(path, "tensors") for path in self._passes.overridden_modules()}
@@ -727,9 +743,7 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
     Raises:
         DeltuneError: As `Tuned.rows`, when the block is entered.
     """
-    if len(set(names)) == 1:
-        return Scope(tuned._passes, tuned, lambda: tuned._assign_all_rows(names[0]), trains=False)
-    return Scope(tuned._passes, tuned, lambda: tuned._assign_each_row(names), trains=False)
+    return Scope(tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names)), trains=False)
 
 
 def keep_attached(tuned: Tuned, stays: bool) -> None:

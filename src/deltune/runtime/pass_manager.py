@@ -179,6 +179,7 @@ class PassManager:
     Attributes:
         default_assignment: What passes outside `rows()` and `disable()` use.
         is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
+        kept_assignments: Assignments of passes without gradients, by the delta of each row.
         report: How each attention computed its prefix in the last pass, by path.
         saves_deltas_alone: Whether `save_pretrained` writes the deltas without the model, as checkpoints of a Trainer.
     """
@@ -199,6 +200,7 @@ class PassManager:
         self.lock = lock
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+        self.kept_assignments: dict[tuple[str | None, ...], RowAssignment] = {}
         self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self
 
@@ -210,7 +212,7 @@ class PassManager:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
-        excluded = ("lock", "compiled_pass", "scopes", "is_pickled")
+        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "is_pickled")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

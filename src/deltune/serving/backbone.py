@@ -1,7 +1,7 @@
 """A model that many deltas share: attaching and detaching their versions, and passes in which each row has its own.
 
-Deltas for several heads (a classifier, a tagger, embeddings) need models of several classes. Each `Backbone` has a model
-of its own class, but all of them hold the same parameters, so the weights are in memory once.
+Deltas for several heads (a classifier, a tagger, embeddings) need models of several classes. Each `Backbone` has a
+model of its own class, but all of them hold the same parameters, so the weights are in memory once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.skeleton import base_modules, base_parameters
+from ..anatomy.types import Stack
 from ..compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ..errors import DeltuneError, error_summary
 from ..methods.forms import Prompt
@@ -136,7 +137,7 @@ class Backbone:
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.device = next(model.parameters()).device
         anatomy = self.handle.anatomy
-        self.stacks = {stack.name: stack for stack in anatomy.stacks}
+        self.stacks: dict[str, Stack] = {stack.name: stack for stack in anatomy.stacks}
         self.first_stack, self.last_stack = anatomy.stacks[0], anatomy.stacks[-1]
         self.arguments = frozenset(parameter_names(model))
         self._attached: set[str] = set()
@@ -359,7 +360,7 @@ def sibling(first: Backbone, head: str) -> PreTrainedModel:
     with torch.device("meta"):
         made = getattr(transformers, AUTO_CLASSES[head]).from_config(config, attn_implementation=implementation)
     _share(first, made, chosen.__name__)
-    return made.requires_grad_(False).eval()  # type: ignore[no-any-return]
+    return made.requires_grad_(False).eval()
 
 
 def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:

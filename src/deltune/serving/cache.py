@@ -80,14 +80,20 @@ def new_cache() -> Cache:
 
 def columns(cache: Cache) -> int:
     """Return how many columns a cache has."""
-    return max((layer.get_seq_length() for layer in cache.layers), default=0)
+    return max((layer.length for layer in _layers(cache)), default=0)
 
 
 def set_columns(cache: Cache, number: int) -> None:
     """Take back what a step that failed has written into some layers."""
-    for layer in cache.layers:
-        if isinstance(layer, RowsLayer) and layer.length > number:
+    for layer in _layers(cache):
+        if layer.length > number:
             layer.set_length(number)
+
+
+def _layers(cache: Cache) -> list[RowsLayer]:
+    layers = [layer for layer in cache.layers if isinstance(layer, RowsLayer)]
+    assert len(layers) == len(cache.layers)
+    return layers
 
 
 def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
@@ -100,15 +106,14 @@ def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
     """
     made = new_cache()
     spare = SPARE_COLUMNS if at_end else 0
-    for number in range(max(len(cache.layers) for cache, _ in parts)):
-        layer = RowsLayer()
-        first: Any = parts[0][0].layers[number]
-        if first.keys is not None:
-            layer.lazy_initialization(first.keys, first.values)
-            layer.buffers = (
-                _joined([(c.layers[number].keys, rows) for c, rows in parts], width, spare, at_end),
-                _joined([(c.layers[number].values, rows) for c, rows in parts], width, spare, at_end),
-            )
+    sources = [(_layers(cache), rows) for cache, rows in parts]
+    for number in range(max(len(layers) for layers, _ in sources)):
+        layer, states = RowsLayer(), [(layers[number].keys, layers[number].values, rows) for layers, rows in sources]
+        keys = [(k, rows) for k, _, rows in states if k is not None]
+        values = [(v, rows) for _, v, rows in states if v is not None]
+        if keys:
+            layer.lazy_initialization(keys[0][0], values[0][0])
+            layer.buffers = (_joined(keys, width, spare, at_end), _joined(values, width, spare, at_end))
             layer.set_length(width)
         made.layers.append(layer)
     return made
@@ -141,7 +146,7 @@ def row_of(cache: Cache, row: int, length: int) -> list[tuple[torch.Tensor, torc
         length: How many of its columns are no padding.
     """
     copies: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-    for layer in cache.layers:
+    for layer in _layers(cache):
         if layer.keys is None or layer.values is None:
             copies.append(None)
             continue

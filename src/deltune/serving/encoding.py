@@ -41,8 +41,8 @@ class EncodingLane:
     Args:
         backbone: The model.
         task: "labels" for classify and tag, "embed" for embeddings.
-        share: The counters of the tenants.
         limits: How large batches are.
+        share: The counters of the tenants.
         finish: Ends a request.
         start: Is called with requests whose first batch begins.
     """
@@ -51,8 +51,8 @@ class EncodingLane:
         self,
         backbone: Backbone,
         task: str,
-        share: FairShare,
         limits: BatchLimits,
+        share: FairShare,
         finish: Finish,
         start: Callable[[Job], None],
     ) -> None:
@@ -146,9 +146,9 @@ class EncodingLane:
         model: Any = self.backbone.model
         if self.backbone.is_encoder_decoder:
             names = ("input_ids", "attention_mask")
-            return model.get_encoder()(**{name: inputs[name] for name in names})[0].float().cpu()  # type: ignore[no-any-return]
+            return model.get_encoder()(**{name: inputs[name] for name in names})[0].float().cpu()
         options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        return model.base_model(**inputs, **options)[0].float().cpu()  # type: ignore[no-any-return]
+        return model.base_model(**inputs, **options)[0].float().cpu()
 
     def _embedding(self, job: Job, states: torch.Tensor) -> Answer | BaseException:
         # the rows of a prompt stay before an encoder's outputs, which its decoder reads

@@ -81,13 +81,14 @@ class Arrival:
 
     Attributes:
         entry: Its entry.
+        folder: Its folder.
         prepared: The delta, or why it was refused.
         seen: The signature of its files before they were read.
         done: The result of `load`, or None if requests wait for it.
-        waited: Whether it waits for a place in memory.
     """
 
     entry: Entry
+    folder: Path
     prepared: PreparedDelta | DeltuneError
     seen: Signature
     done: Future[DeltaInfo] | None
@@ -162,7 +163,7 @@ class Server:
         self.tokenizer = tokenizer
         self._backbones = Backbones(model)
         first = self._backbones.first
-        vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, operator]
+        vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._encoder = RequestEncoder(tokenizer, first.arguments, first.is_encoder_decoder, vocabulary)
         self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache_bytes), self._count)
         self._share = FairShare()
@@ -273,7 +274,8 @@ class Server:
         try:
             while (item := await items.get()) is not None:
                 yield item
-            yield await asyncio.wrap_future(job.future)
+            answer: Answer = await asyncio.wrap_future(job.future)
+            yield answer
         finally:
             job.future.cancel()
 
@@ -287,7 +289,7 @@ class Server:
         job = self._encoder.encode(request, listener, max_length)
         if request.task == "generate":
             self._options.check(request.sampling)
-        self._check_length(job, entry)
+        self._check_length(job, (None if entry is None else entry.current) or self._base)
         with self._wake:
             if self._closing:
                 raise EngineClosed("the server is closing and takes no new requests")
@@ -313,18 +315,16 @@ class Server:
         facts = self._facts(entry)
         return entry, facts.tasks, facts.max_length
 
-    def _check_length(self, job: Job, entry: Entry | None) -> None:
+    def _check_length(self, job: Job, loaded: LoadedDelta) -> None:
         length, sampling = len(job.tokens), job.request.sampling
-        loaded = self._base if entry is None else entry.current
-        generating = job.request.task == "generate"
-        backbone = self._backbones.first if loaded is None else loaded.backbone
+        generating, backbone = job.request.task == "generate", loaded.backbone
         more = sampling.max_tokens if generating else 0
         if self.max_length is not None and length + more > self.max_length:
             raise InvalidRequest(
                 f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
                 f"takes {self.max_length}"
             )
-        allowed = backbone.positions(backbone.first_stack.name, loaded or self._base)
+        allowed = backbone.positions(backbone.first_stack.name, loaded)
         needed = length + (more if not backbone.is_encoder_decoder else 0)
         if needed > allowed:
             raise InvalidRequest(
@@ -332,7 +332,7 @@ class Server:
                 f"{allowed} positions for them"
             )
         if generating and backbone.is_encoder_decoder:
-            allowed = backbone.positions(backbone.last_stack.name, loaded or self._base)
+            allowed = backbone.positions(backbone.last_stack.name, loaded)
             if more + 1 > allowed:
                 raise InvalidRequest(
                     f"max_tokens={more} is more than the {allowed - 1} that the decoder has places for"
@@ -395,7 +395,7 @@ class Server:
             return done.result()
         except DeltuneError as error:
             if not fresh:
-                entry.error = str(error)
+                entry.error, entry.refused = str(error), signature(where)
             raise
 
     def _folder(self, name: str, folder: str | Path | None) -> Path:
@@ -548,10 +548,11 @@ class Server:
                 prepared = DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
             with self._wake:
                 self._load_seconds += time.perf_counter() - began
-                if entry.name not in self._entries or self._entries[entry.name] is entry:
-                    entry.folder = folder
-                self._arrivals.append(Arrival(entry, prepared, seen, done))
-                self._wake.notify_all()
+                if not self._closed:
+                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done))
+                    self._wake.notify_all()
+                elif done is not None:
+                    done.set_exception(EngineClosed("the server is closed"))
 
         try:
             self._reader.submit(read)
@@ -693,8 +694,9 @@ class Server:
         assert loaded is not None
         try:
             check_task(job.request.task, loaded.tasks, job.request.delta)
+            self._check_length(job, loaded)
             lane = self._lane(job, loaded)
-        except DeltuneError as error:
+        except Exception as error:  # such as a family whose caches cannot be served
             self._finish(job, error)
             return
         job.loaded = loaded
@@ -706,13 +708,11 @@ class Server:
         task = {"generate": "generate", "embed": "embed"}.get(job.request.task, "labels")
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
-            arguments = (self._share, self._finish, self._start)
+            ways = (self._share, self._finish, self._start)
             if task == "generate":
-                self._lanes[key] = GenerationLane(loaded.backbone, self._options, *arguments)
+                self._lanes[key] = GenerationLane(loaded.backbone, self._options, *ways)
             else:
-                self._lanes[key] = EncodingLane(
-                    loaded.backbone, task, self._share, self.limits, self._finish, self._start
-                )
+                self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, *ways)
         return self._lanes[key]
 
     def _start(self, job: Job) -> None:
@@ -828,6 +828,10 @@ class Server:
                 left.append(arrival)
         with self._lock:
             self._arrivals.extendleft(reversed(left))
+        if not left:  # whoever needed their place has found another one
+            for entry in [entry for entry in self._entries.values() if entry.draining]:
+                entry.draining = False
+                self._place_waiting(entry)
 
     def _take(self, arrival: Arrival) -> bool:
         """Attach a delta that was read; return False if there is no place for it yet."""
@@ -872,7 +876,7 @@ class Server:
             self._totals["loads"] += 1
             self._gone.pop(entry.name, None)
             self._entries[entry.name] = entry
-            old, entry.current = entry.current, loaded
+            old, entry.current, entry.folder = entry.current, loaded, arrival.folder
             entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
             entry.draining = False
         if old is not None:
@@ -884,11 +888,14 @@ class Server:
         entry = arrival.entry
         if arrival.done is None:
             entry.loading = False
+        self._place_waiting(entry)
+        if arrival.done is not None:
+            arrival.done.set_result(self._info(entry))
+
+    def _place_waiting(self, entry: Entry) -> None:
         waiting, entry.waiting = entry.waiting, deque()
         for job in waiting:
             self._place(job)
-        if arrival.done is not None:
-            arrival.done.set_result(self._info(entry))
 
     def _refuse(self, arrival: Arrival, error: DeltuneError) -> None:
         entry = arrival.entry
@@ -957,6 +964,8 @@ class Server:
 
     def _detach(self, loaded: LoadedDelta) -> None:
         self._options.prompt_cache.forget(loaded)
+        for key in [key for key in self._lanes if key[2] == loaded.internal]:
+            del self._lanes[key]  # that of a delta which shares no batch
         loaded.backbone.detach(loaded)
 
     def _forget(self, entry: Entry, error: DeltuneError) -> None:

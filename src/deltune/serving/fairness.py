@@ -1,9 +1,9 @@
 """Which tenant is served next: the one that was served the fewest tokens, among those that wait.
 
-Each tenant has a counter of the tokens that were computed for it (Sheng et al. 2024, "Fairness in serving large language
-models": a deficit round robin whose quantum is one request). The next request is that of the tenant with the lowest
-counter, so that a burst of one tenant waits behind the first request of any other. A tenant that comes back does not
-save up what it did not use: its counter begins at the lowest of those that are being served.
+Each tenant has a counter of the tokens that were computed for it (Sheng et al. 2024, "Fairness in serving large
+language models": a deficit round robin whose quantum is one request). The next request is that of the tenant with the
+lowest counter, so that a burst of one tenant waits behind the first request of any other. A tenant that comes back does
+not save up what it did not use: its counter begins at the lowest of those that are being served.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..compat import parameters_of
 from ..errors import DeltuneError
 from ..runtime.prompts import first_position, unused_position_rows
-from ..runtime.row_assignment import parameter_names
 from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, replaced_output
 from .cache import assemble, cache_of, columns, new_cache, row_of, set_columns
@@ -48,12 +47,25 @@ class GenerationOptions:
         encoder: Turns tokens into text.
         prompt_cache: The beginnings of prompts.
         count: Counts generated tokens.
+        runners: What makes the steps of each model.
     """
 
     limits: BatchLimits
     encoder: RequestEncoder
     prompt_cache: PromptCache
     count: Callable[[int], None]
+    runners: dict[Backbone, DecoderRunner | EncoderDecoderRunner] = field(default_factory=dict)
+
+    def runner(self, backbone: Backbone) -> DecoderRunner | EncoderDecoderRunner:
+        """Return what makes the steps of a model; all lanes of the model have the same.
+
+        Args:
+            backbone: The model.
+        """
+        if backbone not in self.runners:
+            make: Any = EncoderDecoderRunner if backbone.is_encoder_decoder else DecoderRunner
+            self.runners[backbone] = make(backbone, self.encoder.tokenizer)
+        return self.runners[backbone]
 
     def check(self, sampling: Sampling) -> None:
         """Check the settings of a request.
@@ -154,9 +166,7 @@ class GenerationLane:
         self.queue = FairQueue(share)
         self.batches: list[RunningBatch] = []
         self.paused: dict[Job, RunningBatch] = {}
-        self.runner = (
-            EncoderDecoderRunner(backbone, options) if backbone.is_encoder_decoder else DecoderRunner(backbone)
-        )
+        self.runner = options.runner(backbone)
         self.ends = end_tokens(backbone.model)
 
     # -- what the engine asks
@@ -241,7 +251,7 @@ class GenerationLane:
     def _row(self, job: Job) -> Row:
         before = self.runner.start_tokens(job)
         sampling = job.request.sampling
-        processors = config_processors(self.backbone.model, len(before), sampling.max_tokens)
+        processors = config_processors(self.backbone.model, len(before), sampling.max_tokens, self.runner.forced)
         row = Row(
             job,
             TokenChooser(sampling, processors, self.options.encoder.token_text),
@@ -254,7 +264,7 @@ class GenerationLane:
         return row
 
     def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
-        """Make room for a request by putting aside a row of a tenant that was served more and has more than its share."""
+        """Put aside a row of a tenant that was served more than this one and has more than its share of the batch."""
         rows = [(batch, row) for batch in stepping for row in batch.rows if not row.done]
         if len(self.paused) >= self.options.limits.rows:
             return False
@@ -262,17 +272,13 @@ class GenerationLane:
         if job.tenant in held and held[job.tenant] * len(held) >= len(rows):
             return False
         tenants = len(set(held) | {job.tenant})
-        greedy = [
-            t for t in held
-            if t != job.tenant and held[t] * tenants > len(rows) and self.share.of(t) >= self.share.of(job.tenant) + QUANTUM
-        ]  # fmt: skip
+        floor = self.share.of(job.tenant) + QUANTUM
+        greedy = [t for t in held if held[t] * tenants > len(rows) and self.share.of(t) >= floor]
         if not greedy:
             return False
         tenant = max(greedy, key=self.share.of)
-        batch, row = max(
-            ((batch, row) for batch, row in rows if row.job.tenant == tenant),
-            key=lambda pair: pair[1].job.started or 0.0,
-        )
+        its = [(batch, row) for batch, row in rows if row.job.tenant == tenant]
+        batch, row = max(its, key=lambda pair: pair[1].job.started or 0.0)
         self.paused[row.job] = self.runner.selected([(batch, [batch.rows.index(row)])])
         self.paused[row.job].alone = batch.alone
         number = batch.rows.index(row)
@@ -420,13 +426,13 @@ class DecoderRunner:
             families count positions by the length of the cache.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         self.backbone, self.model = backbone, backbone.model
-        self.entry = parameter_names(backbone.model.get_submodule(backbone.first_stack.entry))
         self.numbered = "position_ids" in backbone.arguments
         table = backbone.first_stack.positions
         self.first = first_position(backbone.model.get_submodule(table) if table else None)
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
+        self.forced: dict[str, Any] = {}
         self.pads = True
         self.pads = self._measure()
 
@@ -555,10 +561,11 @@ class EncoderDecoderRunner:
         pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
     """
 
-    def __init__(self, backbone: Backbone, options: GenerationOptions) -> None:
+    def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         self.backbone, self.model = backbone, backbone.model
-        forced = {} if options.encoder.tokenizer is None else forced_bos_options(options.encoder.tokenizer, self.model)
+        forced = {} if tokenizer is None else forced_bos_options(tokenizer, self.model)
         config: Any = self.model.generation_config
+        self.forced = forced
         start = forced.get("decoder_start_token_id", config.decoder_start_token_id)
         start = config.bos_token_id if start is None else start
         if start is None:

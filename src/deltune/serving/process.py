@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import socket
@@ -47,9 +46,8 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
             engine.close(0.0)
             raise
         configure_logs(config.log.log)
-        server = DrainingServer(app.state.service, uvicorn_config(app, config))
-        if not quiet:
-            print(_greeting(config, engine, listener), file=sys.stderr, flush=True)
+        greeting = "" if quiet else _greeting(config, engine, listener)
+        server = DrainingServer(app.state.service, uvicorn_config(app, config), greeting)
         try:
             server.run(sockets=[listener])
         finally:
@@ -132,11 +130,18 @@ class DrainingServer(uvicorn.Server):
     Args:
         service: The parts of the server, which say that it is ready.
         config: uvicorn's configuration.
+        greeting: What is said on standard error once requests are taken.
     """
 
-    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+    def __init__(self, service: Service, config: uvicorn.Config, greeting: str = "") -> None:
         super().__init__(config)
-        self.service = service
+        self.service, self.greeting = service, greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take requests, and say so."""
+        await super().startup(sockets)
+        if self.greeting:
+            print(self.greeting, file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. The signal is not raised again afterwards, so that the exit code is 0."""
@@ -155,11 +160,6 @@ class DrainingServer(uvicorn.Server):
 
     def _stop_accepting(self) -> None:
         self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no new requests, wait for those that run, and end."""
-        await super().shutdown(sockets)
-        await asyncio.sleep(0)
 
 
 def _greeting(config: ServeConfig, engine: Engine, listener: socket.socket) -> str:

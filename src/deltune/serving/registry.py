@@ -28,7 +28,7 @@ HEAD_TASKS: dict[str, tuple[Task, ...]] = {
 """What a model with each head can be asked, by the heads of `deltune.models.AUTO_CLASSES`."""
 
 MAX_FILES = 64
-"""How many files of a delta are looked at; a delta has two, a run and an adapter folder of another library a few more."""
+"""How many files of another library's folder are looked at; it has a few."""
 
 _NAME = re.compile(r"[\w-][\w.@+-]{0,199}", re.ASCII)
 

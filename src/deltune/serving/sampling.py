@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,8 @@ class TokenChooser:
         """
         scores = logits
         if self.processors:
-            scores = self.processors(torch.tensor([list(tokens)]), logits[None].clone())[0]
+            ids: Any = torch.tensor([list(tokens)])
+            scores = self.processors(ids, logits[None].clone())[0]
         token = int(scores.argmax()) if self.generator is None else self._draw(scores)
         if self.sampling.logprobs is None:
             return TokenChoice(token, "")
@@ -107,13 +108,16 @@ class TokenChooser:
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
 
 
-def config_processors(model: Any, prompt_length: int, max_tokens: int) -> LogitsProcessorList:
+def config_processors(
+    model: Any, prompt_length: int, max_tokens: int, forced: Mapping[str, Any] | None = None
+) -> LogitsProcessorList:
     """Return what a model's generation config does to the scores of greedy decoding and sampling.
 
     Args:
         model: The model.
         prompt_length: How many tokens stand before the first that is generated.
         max_tokens: The most tokens to generate.
+        forced: Settings in place of the config's.
 
     Raises:
         DeltuneError: It has a setting that needs all rows of a batch at once.
@@ -123,7 +127,7 @@ def config_processors(model: Any, prompt_length: int, max_tokens: int) -> Logits
     eos = config.eos_token_id
 
     def value(name: str, neutral: Any = None) -> Any:
-        found = getattr(config, name, None)
+        found = (forced or {}).get(name, getattr(config, name, None))
         return None if found == neutral else found
 
     if (penalty := value("repetition_penalty", 1.0)) is not None:
