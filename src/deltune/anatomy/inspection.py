@@ -509,7 +509,9 @@ class _Inspector:
             n for n in self.trace.of_kind("embedding")
             if n.path in embedding_paths and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
         ]  # fmt: skip
-        words = next((n for n in embeddings if self._reads_ids(n)), None)
+        # one table for both stacks stands outside of them, once tokens were added to an encoder-decoder model
+        outside = [n for n in self.trace.of_kind("embedding") if n.path in embedding_paths and n not in embeddings]
+        words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
         word_embedding = None if words is None else words.path
         if words is None and self.tower == "text":
             self.hidden.append(f"the word embeddings of the {name} (no table of vectors reads the token ids)")

@@ -98,8 +98,8 @@ class Form(MethodPart):
             "tokens" (the input embeddings) or "states" (the outputs of all layers).
         multiplies: The name of the tensor w where h + Δh is w ⊙ h for a form that reads h; else None.
         replaces: Whether h + Δh does not depend on h, so that earlier changes at the same place would be lost.
-        acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form can
-            act at a weight that a module reads itself, as those of experts and routers: W + s A.
+        acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form
+            can act at a weight that a module reads itself, as those of experts and routers: W + s A.
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
     """
 

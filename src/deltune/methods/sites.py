@@ -417,7 +417,8 @@ def _sites_in_experts(stem: str, layer: Layer, experts: Experts, modification: M
     numbers = None if isinstance(chosen, str) else chosen
     if out_of_range := [i for i in numbers or () if i >= experts.number]:
         raise DeltuneError(
-            f"experts={chosen!r}: {experts.path!r} has {experts.number}, 0 to {experts.number - 1}, and no {out_of_range[0]}"
+            f"experts={chosen!r}: {experts.path!r} has {experts.number}, 0 to {experts.number - 1}, and no "
+            f"{out_of_range[0]}"
         )
     for number, weight in enumerate(weights):
         yield _weight_site(f"{stem}.experts.{site}{number or ''}", f"{stem}.ffn", layer, weight, numbers)

@@ -199,9 +199,9 @@ class Modification(Method):
         if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
         with_biases = (*PROJECTIONS, *OTHER_PROJECTIONS, "norm")
-        if isinstance(self.form, Vector) and self.form.where != "all":
-            if self.site not in with_biases and not is_pattern(self.site):
-                raise DeltuneError(f"Vector(where={self.form.where!r}) acts at one of {', '.join(with_biases)}")
+        of_some = isinstance(self.form, Vector) and self.form.where != "all"
+        if of_some and self.site not in with_biases and not is_pattern(self.site):
+            raise DeltuneError(f"{self.form!r} acts at one of {', '.join(with_biases)}")
         if self.site in OUTSIDE_LAYERS and (self.layers, self.stack) != ("all", "all"):
             raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
         if needs == "tokens" and self.compose != ADD:

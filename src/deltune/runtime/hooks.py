@@ -306,10 +306,13 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
+    overridden: set[nn.Module] = set()  # a module that has several paths is replaced once, under its first path
     for tensor, _ in delta.masked_tensors():
         for path, _ in owning_modules(anatomy, tensor):
             module = passes.model.get_submodule(path)
-            needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
+            if module not in overridden:
+                overridden.add(module)
+                needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     return needed
 
 

@@ -287,7 +287,7 @@ class RowAssignment:
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
-        paths = {module: path for path, module in base_modules(state.model, remove_duplicate=False)}
+        paths = {module: path for path, module in base_modules(state.model)}
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
         assignment.tensors = {paths[module]: override_by_row(module, groups) for module in modules}
         return assignment
