@@ -81,11 +81,13 @@ class Served:
         url: Its address.
         engine: Its engine, if it runs in this process.
         service: Its parts, if it runs in this process.
+        thread: The number of the thread of its HTTP layer, if it runs in this process.
     """
 
     url: str
     engine: Any = None
     service: Any = None
+    thread: int | None = None
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, trust_env=False, **more)
@@ -110,7 +112,7 @@ def served(**values: Any) -> Iterator[Served]:
         thread.start()
         wait_until(lambda: server.started)
         try:
-            yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, app.state.service)
+            yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, app.state.service, thread.ident)
         finally:
             server.handle_exit(signal.SIGTERM, None)
             thread.join(60)

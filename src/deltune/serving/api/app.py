@@ -140,7 +140,8 @@ class Gateway:
             if declared > limits.max_body:
                 raise too_large()
             try:
-                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    message = await receive()
             except TimeoutError:
                 problem = f"the request did not arrive within {limits.body_timeout:g} seconds"
                 raise ApiError(408, problem, "timeout", close=True) from None

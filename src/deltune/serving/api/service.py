@@ -369,9 +369,8 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in self.events:
-                await asyncio.wait_for(
-                    send({"type": "http.response.body", "body": event, "more_body": True}), self.send_timeout
-                )
+                async with asyncio.timeout(self.send_timeout):  # wait_for may swallow that it is cancelled
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (OSError, TimeoutError):
             raise ClientDisconnected from None
