@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Quantization = Literal[
-    "nf4", "nf4-double", "fp4", "int8", "torchao-int8", "torchao-int4", "torchao-float8", "quanto-int8", "quanto-int4"
+    "nf4", "nf4-double", "fp4", "int8", "torchao-int8", "torchao-int4", "torchao-float8", "quanto-int8"
 ]
 """How the linears of a model can be quantised while it is loaded; what no library is named for, bitsandbytes does."""
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
@@ -281,7 +281,7 @@ def load_model(
     if quantize is not None:
         if getattr(config, "quantization_config", None) is not None:
             raise DeltuneError(f"{name!r} is stored quantised already: leave quantize={quantize!r} out")
-        options["quantization_config"], cache = quantization_config(quantize), None
+        options["quantization_config"], cache = quantization_config(quantize, _head_modules(config, head)), None
     try:
         with silent_loading(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -310,11 +310,23 @@ def load_model(
     return model
 
 
-def quantization_config(quantize: str) -> Any:
+def _head_modules(config: PreTrainedConfig, head: str) -> list[str]:
+    """Return the paths of the modules of the head that a model is loaded with; a vocabulary projection is none."""
+    import torch
+    import transformers
+
+    from .anatomy.inspection import inspect
+
+    with torch.device("meta"):
+        return list(inspect(getattr(transformers, AUTO_CLASSES[head]).from_config(copy.deepcopy(config))).head)
+
+
+def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
     """Return transformers' configuration for a way of quantising.
 
     Args:
         quantize: One of `QUANTIZATIONS`.
+        kept: Paths of modules that stay in floating point. Without any, transformers keeps a vocabulary projection.
 
     Raises:
         DeltuneError: There is no such way, or its library is not installed.
@@ -325,9 +337,10 @@ def quantization_config(quantize: str) -> Any:
     if quantize not in QUANTIZATIONS:
         raise DeltuneError(unknown_name("quantize", quantize, QUANTIZATIONS))
     check_extra("quant", f"quantize={quantize!r} needs")
+    left = list(kept) or None
     library, _, kind = quantize.rpartition("-") if quantize != "nf4-double" else ("", "", quantize)
     if library == "quanto":
-        return transformers.QuantoConfig(weights=kind)
+        return transformers.QuantoConfig(weights=kind, modules_to_not_convert=left)
     if library == "torchao":
         from torchao import quantization
 
@@ -336,12 +349,13 @@ def quantization_config(quantize: str) -> Any:
             "int4": lambda: quantization.IntxWeightOnlyConfig(torch.int4, granularity=quantization.PerGroup(32)),
             "float8": quantization.Float8WeightOnlyConfig,
         }
-        return transformers.TorchAoConfig(ways[kind]())
+        return transformers.TorchAoConfig(ways[kind](), modules_to_not_convert=left)
     if kind == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
     return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=kind.partition("-")[0], bnb_4bit_use_double_quant="double" in kind
-    )
+        load_in_4bit=True, bnb_4bit_quant_type=kind.partition("-")[0], bnb_4bit_use_double_quant="double" in kind,
+        llm_int8_skip_modules=left,
+    )  # fmt: skip
 
 
 def head_of_class(name: str, model_class: str) -> str:
