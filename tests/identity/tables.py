@@ -71,7 +71,8 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("", "assisted.*", "not supported with stateful models|requires a cache"),
     ("", ".*chunks", "Cannot use prefill chunking without a cache"),
     ("rwkv", "beam.*", "cannot use beam search with a cache"),
-    ("mamba falcon_mamba rwkv xlnet", ".*two turns|.*chunks|.*cache given|assisted.*|.*every output|quantised cache",
+    ("mamba mamba2 falcon_mamba rwkv xlnet",
+     ".*two turns|.*chunks|.*cache given|assisted.*|.*every output|quantised cache",
      "are not used by the model|not iterable|must be integers or slices|no attribute"),  # their own states
     ("canine", "inputs_embeds|.*training|.*checkpointing|resized", "`get_input_embeddings` not auto.handled"),
     ("cpmant", "inputs_embeds|.* embeddings", "NoneType' object has no attribute|are not used by the model"),
@@ -88,7 +89,7 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("openai-gpt", "assisted.*|.*chunks|.*guided", "no attribute 'past_key_values'|Expected size for first two"),
     ("prophetnet", "later tokens|greedy.*|sample.*|beam.*|assisted.*|.*cache.*",  # a cache of n-grams, and no padding
      "position_ids. are incorrect|mask should have size|decoder_input_ids. of length 1|expand.torch.FloatTensor"),
-    ("led", ".*chunks", "Attention mask should be of size"),
+    ("led mvp", ".*chunks", "Attention mask should be of size"),
     ("xlnet", ".*two turns", "Passing a tuple of `past_key_values`"),  # its memories
     ("xlnet", "greedy in bfloat16", "to have the same dtype"),
     ("prophetnet", ".*static cache.*", "must match the size of"),
@@ -103,6 +104,9 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("deepseek_v4", "inputs_embeds|.* embeddings", "'NoneType' object has no attribute 'reshape'"),  # it hashes its ids
     ("deepseek_v4", ".*static cache.*", "heavily_compressed_attention"),
     ("fnet", "bfloat16|float16", "Unsupported dtype"),  # its Fourier transform
+    ("mra", "bfloat16|float16", "must have the same dtype"),
+    ("inkling2_text", ".*bfloat16|float16", "to have the same dtype"),
+    ("minimax", ".*cache given", "uses cache of its own"),
     ("fsmt", ".* embeddings|later tokens", "missing 1 required positional argument: 'input_ids'"),
     ("fsmt", ".*two turns|.*chunks", "AssertionError"),
     ("t5 mt5 umt5", "flex_attention", "index 1 is out of bounds for dimension 0"),  # its bias has one row
