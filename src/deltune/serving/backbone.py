@@ -199,7 +199,7 @@ class Backbone:
             prepared.delta.requires_grad_(False)
         facts = prepared.facts
         loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta, time.time())
-        loaded.bytes, loaded.max_length = prepared.bytes, facts.max_length
+        loaded.bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
         loaded.parameters = facts.parameters or loaded.parameters
         loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
         if not set(loaded.tasks) & {"classify", "tag"}:
