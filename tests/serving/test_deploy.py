@@ -70,7 +70,7 @@ def test_kubernetes() -> None:
     assert mounted["deltas"] == settings.deltas.folder and str(settings.http.keys).startswith(mounted["keys"])
     assert {volume["name"] for volume in pod["volumes"]} == set(mounted)
     arguments = container["args"]
-    typer.main.get_command(serve_app()).make_context("serve", arguments).close()
+    typer.main.get_command(serve_app()).make_context("serve", [*arguments]).close()
     assert arguments == ["--config", "/etc/deltune/serve.yaml"]
 
 

@@ -14,6 +14,10 @@ function number(value) {
   return value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
 }
 
+function size(bytes) {
+  return bytes < 2 ** 20 ? `${number(bytes / 2 ** 10)} KiB` : `${number(bytes / 2 ** 20)} MiB`;
+}
+
 // The least 1, 2 or 5 times a power of ten that is not below the value.
 function round(value) {
   const power = 10 ** Math.floor(Math.log10(value || 1));
@@ -66,7 +70,7 @@ function table(stats) {
   const body = document.querySelector("#deltas tbody");
   const rows = stats.deltas.map((delta, i) => {
     const row = document.createElement("tr");
-    const memory = delta.bytes ? `${number(delta.bytes / 2 ** 20)} MiB` : delta.loaded ? "yes" : "";
+    const memory = delta.bytes ? size(delta.bytes) : delta.loaded ? "yes" : "";
     const name = document.createElement("th");
     name.textContent = delta.name + (delta.error ? " (newest files refused)" : "");
     row.append(name);
