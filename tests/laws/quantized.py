@@ -110,7 +110,7 @@ FORMS = {
         ),
     )
 }
-"""All forms. torchao keeps an int4 of this kind in a byte; quanto's int4, whose first call compiles C++, is left out."""
+"""All forms. torchao keeps this int4 in a byte; quanto's int4, whose first call compiles C++, is left out."""
 
 TRAINED = [form for form in FORMS.values() if form.trains]
 
