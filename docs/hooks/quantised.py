@@ -177,8 +177,8 @@ def measure(form: Form) -> dict[str, Any]:
 
 
 MEASURED = (
-    "Measured at commit {commit} with {versions}, on one thread of {machine}: MiniLM-L6 as a classifier, eight rows of 16 "
-    "tokens, {steps} steps of Adam at {rate:g}. A cell is the loss at the first and at the last step; the same seed "
+    "Measured at commit {commit} with {versions}, on one thread of {machine}: MiniLM-L6 as a classifier, eight rows of "
+    "16 tokens, {steps} steps of Adam at {rate:g}. A cell is the loss at the first and at the last step; the same seed "
     "everywhere."
 )
 BESIDE = (

@@ -110,7 +110,7 @@ FORMS = {
         ),
     )
 }
-"""All forms. torchao keeps an int4 of this kind in a byte; quanto's int4, whose first call compiles C++, is left out."""
+"""All forms. torchao keeps this int4 in a byte; quanto's int4, whose first call compiles C++, is left out."""
 
 TRAINED = [form for form in FORMS.values() if form.trains]
 
@@ -119,7 +119,8 @@ def save_models(folder: Path) -> Path:
     """Save the unquantised models below a folder, one for each family."""
     for family, kind in CLASSES.items():
         torch.manual_seed(0)
-        model = kind.from_config(config(FAMILIES[family], **WIDTHS))
+        problem = {"problem_type": "single_label_classification"} if family == "bert" else {}  # else the loss writes it
+        model = kind.from_config(config(FAMILIES[family], **WIDTHS, **problem))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -220,37 +220,42 @@ def test_lora_equals_pefts(form: Form, family: str, folder: Path, tmp_path: Path
 # -- from one form to another
 
 
-def test_a_delta_moves_between_forms_on_request(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(f, id=str(f), marks=() if f in (NF4, INT8) or not f.trains else pytest.mark.slow)
+        for f in FORMS.values()
+    ],
+)
+def test_a_delta_moves_between_forms_on_request(form: Form, folder: Path, tmp_path: Path) -> None:
     floats = load_form(folder, "llama", None)
     tuned = deltune.attach(floats, "lora(rank=2) + layernorm")
     with torch.no_grad():
         for parameter in tuned.trainable_parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     tuned.save(tmp_path / "delta")
-    answers, plain = logits(floats, "llama"), None
-    for form in FORMS.values():
-        model = load_form(folder, "llama", form)
-        logits(model, "llama")
-        before, plain = snapshot(model), logits(model, "llama")
-        with pytest.raises(DeltuneError, match=rf'floating point, and .* quantised by {form.name}.*base="any"'):
-            deltune.load(model, tmp_path / "delta")
-        assert not changed(before, snapshot(model)), form
-        with pytest.warns(UserWarning, match="evaluate it on this model before you rely on it"):
-            moved = deltune.load(model, tmp_path / "delta", base="any")
-        near = (logits(model, "llama") - answers).norm() / answers.norm()
-        assert near < 0.35 and (logits(model, "llama") - plain).norm() > 0.05 * plain.norm(), form
-        if form.trains:
-            moved.save(tmp_path / form.name)
-            facts = json.loads((tmp_path / form.name / "delta.json").read_text())["base"]
-            assert facts["quantization"] == form.name
-            other = load_form(folder, "llama", None)
-            with pytest.raises(DeltuneError, match="weights in floating point"):
-                deltune.load(other, tmp_path / form.name)
-            with pytest.warns(UserWarning, match="another base model"):
-                deltune.load(other, tmp_path / form.name, base="any")
-            torch.testing.assert_close(logits(other, "llama"), answers)
-        else:
-            assert not any(p.requires_grad for p in moved.delta().parameters()), "it can be used and not trained"
+    answers = logits(floats, "llama")
+    model = load_form(folder, "llama", form)
+    logits(model, "llama")
+    before, plain = snapshot(model), logits(model, "llama")
+    with pytest.raises(DeltuneError, match=rf'floating point, and .* quantised by {form.name}.*base="any"'):
+        deltune.load(model, tmp_path / "delta")
+    assert not changed(before, snapshot(model))
+    with pytest.warns(UserWarning, match="evaluate it on this model before you rely on it"):
+        moved = deltune.load(model, tmp_path / "delta", base="any")
+    near = (logits(model, "llama") - answers).norm() / answers.norm()
+    assert near < 0.35 and (logits(model, "llama") - plain).norm() > 0.05 * plain.norm()
+    if not form.trains:
+        assert not any(p.requires_grad for p in moved.delta().parameters()), "it can be used and not trained"
+        return
+    moved.save(tmp_path / "moved")
+    assert json.loads((tmp_path / "moved" / "delta.json").read_text())["base"]["quantization"] == form.name
+    other = load_form(folder, "llama", None)
+    with pytest.raises(DeltuneError, match="weights in floating point"):
+        deltune.load(other, tmp_path / "moved")
+    with pytest.warns(UserWarning, match="another base model"):
+        deltune.load(other, tmp_path / "moved", base="any")
+    torch.testing.assert_close(logits(other, "llama"), answers)
 
 
 def test_any_base_still_has_the_same_tensors(folder: Path, tmp_path: Path) -> None:
@@ -360,11 +365,11 @@ def _quantises_embeddings(model: PreTrainedModel) -> None:
 
 
 REFUSALS: dict[str, tuple[str, Callable[[PreTrainedModel, Path], Any]]] = {
-    "an unknown method": ("unknown method", lambda m, f: deltune.attach(m, "lorra")),
+    "an unknown method": ("unknown name", lambda m, f: deltune.attach(m, "lorra")),
     "a wrong argument": ("rank", lambda m, f: deltune.attach(m, "lora(rank=-1)")),
     "full": ("are quantised", lambda m, f: deltune.attach(m, "full")),
     "a part of the weights": ("are quantised", lambda m, f: deltune.attach(m, "diff_pruning(sparsity=0.02)")),
-    "a missing place": ("lacks|no |cannot", lambda m, f: deltune.attach(m, "layernorm(of='nothing')")),
+    "a missing place": ("cannot be had on", lambda m, f: deltune.attach(m, "adapter(rank=4, layers=(7,))")),
     "a missing tower": ("tower", lambda m, f: deltune.attach(m, "layernorm(tower='vision')")),
     "a bad name": ("cannot name a delta", lambda m, f: deltune.attach(m, "layernorm", name="a b")),
     "a bad head": ("head", lambda m, f: deltune.attach(m, "layernorm", head="drop")),  # type: ignore[arg-type]
@@ -509,3 +514,35 @@ def test_the_count_says_what_is_stored(folder: Path) -> None:
     assert count.as_dict()["quantization"] == "bitsandbytes nf4"
     assert "quantization" not in deltune.count(floats, "lora(rank=4)").as_dict()
     assert deltune.attach(model, "lora(rank=4)").count().base_bytes == count.base_bytes
+
+
+def test_a_run_on_a_quantised_model(tmp_path: Path) -> None:
+    """`deltune train --quantize`, and everything that is done with its folder."""
+    from deltune.training.config import RunConfig
+    from deltune.training.inference import evaluate, merge_run
+    from deltune.training.train import train
+    from tests import tiny
+
+    values = {"model": str(tiny.model(tmp_path / "model", "bert")), "data": str(tiny.data(tmp_path / "data"))}
+    config = RunConfig.from_flat(**values, method="lora(rank=2) + layernorm", quantize="nf4", epochs=2, lr=1e-2)
+    assert config.canonical()["quantize"] == "nf4" and config.name != config.replace(quantize=None).name
+    metrics = train(config, tmp_path / "run")
+    assert metrics.count["quantization"] == "bitsandbytes nf4" and metrics.count["base_bytes"] > 0
+    assert evaluate(tmp_path / "run") == metrics.scores
+    merge_run(tmp_path / "run", tmp_path / "merged", dequantize=True)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+def test_ways_of_quantising_that_do_not_exist(folder: Path) -> None:
+    from deltune.models import QUANTIZATIONS, load_model, quantization_config
+    from deltune.training.config import RunConfig
+
+    for name in QUANTIZATIONS:
+        assert quantization_config(name, ["classifier"]).quant_method
+    with pytest.raises(DeltuneError, match="unknown quantize 'nf5'"):
+        load_model(str(folder / "llama"), "causal-lm", quantize="nf5")
+    with pytest.raises(DeltuneError, match="quantize"):
+        RunConfig.from_flat(model=str(folder / "llama"), data="x", method="layernorm", quantize="nf5")
+    model = load_model(str(folder / "bert"), "classification", ["a", "b"], quantize="torchao-int8")
+    assert quantization_of(model) == "torchao int8" and deltune.inspect(model).head == ("classifier",)
+    deltune.attach(model, "lora(rank=2)")
