@@ -39,25 +39,18 @@ REFUSED = _rows(
 """Class or family -> what deltune's refusal says (a regular expression)."""
 
 HIDDEN = _rows(
-    ("whose inside is hidden", """
-        axk2 big_bird BigBirdPegasusForConditionalGeneration BigBirdPegasusForQuestionAnswering
-        BigBirdPegasusForSequenceClassification BigBirdPegasusModel bloom canine codegen convbert cpmant deberta
-        deberta-v2 deepseek_v32 dots3_note_text falcon flaubert fsmt git glm_moe_dsa gpt_neo gpt_neox_japanese gptj
-        hy_v4 layoutlmv3 led lilt longformer longt5 luke megatron-bert mpnet mpt MvpForCausalLM
-        MvpForConditionalGeneration MvpForQuestionAnswering MvpForSequenceClassification MvpModel nystromformer
-        openai-gpt ProphetNetForConditionalGeneration ProphetNetModel rembert roformer tapas trocr xglm xlm"""),
-    ("is not the output of one linear", "dbrx deepseek_v2"),
+    ("is not the output of one linear", "axk2 dbrx deepseek_v2 deepseek_v32 dots3_note_text glm_moe_dsa"),
     ("has no site 'query'", """
         falcon_mamba fnet mamba mamba2 mra ProphetNetForCausalLM reformer rwkv xlnet yoso zamba zamba2"""),
 )  # fmt: skip
 """Class or family in which queries and values do not show, so that LoRA goes elsewhere -> what the refusal says."""
 
-ELSEWHERE = dict.fromkeys(("fnet", "mra", "prophetnet", "rwkv", "xlnet", "zamba"), "ffn_up")
+ELSEWHERE = dict.fromkeys(("fnet", "mra", "prophetnet", "rwkv", "xlnet"), "ffn_up")
 """Where LoRA goes in families of `HIDDEN` in which no output projection shows either."""
 
 LAYERLESS = _rows(
     ("the layers of this model cannot be seen", """
-        deepseek_v4 inkling2_text inkling_text pegasus_x qwen4_exp squeezebert zaya"""),
+        deepseek_v4 hy_v4 inkling2_text inkling_text pegasus_x qwen4_exp squeezebert zaya"""),
     ("has no site 'query'", "jetmoe"),
     ("is not the output of one linear of its own", "gemma3n_text"),  # its last layers read the values of earlier ones
 )  # fmt: skip
