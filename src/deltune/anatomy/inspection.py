@@ -359,6 +359,8 @@ class _Inspector:
                     groups[-1][1].extend(part)  # two mixers side by side
                 else:
                     groups.append((path, part))
+        # an attention that pools the states is in no list of modules, and no layer
+        groups = [(path, group) for path, group in groups if self._elements([path])] or groups
         for path, group in groups:
             if len({sub.output.path or sub.block for sub in group}) < len(group):
                 raise DeltuneError(f"its layers cannot be told apart: {path!r} runs modules several times in one pass")

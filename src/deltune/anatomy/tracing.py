@@ -256,6 +256,10 @@ _PASS_OPERATIONS = _VIEW_OPERATIONS | {
     "mul",
     "where",
 }
+_SHAPE_OPERATIONS = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+    "new_empty", "new_full", "new_empty_strided",
+}  # fmt: skip
 _MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
 
 
@@ -316,7 +320,8 @@ class _Recorder(TorchDispatchMode):
             if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
-        inputs = list(tensors_in((args, kwargs or {})))
+        # what only takes a shape, such as zeros_like, reads no number
+        inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
         kind = _operation_kind(name, inputs, self.producer)
         self.record(kind, inputs, list(tensors_in(out)), operation=name)
         return out
@@ -561,14 +566,32 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
     for on_zeros in (False, True):
         for attention in (OBSERVING_ATTENTION, "eager"):
             try:
-                _record(model, attention, inputs, on_zeros)
+                trace = _record(model, attention, inputs, on_zeros)
+                if "decoder_input_ids" not in inputs:
+                    _check_one_state_a_token(model, trace, length, width)
                 return
+            except DeltuneError:
+                raise
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error_summary(error)}")
     raise DeltuneError(
         f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
         f"does not ({reasons[-1]})"
     )
+
+
+def _check_one_state_a_token(model: PreTrainedModel, trace: Trace, length: int, width: int) -> None:
+    """Check that no output has several states for each token, as that of a model which predicts n-grams has.
+
+    Raises:
+        DeltuneError: One does, so that it is unclear which states belong to the rows before the embeddings.
+    """
+    for tensor in (t for node in trace.results for t in node.outputs if t.dim() == 3 and t.is_floating_point()):
+        if tensor.shape[-1] == width and tensor.shape[1] > length and not tensor.shape[1] % length:
+            raise DeltuneError(
+                f"rows before the input embeddings need one state for each token, and {type(model).__name__} returns "
+                f"{tensor.shape[1] // length} for each"
+            )
 
 
 def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_zeros: bool) -> Trace:
@@ -661,8 +684,11 @@ def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds all weights of experts: one shape leads from the hidden states, another one back."""
-    return len(_expert_shapes(module)) > 1
+    """Whether a module holds all weights of experts: one shape leads from the hidden states, another one back.
+
+    What convolves is a state-space layer, whose heads may have a matrix each, too.
+    """
+    return len(_expert_shapes(module)) > 1 and not any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
 
 
 def _reads_experts(module: torch.nn.Module, inputs: list[torch.Tensor]) -> bool:
