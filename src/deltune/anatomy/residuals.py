@@ -163,7 +163,7 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
                 sublayer.projections[role] = projection
         _drop_unclear(sublayer.projections)
         query, key = (_streams(source) for source in attention.sources[:2])
-        sublayer.kind = "cross" if query.isdisjoint(key) else "self"
+        sublayer.kind = "cross" if query and key and query.isdisjoint(key) else "self"
         return sublayer if linears else None
     inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
     mixing = [n for n in inside if n.kind == "mix" or _convolves(n)]

@@ -257,9 +257,10 @@ _PASS_OPERATIONS = _VIEW_OPERATIONS | {
     "where",
 }
 _SHAPE_OPERATIONS = {
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones",
-    "new_empty", "new_full", "new_empty_strided",
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
+"""Operations that only take a shape. An empty tensor is filled in place later, which is not followed, so the tensor
+whose shape it takes stands for what it will hold."""
 _MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
 
 
