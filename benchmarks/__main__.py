@@ -3,9 +3,9 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: adapterhub, steps, products, inference, memory, prefix, life, trunk, mixed, study, whole; by name only: methods,
-others, wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1 where a
-target is missed.
+Parts: adapterhub, steps, products, inference, memory, prefix, life, trunk, mixed, serving, study, whole; by name only:
+methods, others, wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1
+where a target is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,22 @@ from transformers.utils import logging
 
 from deltune.training.progress import ProgressDisplay
 
-from . import adapterhub, inference, life, memory, methods, mixed, prefix, products, report, steps, study, trunk, whole
+from . import (
+    adapterhub,
+    inference,
+    life,
+    memory,
+    methods,
+    mixed,
+    prefix,
+    products,
+    report,
+    serving,
+    steps,
+    study,
+    trunk,
+    whole,
+)
 from .allocator import keep_memory
 from .frame import Piece, Report, carry_out, chosen, machine
 
@@ -45,6 +60,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "life": life.pieces(),
         "trunk": trunk.pieces(),
         "mixed": mixed.pieces(),
+        "serving": serving.pieces(),
         "study": study.pieces(),
         "whole": whole.pieces(data_root),
         "methods": methods.pieces(),

@@ -30,6 +30,7 @@ from benchmarks import (
     prefix,
     products,
     report,
+    serving,
     steps,
     study,
     trunk,
@@ -268,6 +269,15 @@ def test_start() -> None:
 def test_mixed() -> None:
     rows = measured(mixed.measure(replace(tiny("encoder"), rows=8), 1, ("layernorm", "lora(rank=2)")))
     assert all("the bare model" in row.note for row in rows)
+
+
+def test_serving() -> None:
+    encoder, decoder = tiny("encoder", padded=True, dropout=0.0), tiny("decoder", padded=True, dropout=0.0)
+    measured(serving.classified(encoder, 40, rounds=1))
+    measured(serving.generated(decoder, 20, new=3, rounds=1))
+    measured(serving.shared(encoder, seconds=0.5))
+    hits, *_ = measured(serving.stored(encoder, deltas=12, loaded=4, number=60))
+    assert hits.figure is not None and 0 < hits.figure < 1
 
 
 def test_prefix() -> None:

@@ -28,7 +28,7 @@ FEW = (
 """Methods of every kind: norms, low rank, prefixes, bottlenecks, prompts, rescaling, sparse, sums, all weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Deltas:
     """A base model, and deltas for it on the disk.
 

@@ -26,7 +26,7 @@ TensorGetters = Mapping[str, Callable[[], torch.Tensor]]
 """By parameter name, functions that return a delta's own values of a module's parameters."""
 
 
-def forward_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def forward_with(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with other tensors in place of some of its parameters.
 
     The module itself is not changed, so other threads may run it at the same time: a copy of its attributes is run.
@@ -279,31 +279,72 @@ def override_by_row(module: nn.Module, groups: Sequence[DeltaRows]) -> TensorOve
     """Return how to run a module for which deltas have their own tensors, while each row uses its own delta."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return NormByRow(module, groups)
+    if type(module) is nn.Linear and all(set(group.overrides.get(module, ())) <= {"bias"} for group in groups):
+        return BiasByRow(module, groups)
     return ModuleByRow(module, groups)
 
 
 class ModuleByRow:
-    """Runs the module once more for each delta, with its tensors, on its rows."""
+    """Runs the module once for each delta, with its tensors, on its rows, and once on the rows of all others."""
 
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows]) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self.has_other_rows = len({row for group in self.groups for row in group.rows or ()}) < groups[0].batch_size
+        size = groups[0].batch_size
+        taken = {row for group in self.groups for row in group.rows or ()}
+        if rest := tuple(row for row in range(size) if row not in taken):
+            self.groups.append(DeltaRows(groups[0].delta, rest, size))  # without overrides
+        self._orders: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        output = forward_with(module, {}, *args, **kwargs)
-        if not isinstance(output, torch.Tensor):
-            raise DeltuneError(
-                f"rows() needs modules that return one tensor where deltas have their own, and {type(module).__name__} "
-                "does not"
-            )
-        parts: dict[DeltaRows, torch.Tensor] = {}
+        """Run the module; its tensor arguments have the rows of the batch."""
+        size, device = next(
+            ((a.shape[0], a.device) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), (0, None)
+        )
+        parts: list[torch.Tensor] = []
         for group in self.groups:
             positional = [group.select(a) if isinstance(a, torch.Tensor) else a for a in args]
             keywords = {k: group.select(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-            parts[group] = group.forward_of(module)(*positional, **keywords)
-        widths = [part.shape[-1] for part in parts.values()] + ([output.shape[-1]] if self.has_other_rows else [])
-        whole = _pad_logits(output[..., : max(widths)], max(widths))
-        return combine_rows(whole, {group: _pad_logits(part, max(widths)) for group, part in parts.items()})
+            part = group.forward_of(module)(*positional, **keywords)
+            if not isinstance(part, torch.Tensor):
+                raise DeltuneError(
+                    "rows() needs modules that return one tensor where deltas have their own, and "
+                    f"{type(module).__name__} does not"
+                )
+            parts.append(part)
+        width = max(part.shape[-1] for part in parts)
+        assert device is not None
+        return torch.cat([_pad_logits(part, width) for part in parts]).index_select(0, self._order(size, device))
+
+    def _order(self, size: int, device: torch.device) -> torch.Tensor:
+        """Where each row of the batch stands among those of the groups."""
+        if (size, device) not in self._orders:
+            with torch.inference_mode(False):  # the index is also used in training
+                order = torch.cat([group.index(size, device) for group in self.groups]).argsort()
+            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
+                return order
+            self._orders[size, device] = order
+        return self._orders[size, device]
+
+
+class BiasByRow:
+    """Runs a linear layer once for all deltas, and adds the bias of each row: x Wᵀ + b.
+
+    The result differs from torch's kernel by rounding only, since that adds the bias to the sum of the products.
+    """
+
+    def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows]) -> None:
+        self.groups = [group for group in groups if module in group.overrides]
+        self._numbers: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Apply the layer once to the batch, with each row's own bias."""
+        x: torch.Tensor = args[0] if args else kwargs["input"]
+        base = parameters_of(module)["bias"]
+        assert base is not None
+        output: torch.Tensor = forward_with(module, {"bias": None}, x)
+        every = torch.stack([base, *(group.overrides[module]["bias"]() for group in self.groups)])
+        values = every[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
+        return output + values.view(x.shape[0], *(1,) * (x.dim() - 2), -1).to(output.dtype)
 
 
 class NormByRow:
@@ -314,7 +355,7 @@ class NormByRow:
 
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows]) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._numbers: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
@@ -338,20 +379,33 @@ class NormByRow:
             base,
             *(group.overrides[module][leaf]() if leaf in group.overrides[module] else base for group in self.groups),
         ]
-        values = torch.stack(every)[self._group_of_rows(x.shape[0], x.device)]
+        values = torch.stack(every)[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
         return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
 
-    def _group_of_rows(self, size: int, device: torch.device) -> torch.Tensor:
-        """The number of each row's group, counted from 1; 0 for rows outside every group."""
-        if (size, device) not in self._indices:
-            with torch.inference_mode(False):  # the tensor is also used in training
-                numbers = torch.zeros(size, dtype=torch.long, device=device)
-                for number, group in enumerate(self.groups, start=1):
-                    numbers[group.index(size, device)] = number
-            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
-                return numbers
-            self._indices[size, device] = numbers
-        return self._indices[size, device]
+
+def group_numbers(
+    groups: Sequence[DeltaRows],
+    size: int,
+    device: torch.device,
+    known: dict[tuple[int, torch.device], torch.Tensor],
+) -> torch.Tensor:
+    """Return the number of each row's group, counted from 1; 0 for rows outside every group.
+
+    Args:
+        groups: The groups.
+        size: The number of rows.
+        device: Where the numbers are needed.
+        known: Those that were computed before.
+    """
+    if (size, device) not in known:
+        with torch.inference_mode(False):  # the tensor is also used in training
+            numbers = torch.zeros(size, dtype=torch.long, device=device)
+            for number, group in enumerate(groups, start=1):
+                numbers[group.index(size, device)] = number
+        if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
+            return numbers
+        known[size, device] = numbers
+    return known[size, device]
 
 
 def _pad_logits(logits: torch.Tensor, width: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from ..models import AUTO_CLASSES
 from ..runtime.attaching import add_delta, find_tuned, read_delta
 from ..runtime.attention import PREFIX
 from ..runtime.handle import Tuned, base_value, inference_rows, keep_attached
-from ..runtime.linear_backend import optimize_linear
+from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
@@ -133,7 +133,8 @@ class Backbone:
         model.eval()
         self.handle = find_tuned(model) or Tuned(model)
         keep_attached(self.handle, True)
-        self.optimized = optimize_linear(model)
+        optimized_before = any(linear_forward(module) is not None for module in model.modules())
+        self.optimized = None if optimized_before else optimize_linear(model)
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.device = next(model.parameters()).device
         anatomy = self.handle.anatomy
@@ -199,7 +200,7 @@ class Backbone:
             prepared.delta.requires_grad_(False)
         facts = prepared.facts
         loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta, time.time())
-        loaded.bytes, loaded.max_length = prepared.bytes, facts.max_length
+        loaded.bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
         loaded.parameters = facts.parameters or loaded.parameters
         loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
         if not set(loaded.tasks) & {"classify", "tag"}:
@@ -261,7 +262,8 @@ class Backbone:
         keep_attached(self.handle, False)
         if not self.handle.names:
             self.handle.detach()
-        self.optimized.undo()
+        if self.optimized is not None:
+            self.optimized.undo()
         self.model.train(self.was_training)
 
     # -- passes

@@ -40,6 +40,8 @@ Lane = EncodingLane | GenerationLane
 
 IDLE = 0.2
 """Seconds after which the engine looks for timed-out requests when nothing wakes it."""
+READ_ATTEMPTS = 3
+"""How often a delta is read whose files change meanwhile."""
 LOADS_AT_ONCE = 2
 """Deltas that are read ahead; more would take memory before there is a place for them."""
 
@@ -533,19 +535,13 @@ class Server:
         """Read a delta in the reader's thread, and hand it to the engine's."""
 
         def read() -> None:
-            began, seen = time.perf_counter(), signature(folder)
-            prepared: PreparedDelta | DeltuneError
-            try:
-                if done is None and entry.error and seen == entry.refused:
-                    raise DeltuneError(entry.error)
-                facts = read_facts(folder)
-                backbone = self._backbones.for_head(self._head(facts))
-                prepared = backbone.prepare(entry.name, folder, facts)
-            except DeltuneError as error:
-                prepared = error
-            except Exception as error:
-                logger.exception("delta %r cannot be read", entry.name)
-                prepared = DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
+            began = time.perf_counter()
+            for attempt in range(READ_ATTEMPTS):
+                seen = signature(folder)
+                prepared = self._prepared(entry, folder, seen, again=done is not None)
+                if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
+                    break
+                time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
             with self._wake:
                 self._load_seconds += time.perf_counter() - began
                 if not self._closed:
@@ -558,6 +554,19 @@ class Server:
             self._reader.submit(read)
         except RuntimeError:
             raise EngineClosed("the server is closing and loads no deltas") from None
+
+    def _prepared(self, entry: Entry, folder: Path, seen: Signature, again: bool) -> PreparedDelta | DeltuneError:
+        """Read and check a delta, or say why it is refused; files that were refused are read `again` or not."""
+        try:
+            if not again and entry.error and seen == entry.refused:
+                return DeltuneError(entry.error)
+            facts = read_facts(folder)
+            return self._backbones.for_head(self._head(facts)).prepare(entry.name, folder, facts)
+        except DeltuneError as error:
+            return error
+        except Exception as error:
+            logger.exception("delta %r cannot be read", entry.name)
+            return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
 
     def _head(self, facts: FolderFacts) -> str:
         """The head of the model that a delta is loaded on: without one of its own it may use the server's model."""

@@ -184,7 +184,7 @@ class TextBuilder:
         """Add a token. A character that is not whole, such as a part of an emoji, waits for the next one."""
         self._ids.append(token)
         new = self.decode(self._ids[self._begin :])
-        if not new.endswith("\ufffd"):
+        if len(new) > len(self._read_text) and not new.endswith("\ufffd"):
             self._accept(new)
 
     def _accept(self, new: str) -> None:

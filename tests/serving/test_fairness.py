@@ -1,0 +1,165 @@
+"""No tenant waits for another's burst beyond its share. Counted in passes and tokens, not in seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deltune
+from deltune.serving.engine import Server
+from deltune.serving.fairness import FairQueue, FairShare
+from deltune.serving.generation import QUANTUM
+from deltune.serving.jobs import Job
+from deltune.serving.requests import Request, Sampling
+
+from .specimens import ask, check, deltas
+from .test_lifecycle import Gate, warm
+
+
+def counted(server: Server) -> list[list[str]]:
+    """The tenants of each pass; rows of no request are left out."""
+    passes: list[list[str]] = []
+    for lane in server._lanes.values():
+        runner: Any = lane.runner  # type: ignore[union-attr]
+        step, read = runner.step, runner.read
+
+        def stepped(batch: Any, step: Any = step) -> Any:
+            passes.append([row.job.tenant for row in batch.rows])
+            return step(batch)
+
+        def prompted(rows: Any, read: Any = read) -> Any:
+            passes.append([row.job.tenant for row in rows])
+            return read(rows)
+
+        runner.step, runner.read = stepped, prompted
+    return passes
+
+
+@pytest.mark.parametrize("burst", [8, 40])
+def test_a_light_tenant_does_not_wait_for_a_burst_of_generation(burst: int) -> None:
+    """Its rows enter at once: a row of the other tenant is put aside, and goes on later where it was."""
+    of = deltas("gpt2", "causal")
+    long = [
+        ask("generate", 4, n, "d2", tenant="heavy", sampling=Sampling(max_tokens=30, temperature=0.0))
+        for n in range(burst)
+    ]
+    light = ask("generate", 4, 99, "d3", tenant="light", sampling=Sampling(max_tokens=5, temperature=0.0))
+    with Server(of.model(), deltas=of.folder, max_batch_size=4) as server:
+        for request in (light, long[0]):
+            warm(server, ask("generate", 3, 1, request.delta, tenant="warm", sampling=Sampling(max_tokens=1)))
+        passes = counted(server)
+        gate = Gate(server)
+        futures = [server.submit(request) for request in long]
+        gate.step(12)
+        before = len(passes)
+        future = server.submit(light)
+        done: list[int] = []
+        future.add_done_callback(lambda _: done.append(len(passes)))
+        gate.release()
+        answer = future.result(60)
+        answers = [f.result(60) for f in futures]
+        length = len(answer.tokens)
+    with_light = [p for p in passes[before - 1 :] if "light" in p]
+    assert len(with_light) <= length
+    assert done[0] - before <= 2 * length + 4, "the two kinds of rows are in the same passes, or take turns"
+    assert all(len(p) <= 4 for p in passes)
+    check(of, [*long[:6], light], [*answers[:6], answer])
+
+
+def test_a_light_tenant_does_not_wait_for_a_burst_of_classification() -> None:
+    of = deltas("bert", "sequence")
+    many = [ask("classify", 8, n, "d2", tenant="heavy") for n in range(60)]
+    with Server(of.model(), deltas=of.folder, max_batch_size=4, max_wait=0.0) as server:
+        for name in ("d2", "d3"):
+            warm(server, ask("classify", 3, 1, name, tenant="warm"))
+        gate = Gate(server)
+        futures = [server.submit(request) for request in many]
+        gate.step(2)
+        assert gate.waits.wait(60)
+        began = gate.passes
+        light = server.submit(ask("classify", 8, 1, "d3", tenant="light"))
+        done: list[int] = []
+        light.add_done_callback(lambda _: done.append(gate.passes))
+        gate.release()
+        for future in (light, *futures):
+            future.result(60)
+        assert done[0] - began <= 1, "it is in the next batch"
+        assert gate.passes >= 15
+
+
+def test_two_heavy_tenants_get_equal_shares() -> None:
+    """One sends four times as many requests, which does not give it more while both wait."""
+    of = deltas("gpt2", "causal")
+    with Server(of.model(), deltas=of.folder, max_batch_size=4) as server:
+        warm(server, ask("generate", 3, 1, "d2", tenant="warm", sampling=Sampling(max_tokens=1)))
+        passes = counted(server)
+        gate = Gate(server)
+        sampling = Sampling(max_tokens=12, temperature=0.0)
+        heavy = [server.submit(ask("generate", 4, n, "d2", tenant="heavy", sampling=sampling)) for n in range(40)]
+        gate.step(3)
+        other = [server.submit(ask("generate", 4, n, "d2", tenant="other", sampling=sampling)) for n in range(10)]
+        begun = len(passes)
+        gate.release()
+        for future in other:
+            future.result(60)
+        both = Counter(tenant for batch in passes[begun:] for tenant in batch)
+        for future in heavy:
+            future.result(60)
+    assert both["heavy"] <= both["other"] + 4 * QUANTUM
+    assert both["other"] <= both["heavy"] + 4 * QUANTUM
+
+
+def job(tenant: str, tokens: int) -> Job:
+    return Job(Request("embed", tokens=(1,) * tokens, tenant=tenant), {"input_ids": [1] * tokens})
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60))
+def test_tenants_that_wait_are_served_alike(arrivals: list[tuple[str, int]]) -> None:
+    """As long as two tenants have requests, the tokens that they were served differ by less than two requests."""
+    share = FairShare()
+    queue = FairQueue(share)
+    for tenant, tokens in arrivals:
+        share.enter(tenant)
+        queue.push(job(tenant, tokens))
+    waiting = Counter(tenant for tenant, _ in arrivals)
+    largest = max(tokens for _, tokens in arrivals)
+    order: dict[str, list[int]] = {tenant: [] for tenant in waiting}
+    assert len(queue) == len(arrivals)
+    while len(queue):
+        next_job = queue.peek()
+        taken = queue.pop()
+        assert taken is next_job
+        share.charge(taken.tenant, len(taken.tokens))
+        order[taken.tenant].append(len(taken.tokens))
+        waiting[taken.tenant] -= 1
+        still = [share.of(tenant) for tenant, left in waiting.items() if left]
+        assert not still or max(still) - min(still) <= largest
+    for tenant, lengths in order.items():
+        assert lengths == [tokens for other, tokens in arrivals if other == tenant], "in order within a tenant"
+
+
+def test_who_comes_back_has_saved_nothing() -> None:
+    share = FairShare()
+    for tenant in ("idle", "busy"):
+        share.enter(tenant)
+    share.charge("idle", 10)
+    share.leave("idle")
+    share.charge("busy", 1000)
+    share.enter("idle")
+    assert share.of("idle") == 1000
+    share.leave("idle")
+    share.leave("busy")
+    share.enter("busy")
+    assert share.of("busy") == 1000
+    for number in range(500):
+        share.enter(str(number))
+        share.leave(str(number))
+    assert len(share.served) < 200
+
+
+def test_the_server_is_public() -> None:
+    assert deltune.Server is Server

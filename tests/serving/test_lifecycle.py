@@ -1,0 +1,532 @@
+"""Loading, replacing and dropping deltas while others are served; requests that end early; the end of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deltune
+from deltune.errors import DeltuneError
+from deltune.serving.engine import Server
+from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from deltune.serving.requests import Answer, Request, Sampling, TokenChoice
+from laws.specimens import stir
+
+from .specimens import ask, check, check_one, deltas
+
+BERT, GPT = ("bert", "sequence"), ("gpt2", "causal")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder with copies of some deltas."""
+
+    def made(of: tuple[str, str], *names: str) -> Path:
+        for name in names:
+            shutil.copytree(deltas(*of).folder / name, tmp_path / "deltas" / name)
+        return tmp_path / "deltas"
+
+    return made
+
+
+def changed(of: tuple[str, str], name: str, target: Path, seed: int = 77) -> None:
+    """Save another version of a delta over the one that is there."""
+    model = deltas(*of).model()
+    tuned = stir(deltune.load(model, target / name), seed=seed, size=0.5)
+    tuned.save(target / name)
+
+
+class Gate:
+    """Stops a server before each pass of its model until it is opened."""
+
+    def __init__(self, server: Server) -> None:
+        self.passes, self.open = 0, threading.Event()
+        self.waits = threading.Event()
+        self._steps = threading.Semaphore(0)
+        backbone: Any = server._backbones.first
+        run = backbone.run
+
+        def gated(rows: Any, call: Any) -> Any:
+            self.passes += 1
+            if not self.open.is_set():
+                self.waits.set()
+                self._steps.acquire(timeout=60)
+                self.waits.clear()
+            return run(rows, call)
+
+        backbone.run = gated
+
+    def step(self, passes: int = 1) -> None:
+        """Let so many passes run."""
+        for _ in range(passes):
+            assert self.waits.wait(60)
+            self._steps.release()
+
+    def release(self) -> None:
+        """Let all passes run."""
+        self.open.set()
+        self._steps.release()
+
+
+def warm(server: Server, request: Request) -> None:
+    """Answer a request, so that what is measured once is measured."""
+    server.submit(request).result(60)
+
+
+def test_a_new_version_takes_over_between_two_requests(folder: Any) -> None:
+    """A request that runs goes on with its version; the next one has the new one."""
+    of, root = deltas(*GPT), folder(GPT, "d0", "d2")
+    request = ask("generate", 6, 1, "d2", sampling=Sampling(max_tokens=12, temperature=0.0))
+    with Server(of.model(), deltas=root) as server:
+        warm(server, request)
+        gate = Gate(server)
+        stream = server.stream(request)
+        gate.step(4)
+        changed(GPT, "d2", root)
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(server.load, "d2")
+            while not loading.done():
+                gate.step() if gate.waits.wait(0.05) else None
+            info = loading.result(60)
+            later = server.submit(request)
+            gate.release()
+        list(stream)
+        old, new = stream.answer, later.result(60)
+        assert old is not None and old.version != new.version == info.version and info.loaded
+        assert len(server._backbones.first.handle.names) == 1, "the old version went with its last request"
+    check(of, [request], [old])
+    model = of.model()
+    deltune.load(model, root / "d2")
+    with torch.no_grad():
+        check_one(model, request, new)
+    assert [c.token for c in old.tokens] != [c.token for c in new.tokens]
+
+
+def corrupted(path: Path) -> None:
+    numbers = bytearray((path / "delta.safetensors").read_bytes())
+    numbers[-3] ^= 255
+    (path / "delta.safetensors").write_bytes(numbers)
+
+
+def not_finite(path: Path) -> None:
+    model = deltas(*BERT).model()
+    tuned = deltune.load(model, path)
+    with torch.no_grad():
+        next(tuned.trainable_parameters()).fill_(torch.nan)
+    tuned.save(path)
+
+
+def of_another_model(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(deltas("roberta", "sequence").folder / "d2", path)
+
+
+def without_numbers(path: Path) -> None:
+    (path / "delta.safetensors").unlink()
+
+
+@pytest.mark.parametrize("spoil", [corrupted, not_finite, of_another_model, without_numbers])
+def test_a_bad_delta_is_refused_and_the_old_one_goes_on(spoil: Callable[[Path], None], folder: Any) -> None:
+    of, root = deltas(*BERT), folder(BERT, "d0", "d2")
+    request = ask("classify", 6, 1, "d2")
+    with Server(of.model(), deltas=root) as server:
+        first = server.submit(request).result(60)
+        spoil(root / "d2")
+        with pytest.raises(DeltuneError):
+            server.load("d2")
+        infos = {info.name: info for info in server.refresh()}
+        assert infos["d2"].error and infos["d2"].loaded and infos["d2"].version == first.version
+        assert server.submit(request).result(60).scores == pytest.approx(first.scores, abs=1e-6)
+        with pytest.raises(DeltuneError):
+            server.load("new", root / "d2")
+        assert "new" not in {info.name for info in server.deltas()}
+        shutil.rmtree(root / "d2")
+        shutil.copytree(of.folder / "d0", root / "d2")
+        assert server.refresh()[1].error == ""
+        assert server.submit(request).result(60).version != first.version
+    check(of, [request], [first])
+
+
+def test_a_bad_delta_that_was_never_loaded_fails_its_requests_alone(folder: Any) -> None:
+    of, root = deltas(*BERT), folder(BERT, "d0", "d2", "d3")
+    corrupted(root / "d2")
+    requests = [ask("classify", 5, n, name) for n, name in enumerate(["d0", "d2", "d3", "d2"])]
+    with Server(of.model(), deltas=root) as server:
+        futures = [server.submit(request) for request in requests]
+        for future in futures[1::2]:
+            with pytest.raises(DeltuneError, match="checksum"):
+                future.result(60)
+        check(of, requests[::2], [future.result(60) for future in futures[::2]])
+        assert server.stats().failed == {"d2": 2}
+
+
+def test_the_least_recently_used_delta_is_dropped() -> None:
+    of = deltas(*BERT)
+    with Server(of.model(), deltas=of.folder, max_loaded=2) as server:
+        for name, loaded in (("d0", "d0"), ("d1", "d0 d1"), ("d0", "d0 d1"), ("d2", "d0 d2"), ("d1", "d1 d2")):
+            server.submit(ask("classify", 4, 1, name)).result(60)
+            assert {info.name for info in server.deltas() if info.loaded} == set(loaded.split())
+        assert server.stats().loads == 4 and server.stats().evictions == 2
+        handle = server._backbones.first.handle
+        assert len(handle.names) == 2
+
+
+def test_more_deltas_than_fit_at_once() -> None:
+    """All requests are there at once, for more deltas than may be in memory; each is answered."""
+    of = deltas(*BERT)
+    requests = [ask("classify", 1 + n % 9, n, name) for n, name in enumerate([*of.names] * 4)]
+    with Server(of.model(), deltas=of.folder, max_loaded=1, max_batch_size=4) as server:
+        answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+        assert server.stats().loads >= len(of.methods)
+    check(of, requests, answers)
+
+
+def test_bytes_of_deltas_in_memory() -> None:
+    of = deltas(*BERT)
+    with Server(of.model(), deltas=of.folder) as server:
+        size = max(server.load(name).bytes for name in ("d0", "d2"))
+    with Server(of.model(), deltas=of.folder, max_loaded_bytes=size) as server:
+        for name in ("d0", "d2", "d0"):
+            server.submit(ask("classify", 4, 1, name)).result(60)
+            assert sum(info.bytes for info in server.deltas() if info.loaded) <= size
+    with (
+        Server(of.model(), deltas=of.folder, max_loaded_bytes=10) as server,
+        pytest.raises(DeltuneError, match="10 bytes of deltas in memory"),
+    ):
+        server.submit(ask("classify", 4, 1, "d0")).result(60)
+
+
+def test_folders_that_come_and_go(folder: Any) -> None:
+    of, root = deltas(*BERT), folder(BERT, "d0")
+    (root / ".hidden").mkdir()
+    (root / "empty").mkdir()
+    with Server(of.model(), deltas=root) as server:
+        assert [info.name for info in server.deltas()] == ["d0"]
+        with pytest.raises(UnknownDelta, match="d2"):
+            server.submit(ask("classify", 4, 1, "d2"))
+        folder(BERT, "d2")
+        assert [(info.name, info.loaded) for info in server.refresh()] == [("d0", False), ("d2", False)]
+        request = ask("classify", 4, 1, "d2")
+        check(of, [request], [server.submit(request).result(60)])
+        server.unload("d2")
+        with pytest.raises(UnknownDelta):
+            server.submit(request)
+        assert [info.name for info in server.refresh()] == ["d0"], "what was unloaded stays away"
+        assert server.load("d2").loaded
+        shutil.rmtree(root / "d2")
+        assert [info.name for info in server.refresh()] == ["d0"]
+        with pytest.raises(UnknownDelta):
+            server.load("d2")
+        with pytest.raises(UnknownDelta):
+            server.unload("d2")
+        for name in ("../d0", ".hidden", "", "a/b", "x" * 300):
+            with pytest.raises(DeltuneError):
+                server.load(name)
+
+
+def test_watching(folder: Any) -> None:
+    of, root = deltas(*BERT), folder(BERT, "d0")
+    request = ask("classify", 4, 1, "d0")
+    with Server(of.model(), deltas=root, watch=0.05) as server:
+        first = server.submit(request).result(60)
+        changed(BERT, "d0", root)
+        folder(BERT, "d2")
+        for _ in range(1200):
+            threading.Event().wait(0.05)
+            if server.submit(request).result(60).version != first.version and len(server.deltas()) == 2:
+                break
+        else:
+            pytest.fail("the change was not noticed")
+
+
+def test_a_run_and_an_adapter_of_peft(tmp_path: Path) -> None:
+    """A folder of deltas may hold finished runs and folders of other libraries; an unfinished run says so."""
+    of = deltas(*BERT)
+    model = of.model()
+    deltune.attach(model, "lora(rank=2)")
+    stir(deltune.tuned(model))
+    deltune.export(model, tmp_path / "peft")
+    shutil.copytree(of.folder / "d2", tmp_path / "run" / "delta")
+    (tmp_path / "run" / "spec.yaml").write_text("model: x\n")
+    request = ask("embed", 5, 1, "peft")
+    with Server(of.model(), deltas=tmp_path) as server:
+        with torch.no_grad():
+            check_one(model, request, server.submit(request).result(60))
+        with pytest.raises(DeltuneError, match="not finished"):
+            server.submit(ask("embed", 5, 1, "run"))
+        assert "not finished" in {info.name: info.error for info in server.deltas()}["run"]
+
+
+# -- requests that end early
+
+
+def test_cancelled_requests_leave_the_batch() -> None:
+    of = deltas(*GPT)
+    long = [ask("generate", 4, n, name, sampling=Sampling(max_tokens=40, temperature=0.0)) for n, name in
+            enumerate(["d0", "d2", "d5"])]  # fmt: skip
+    short = ask("generate", 9, 5, "d3", sampling=Sampling(max_tokens=6, temperature=0.0))
+    with Server(of.model(), deltas=of.folder) as server:
+        for request in (*long, short):
+            warm(server, ask("generate", 3, 1, request.delta, sampling=Sampling(max_tokens=1, temperature=0.0)))
+        gate = Gate(server)
+        futures = [server.submit(request) for request in long]
+        other = server.submit(short)
+        gate.step(3)
+        assert all(future.cancel() for future in futures)
+        gate.release()
+        answer = other.result(60)
+        assert all(future.cancelled() for future in futures)
+        assert gate.passes < 15
+        stats = server.stats()
+        assert not stats.running and not stats.queued
+        assert not any(d.users for d in server._in_memory())
+    check(of, [short], [answer])
+
+
+def test_timeouts() -> None:
+    of = deltas(*GPT)
+    slow = ask("generate", 4, 1, "d0", sampling=Sampling(max_tokens=50, temperature=0.0), timeout=0.3)
+    other = ask("generate", 5, 2, "d2", sampling=Sampling(max_tokens=8, temperature=0.0))
+    with Server(of.model(), deltas=of.folder) as server:
+        warm(server, other)
+        warm(server, ask("generate", 4, 1, "d0", sampling=Sampling(max_tokens=1, temperature=0.0)))
+        gate = Gate(server)
+        futures = [server.submit(slow), server.submit(other)]
+        assert gate.waits.wait(60)
+        threading.Event().wait(0.4)
+        gate.release()
+        with pytest.raises(RequestTimeout, match=r"0\.3 seconds"):
+            futures[0].result(60)
+        check(of, [other], [futures[1].result(60)])
+        with pytest.raises(InvalidRequest, match="timeout"):
+            server.submit(ask("generate", 3, 1, None, timeout=-1.0))
+
+
+@pytest.mark.parametrize("of", [BERT, GPT])
+def test_an_error_fails_the_guilty_request_alone(of: tuple[str, str]) -> None:
+    """A pass that fails is run again row by row; the engine goes on."""
+    made, task = deltas(*of), "classify" if of is BERT else "generate"
+    requests = [ask(task, 3 + n, n, name) for n, name in enumerate(made.names)]
+    with Server(made.model(), deltas=made.folder) as server:
+        for request in requests:
+            warm(server, request)
+        backbone: Any = server._backbones.first
+        run, passes = backbone.run, 0
+
+        def failing(rows: Any, call: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            if any(row.name == "d3" for row in rows) and (of is BERT or passes > 2):
+                raise RuntimeError("out of order")
+            return run(rows, call)
+
+        backbone.run = failing
+        futures = [server.submit(request) for request in requests]
+        for request, future in zip(requests, futures, strict=True):
+            if request.delta == "d3":
+                with pytest.raises(RuntimeError, match="out of order"):
+                    future.result(60)
+        others = [(r, f.result(60)) for r, f in zip(requests, futures, strict=True) if r.delta != "d3"]
+        backbone.run = run
+        again = server.submit(requests[4]).result(60)
+        assert server.stats().failed == {"d3": 1}
+    check(made, [*(r for r, _ in others), requests[4]], [*(a for _, a in others), again])
+
+
+def test_a_failed_step_leaves_no_trace() -> None:
+    """Half of a step's keys are written when it fails; then it is run again."""
+    of = deltas(*GPT)
+    requests = [
+        ask("generate", 3 + n, n, name, sampling=Sampling(max_tokens=7, temperature=0.0))
+        for n, name in enumerate(of.names)
+    ]
+    with Server(of.model(), deltas=of.folder) as server:
+        for request in requests:
+            warm(server, request)
+        layer = server._backbones.first.model.transformer.h[1].attn
+        calls = 0
+
+        def fail(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls % 5 == 0:
+                raise RuntimeError("out of memory")
+
+        layer.register_forward_pre_hook(fail)
+        futures = [server.submit(request) for request in requests]
+        done = [(r, f) for r, f in zip(requests, futures, strict=True) if f.exception(60) is None]
+        assert 0 < len(done) < len(requests)
+    check(of, [r for r, _ in done], [f.result() for _, f in done])
+
+
+def test_numbers_that_are_not_finite_are_no_answer() -> None:
+    of = deltas(*GPT)
+    with Server(of.model(), deltas=of.folder) as server:
+        warm(server, ask("generate", 3, 1, "d2"))
+        entry = server._entries["d2"]
+        assert entry.current is not None and entry.current.internal is not None
+        delta = server._backbones.first.handle.delta(entry.current.internal)
+        with torch.no_grad():
+            for parameter in delta.edits.parameters():
+                parameter.fill_(torch.inf)
+        futures = [server.submit(ask("generate", 4, n, name)) for n, name in enumerate(["d0", "d2", None])]
+        with pytest.raises(DeltuneError, match=r"d2.*not finite"):
+            futures[1].result(60)
+        assert futures[0].result(60).tokens and futures[2].result(60).tokens
+
+
+# -- what is refused at once
+
+
+def test_requests_that_are_refused(folder: Any) -> None:
+    of = deltas(*GPT)
+    with Server(of.model(), deltas=of.folder, max_length=50) as server:
+        for request, message in (
+            (Request("generate"), "neither"),
+            (Request("generate", text="a", tokens=(1,)), "both"),
+            (Request("generate", text="a"), "no tokenizer"),
+            (Request("generate", tokens=()), "empty"),
+            (Request("generate", tokens=(5, 99)), "token 99 is not in the vocabulary"),
+            (Request("generate", tokens=(5, -1)), "token -1"),
+            (Request("classify", tokens=(5,)), "cannot be asked to classify"),
+            (Request("tag", tokens=(5,), delta="d0"), "delta 'd0' cannot be asked to tag"),
+            (Request("say", tokens=(5,)), "unknown task"),  # type: ignore[arg-type]
+            (ask("generate", 45, 1, None, sampling=Sampling(max_tokens=10)), "takes 50"),
+            (ask("generate", 5, 1, None, sampling=Sampling(max_tokens=0, top_p=0, temperature=-1)), "top_p.*temp|max"),
+            (ask("generate", 5, 1, None, sampling=Sampling(stop=("x",))), "no tokenizer"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                server.submit(request)
+        with pytest.raises(UnknownDelta, match="Known"):
+            server.submit(ask("generate", 4, 1, "dd"))
+    with Server(of.model(), deltas=of.folder) as server:
+        with pytest.raises(InvalidRequest, match="64 positions"):
+            server.submit(ask("generate", 60, 1, None, sampling=Sampling(max_tokens=10)))
+        with pytest.raises(InvalidRequest, match="61 positions"):  # a prompt of 3 takes its own
+            server.submit(ask("generate", 60, 1, "d5", sampling=Sampling(max_tokens=3))).result(60)
+        server.submit(ask("generate", 58, 1, "d5", sampling=Sampling(max_tokens=3))).result(60)
+
+
+def test_bounds_of_the_queue() -> None:
+    of = deltas(*GPT)
+    with Server(of.model(), max_queue=6, max_queue_per_tenant=3, max_batch_size=1) as server:
+        warm(server, ask("generate", 3, 1, None))
+        gate = Gate(server)
+        futures = [server.submit(ask("generate", 3, 1, None, tenant="a"))]
+        assert gate.waits.wait(60)
+        futures += [server.submit(ask("generate", 3, n, None, tenant="a")) for n in range(3)]
+        with pytest.raises(QueueFull, match="tenant 'a'") as full:
+            server.submit(ask("generate", 3, 1, None, tenant="a"))
+        assert full.value.retry_after > 0
+        futures += [server.submit(ask("generate", 3, n, None, tenant="b")) for n in range(3)]
+        with pytest.raises(QueueFull, match="6 requests"):
+            server.submit(ask("generate", 3, 1, None, tenant="c"))
+        assert server.stats().queued == {"a": 3, "b": 3}
+        assert futures[2].cancel()
+        for _ in range(200):
+            if server.stats().queued == {"a": 2, "b": 3}:
+                break
+            gate.step()
+        gate.release()
+        assert all(f.result(60).tokens for f in futures if not f.cancelled())
+
+
+# -- threads, asyncio, the end
+
+
+def test_threads_and_tasks() -> None:
+    of = deltas(*GPT)
+    requests = [ask("generate", 2 + n % 9, n, name, tenant=str(n % 4)) for n, name in enumerate([*of.names] * 3)]
+
+    async def streamed(server: Server, request: Request) -> Answer:
+        items: list[TokenChoice | Answer] = [item async for item in server.astream(request)]
+        *tokens, answer = items
+        assert isinstance(answer, Answer) and tuple(tokens) == answer.tokens
+        return answer
+
+    async def tasks(server: Server) -> list[Answer]:
+        return await asyncio.gather(*(
+            server.asubmit(request) if number % 2 else streamed(server, request)
+            for number, request in enumerate(requests)
+        ))  # fmt: skip
+
+    with Server(of.model(), deltas=of.folder, max_loaded=4) as server, ThreadPoolExecutor(4) as pool:
+        by_threads = [pool.submit(lambda r=request: server.submit(r).result(60)) for request in requests]
+        by_tasks = asyncio.run(tasks(server))
+        check(of, requests, by_tasks)
+        check(of, requests, [future.result(60) for future in by_threads])
+
+
+def test_a_cancelled_task_and_a_closed_stream_leave_the_batch() -> None:
+    of = deltas(*GPT)
+    request = ask("generate", 3, 1, "d0", sampling=Sampling(max_tokens=50, temperature=0.0))
+
+    async def cancelled(server: Server) -> None:
+        task = asyncio.create_task(server.asubmit(request))
+        stream = server.astream(request)
+        assert isinstance(await anext(stream), TokenChoice)
+        await stream.aclose()  # type: ignore[attr-defined]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Server(of.model(), deltas=of.folder) as server:
+        asyncio.run(cancelled(server))
+        stream = server.stream(request)
+        next(stream)
+        stream.close()
+        with pytest.raises(CancelledError):
+            list(stream)
+        for _ in range(400):
+            if not server.stats().running:
+                break
+            threading.Event().wait(0.05)
+        assert not server.stats().running and not server._jobs
+        assert server.submit(ask("generate", 3, 1, None)).result(60).tokens
+
+
+def test_close_drains() -> None:
+    of = deltas(*GPT)
+    server = Server(of.model(), deltas=of.folder)
+    requests = [ask("generate", 4, n, name) for n, name in enumerate(of.names)]
+    futures = [server.submit(request) for request in requests]
+    server.close(60)
+    check(of, requests, [future.result(0) for future in futures])
+    with pytest.raises(EngineClosed):
+        server.submit(requests[0])
+    with pytest.raises(EngineClosed):
+        server.load("d0")
+    with pytest.raises(EngineClosed):
+        server.unload("d0")
+    server.close()
+
+
+def test_close_without_time_fails_what_is_left() -> None:
+    of = deltas(*GPT)
+    model = of.model()
+    server = Server(model, deltas=of.folder, max_batch_size=2)
+    warm(server, ask("generate", 3, 1, "d0"))
+    gate = Gate(server)
+    futures = [server.submit(ask("generate", 4, n, name)) for n, name in enumerate(of.names)]
+    assert gate.waits.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(server.close, 0.0)
+        gate.release()
+        closing.result(60)
+    assert all(isinstance(future.exception(0), EngineClosed) for future in futures if future.exception(0) is not None)
+    assert any(future.exception(0) is not None for future in futures)
+    assert "deltune" not in dict(model.named_children())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("deltune-")]

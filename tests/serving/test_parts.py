@@ -1,0 +1,267 @@
+"""The parts of the engine by themselves: caches of rows, beginnings of prompts, sampling, texts, tokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, LogitsProcessorList
+from transformers.cache_utils import DynamicCache
+
+import deltune
+import tiny
+from deltune.models import load_model, load_tokenizer
+from deltune.serving.cache import assemble, cache_of, columns, new_cache, row_of, set_columns
+from deltune.serving.engine import Server
+from deltune.serving.prompt_cache import BLOCK, PromptCache
+from deltune.serving.requests import Request, Sampling
+from deltune.serving.sampling import TextBuilder, TokenChooser, config_processors
+from laws.families import FAMILIES
+from laws.specimens import build, stir
+
+from .specimens import greedy
+
+# -- caches
+
+
+def states(rows: int, tokens: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 2, tokens, 3, generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=6))
+def test_a_cache_with_room_gives_what_transformers_cache_gives(lengths: list[int]) -> None:
+    """However the tokens come: at once or one by one, and after some were taken back."""
+    ours, theirs = new_cache(), DynamicCache()
+    for number, tokens in enumerate(lengths):
+        keys, values = states(2, tokens, number), states(2, tokens, 100 + number)
+        ours.update(states(2, 5, 7), states(2, 5, 8), 0)
+        set_columns(ours, columns(ours) - 5)
+        mine, other = ours.update(keys, values, 0), theirs.update(keys, values, 0)
+        assert torch.equal(mine[0], other[0]) and torch.equal(mine[1], other[1])
+        assert columns(ours) == ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.layers[0].get_mask_sizes(1) == theirs.layers[0].get_mask_sizes(1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), min_size=1, max_size=4), st.integers(0, 5), st.booleans()
+)
+def test_rows_move_between_caches(shapes: list[tuple[int, int]], more: int, at_end: bool) -> None:
+    parts, expected = [], []
+    for number, (rows, tokens) in enumerate(shapes):
+        cache = new_cache()
+        for layer in range(2):
+            cache.update(
+                states(rows, tokens, number + 10 * layer), states(rows, tokens, number + 5 + 10 * layer), layer
+            )
+        chosen = list(range(rows))[::-1][: 1 + number % 2]
+        parts.append((cache, chosen))
+        expected += [(states(rows, tokens, number)[row], tokens) for row in chosen]
+    width = max(tokens for _, tokens in shapes) + more
+    made = assemble(parts, width, at_end)
+    keys = made.layers[0].keys
+    assert keys.shape[2] == width == columns(made)
+    for row, (own, tokens) in enumerate(expected):
+        at = slice(width - tokens, width) if at_end else slice(0, tokens)
+        assert torch.equal(keys[row][:, at], own)
+        assert int((keys[row] != 0).any(0).any(-1).sum()) == tokens, "the rest is padding"
+    if at_end:
+        copied = cache_of(row_of(made, 0, expected[0][1]), expected[0][1])
+        assert torch.equal(copied.layers[0].keys[0], expected[0][0])
+        copied.update(states(1, 1, 1), states(1, 1, 2), 0)
+        assert torch.equal(row_of(made, 0, expected[0][1])[0][0][0], expected[0][0])  # type: ignore[index]
+
+
+class Delta:
+    prompt_length = 0
+
+
+def entry(tokens: int) -> list[Any]:
+    return [(states(1, tokens, 1), states(1, tokens, 2))]
+
+
+def test_beginnings_of_prompts() -> None:
+    delta: Any = Delta()
+    other: Any = Delta()
+    size = 2 * 2 * 3 * 4  # bytes of a token
+    cache = PromptCache(6 * BLOCK * size)
+    prompt = list(range(3 * BLOCK + 5))
+    assert cache.wants("a", delta, prompt) and not cache.wants("a", delta, prompt[: BLOCK - 1])
+    cache.keep("a", delta, prompt, entry(len(prompt)))
+    assert not cache.wants("a", delta, prompt) and cache.bytes == 3 * BLOCK * size
+    assert cache.find("a", delta, prompt)[1] == 3 * BLOCK
+    assert cache.find("a", delta, prompt[: 2 * BLOCK])[1] == BLOCK, "one token at least is left"
+    assert cache.find("a", delta, [*prompt[:20], 999, *prompt[21:]])[1] == BLOCK
+    assert cache.find("a", delta, [999, *prompt[1:]])[1] == 0
+    for tenant, loaded in (("b", delta), ("a", other)):
+        assert cache.find(tenant, loaded, prompt) == (None, 0)
+    longer = [*prompt[: 3 * BLOCK], *range(500, 500 + BLOCK), 1]
+    cache.keep("a", delta, longer, entry(len(longer)))
+    assert cache.bytes == 4 * BLOCK * size, "it begins with all of the first, which goes"
+    assert cache.find("a", delta, prompt)[1] == 3 * BLOCK
+    cache.keep("a", other, prompt, entry(len(prompt)))
+    assert cache.bytes == 3 * BLOCK * size, "the one that was not needed for longest goes"
+    assert cache.find("a", delta, prompt)[1] == 0 and cache.find("a", other, prompt)[1] == 3 * BLOCK
+    cache.forget(other)
+    assert cache.bytes == 0 and not cache._found
+    cache.keep("a", delta, list(range(7 * BLOCK)), entry(7 * BLOCK))
+    assert cache.bytes == 0, "larger than all"
+
+
+# -- sampling
+
+
+def chosen(seed: int, **values: Any) -> list[int]:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 2
+    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), str)
+    return [chooser.choose(logits, [1]).token for _ in range(400)]
+
+
+def test_draws_have_the_right_probabilities() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 2
+    order = logits.argsort(descending=True).tolist()
+    probabilities = (logits / 0.7).softmax(-1)
+    drawn = torch.bincount(torch.tensor(chosen(1, temperature=0.7)), minlength=50) / 400
+    assert (drawn - probabilities).abs().max() < 0.1
+    assert set(chosen(2, temperature=1.0, top_k=3)) == set(order[:3])
+    inside = int((logits.softmax(-1).sort(descending=True).values.cumsum(-1) < 0.5).sum()) + 1
+    assert set(chosen(3, temperature=1.0, top_p=0.5)) == set(order[:inside])
+    assert set(chosen(4, temperature=1.0, top_p=1e-6)) == {order[0]} == set(chosen(5, temperature=0.0))
+
+
+def test_log_probabilities() -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(3))
+    choice = TokenChooser(Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), str).choose(logits, [1])
+    expected = logits.log_softmax(-1).topk(4)
+    assert choice.logprob == pytest.approx(float(expected.values[0]))
+    assert [text for text, _ in choice.top_logprobs] == [str(i) for i in expected.indices.tolist()]
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": [7, 8, 9, 50, 60]},
+    {"begin_suppress_tokens": [3, 4, 50]}, {"min_new_tokens": 4}, {"forced_eos_token_id": 2},
+    {"forced_bos_token_id": 9}, {"bad_words_ids": [[5], [6, 7]]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_what_the_generation_config_says_holds(family: str) -> None:
+    """As in `generate`, which reads the same config."""
+    model = build(FAMILIES[family], "causal" if family == "gpt2" else "seq2seq")
+    prompts = [[5, 6, 7, 5, 6], [9, 50, 60]]
+    with Server(model) as server:
+        for settings in SETTINGS:
+            if "forced_bos_token_id" in settings and family == "gpt2":
+                continue
+            before = {name: getattr(model.generation_config, name) for name in settings}
+            for name, value in settings.items():
+                setattr(model.generation_config, name, value)
+            sampling = Sampling(max_tokens=7, temperature=0.0)
+            requests = [Request("generate", tokens=tuple(prompt), sampling=sampling) for prompt in prompts]
+            answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+            for prompt, answer in zip(prompts, answers, strict=True):
+                expected = greedy(model, torch.tensor([prompt]), 7)
+                got = [choice.token for choice in answer.tokens]
+                assert got == expected, settings
+            for name, value in before.items():
+                setattr(model.generation_config, name, value)
+    assert config_processors(model, 1, 5) == []
+
+
+# -- texts
+
+
+class Bytes:
+    """A tokenizer of bytes: characters may be several tokens."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=3))
+def test_texts_in_pieces(text: str, stops: list[str]) -> None:
+    """The pieces make the text up to the first stop; none has a half character, or a part of a stop."""
+    builder, pieces = TextBuilder(Bytes().decode, stops), []
+    for token in text.encode():
+        builder.add(token)
+        pieces.append(builder.take())
+        if builder.stopped:
+            break
+    else:
+        builder.end()
+    pieces.append(builder.take(final=True))
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    whole = "".join(pieces)
+    assert whole == builder.text
+    assert "\ufffd" not in whole.replace("\ufffd", "", text.count("\ufffd"))
+    if not found:
+        assert whole == text
+    else:
+        assert text.startswith(whole) and not any(stop in whole for stop in stops)
+        assert len(whole) <= max(found), "it ends at the stop that is complete first"
+
+
+def test_a_text_that_ends_within_a_character_is_given_as_it_is() -> None:
+    builder = TextBuilder(Bytes().decode, [])
+    for token in "aé".encode()[:-1]:
+        builder.add(token)
+    assert builder.take() == "a"
+    builder.end()
+    assert builder.take(final=True) == "\ufffd"
+
+
+# -- tokenizers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"))
+
+
+def test_texts_pairs_and_words(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    for head, labels in (("classification", ["x", "y", "z"]), ("tagging", ["O", "B"])):
+        model = load_model(str(folder), head, labels)
+        stir(deltune.attach(model, "lora(rank=2)")).save(tmp_path / head)
+    model = load_model(str(folder), "classification", ["x", "y", "z"])
+    tuned = deltune.load(model, tmp_path / "classification")
+    encoded = tokenizer("the otter is old", "my saw", return_tensors="pt")
+    with torch.no_grad():
+        pair = model(**encoded).logits.softmax(-1)[0].tolist()
+    tuned.detach()
+    with Server(str(folder), deltas=tmp_path) as server:
+        answer = server.submit(
+            Request("classify", text="the otter is old", second_text="my saw", delta="classification")
+        ).result(60)
+        assert list(answer.scores) == ["x", "y", "z"]
+        assert list(answer.scores.values()) == pytest.approx(pair, abs=1e-5)
+        tags = server.submit(Request("tag", text="the  otter is old", delta="tagging")).result(60).tags
+        assert [word for word, _ in tags] == ["the", "otter", "is", "old"]
+        assert {tag for _, tag in tags} <= {"O", "B"}
+        vector = server.submit(Request("embed", text="the otter")).result(60)
+        assert len(vector.embedding) == 32 and vector.prompt_tokens == 4
+
+
+def test_generated_texts_and_stops(tmp_path: Path) -> None:
+    folder = tiny.model(tmp_path / "model", "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = build(FAMILIES["gpt2"], "causal", dtype=torch.float32)
+    with Server(model, tokenizer) as server:
+        sampling = Sampling(max_tokens=10, temperature=2.0, seed=5)
+        whole = server.submit(Request("generate", text="the otter is", sampling=sampling)).result(60)
+        assert whole.prompt_tokens == 4 and whole.finish_reason in ("length", "stop"), "the end is taken off"
+        assert whole.text == "".join(choice.text for choice in whole.tokens)
+        ids = [choice.token for choice in whole.tokens]
+        assert whole.text.split() == tokenizer.decode(ids, skip_special_tokens=True).split()
+        words = whole.text.split()
+        stop = next((word for word in words[2:] if word not in words[:2]), None)
+        if stop is not None:
+            cut = server.stream(
+                Request("generate", text="the otter is", sampling=Sampling(10, 2.0, seed=5, stop=(stop,)))
+            )
+            pieces = "".join(choice.text for choice in cut)
+            assert cut.answer is not None and cut.answer.finish_reason == "stop"
+            assert pieces == cut.answer.text == whole.text[: whole.text.index(stop)]
