@@ -220,6 +220,7 @@ def test_metrics_are_prometheus_and_add_up(server: Served) -> None:
 def test_probes_and_ids(server: Served) -> None:
     assert server.get("/health").text == "ok\n" and server.get("/ready").status_code == 200
     assert server.get("/version").json()["version"]
+    assert httpx.head(f"{server.url}/ready", trust_env=False).status_code == 200
     assert server.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     given = server.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
     assert given.startswith("req-")

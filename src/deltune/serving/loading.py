@@ -27,6 +27,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
     """
     folder = deltas_folder(config)
     import torch
+    from torch import nn
 
     from .. import models
     from .engine import Server
@@ -40,7 +41,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
     device = config.model.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
-    model.to(torch.device(device)).eval()
+    nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
     given = {
         "max_loaded_bytes": config.deltas.max_loaded_bytes,
         "max_batch_tokens": config.batching.max_batch_tokens,

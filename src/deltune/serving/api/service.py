@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
+from ..errors import EngineClosed
 from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected
@@ -28,6 +29,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
+GIVEN_UP = "the server is ending and has given the request up; send it again"
 MAX_PROBLEMS = 10
 """Fields of a request whose mistakes its error lists."""
 
@@ -290,13 +292,21 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several things; when one fails, the others are cancelled and its error is raised."""
+    """Await several things; when one fails, the others are cancelled and its error is raised.
+
+    Raises:
+        EngineClosed: The engine has given one of them up.
+    """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
+        pending = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.cancelled():
+                    raise EngineClosed(GIVEN_UP)
+                if (error := task.exception()) is not None:
+                    raise error
         return [task.result() for task in tasks]
     finally:
         await cancel_all(tasks)
@@ -316,7 +326,10 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
                     await queue.put((index, item))
             await queue.put(None)
         except asyncio.CancelledError:
-            raise
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            await queue.put(EngineClosed(GIVEN_UP))  # not this task was cancelled, but what it waits for
         except BaseException as error:
             await queue.put(error)
 
