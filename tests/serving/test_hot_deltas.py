@@ -24,7 +24,9 @@ ASK = {"prompt": "the old hammer", "max_tokens": 4, "temperature": 0, "logprobs"
 
 
 @pytest.fixture(scope="module")
-def own(decoder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path, Path]]:
+def changeable(
+    decoder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, Path, Path]]:
     """A server over a folder of deltas that the tests may change, and the folder of its model."""
     model, deltas = decoder
     folder = tmp_path_factory.mktemp("own") / "deltas"
@@ -40,8 +42,8 @@ def probabilities(server: Served, model: str) -> list[float]:
     return values
 
 
-def test_a_delta_comes_and_goes_under_vllms_names(own: tuple[Served, Path, Path]) -> None:
-    server, folder, _ = own
+def test_a_delta_comes_and_goes_under_vllms_names(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
     shutil.copytree(folder / "mood", folder / "later")
     assert server.post("/v1/completions", {"model": "later", **ASK}).status_code == 404
     body = {"lora_name": "later", "lora_path": str(folder / "later")}
@@ -58,8 +60,8 @@ def test_a_delta_comes_and_goes_under_vllms_names(own: tuple[Served, Path, Path]
     assert (folder / "later" / "delta.json").exists(), "its files stay"
 
 
-def test_a_delta_is_described(own: tuple[Served, Path, Path]) -> None:
-    server, folder, _ = own
+def test_a_delta_is_described(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
     listed = {one["name"]: one for one in server.get("/v1/deltas").json()["data"]}
     assert set(METHODS) <= set(listed)
     for name, method in METHODS.items():
@@ -70,8 +72,8 @@ def test_a_delta_is_described(own: tuple[Served, Path, Path]) -> None:
     assert server.get("/v1/deltas/none").status_code == 404
 
 
-def test_a_new_version_takes_over_and_a_bad_one_does_not(own: tuple[Served, Path, Path]) -> None:
-    server, folder, model = own
+def test_a_new_version_takes_over_and_a_bad_one_does_not(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, model = changeable
     shutil.copytree(folder / "mood", folder / "changing")
     first = server.post("/v1/deltas", {"name": "changing"})
     assert first.status_code == 201, first.text
@@ -93,8 +95,8 @@ def test_a_new_version_takes_over_and_a_bad_one_does_not(own: tuple[Served, Path
     assert server.delete("/v1/deltas/changing").json() == {"name": "changing", "deleted": True}
 
 
-def test_refreshing_finds_new_folders(own: tuple[Served, Path, Path]) -> None:
-    server, folder, _ = own
+def test_refreshing_finds_new_folders(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
     shutil.copytree(folder / "intent", folder / "found")
     assert "found" not in {one["id"] for one in server.get("/v1/models").json()["data"]}
     listed = {one["name"] for one in server.post("/v1/deltas/refresh", {}).json()["data"]}
@@ -103,15 +105,15 @@ def test_refreshing_finds_new_folders(own: tuple[Served, Path, Path]) -> None:
     )
 
 
-def test_the_base_keeps_its_name(own: tuple[Served, Path, Path]) -> None:
-    server, _, _ = own
+def test_the_base_keeps_its_name(changeable: tuple[Served, Path, Path]) -> None:
+    server, _, _ = changeable
     taken = server.post("/v1/deltas", {"name": "base", "folder": "mood"})
     assert taken.status_code == 400 and taken.json()["error"]["code"] == "name_taken"
 
 
-def test_others_are_served_while_a_delta_is_replaced(own: tuple[Served, Path, Path]) -> None:
+def test_others_are_served_while_a_delta_is_replaced(changeable: tuple[Served, Path, Path]) -> None:
     """Requests for one delta get the same answers all the time while another is loaded again and again."""
-    server, folder, _ = own
+    server, folder, _ = changeable
     shutil.copytree(folder / "mood", folder / "busy")
     expected = probabilities(server, "acme-tone")
 
@@ -175,15 +177,15 @@ def test_no_path_leads_out(root: Path, names: list[str], absolute: bool) -> None
     """Whatever is joined, the result is a real folder inside, and no link was followed on the way."""
     path = ("/" if absolute else "") + "/".join(names)
     try:
-        found = delta_folder(root, path)
+        inside = delta_folder(root, path)
     except InvalidRequest:
         return
-    assert found.is_dir() and found.resolve() == found and found.is_relative_to(root.resolve()) and found != root
+    assert inside.is_dir() and inside.resolve() == inside and inside.is_relative_to(root.resolve()) and inside != root
 
 
 @pytest.mark.parametrize("path", OUT[:8], ids=repr)
-def test_requests_cannot_reach_out(own: tuple[Served, Path, Path], path: str) -> None:
-    server, folder, _ = own
+def test_requests_cannot_reach_out(changeable: tuple[Served, Path, Path], path: str) -> None:
+    server, folder, _ = changeable
     if not (folder / "link").is_symlink():
         (folder / "link").symlink_to("/etc")
         (folder / "self").symlink_to(folder / "mood")

@@ -165,7 +165,7 @@ def test_others_deltas_look_as_if_they_did_not_exist(guarded: Served, keys: dict
 
     def answers(name: str) -> list[tuple[int, str]]:
         headers = bearer(keys["zeta"])
-        asked = [
+        responses = [
             guarded.get(f"/v1/models/{name}", headers=headers),
             guarded.get(f"/v1/deltas/{name}", headers=headers),
             guarded.post("/v1/completions", {"model": name, "prompt": "the"}, headers=headers),
@@ -173,7 +173,7 @@ def test_others_deltas_look_as_if_they_did_not_exist(guarded: Served, keys: dict
             guarded.post("/v1/unload_lora_adapter", {"lora_name": name}, headers=headers),
             guarded.post("/v1/load_lora_adapter", {"lora_name": "zeta-x", "lora_path": name}, headers=headers),
         ]
-        return [(answer.status_code, answer.text.replace(name, "NAME")) for answer in asked]
+        return [(answer.status_code, answer.text.replace(name, "NAME")) for answer in responses]
 
     seen = answers("acme-tone")
     assert seen == answers("acme-none") and all(400 <= status < 500 for status, _ in seen)

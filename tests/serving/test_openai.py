@@ -64,11 +64,11 @@ def test_several_inputs_and_answers_keep_their_order(client: openai.OpenAI) -> N
     """`n` answers to each of several prompts are numbered as OpenAI numbers them, streamed or not."""
     alone = {p: client.completions.create(model="mood", prompt=p, max_tokens=5, temperature=0) for p in PROMPTS}
     options = {"model": "mood", "prompt": list(PROMPTS), "n": 2, "max_tokens": 5, "temperature": 0}
-    together = client.completions.create(**options)  # type: ignore[call-overload]
+    joint = client.completions.create(**options)  # type: ignore[call-overload]
     expected = [alone[prompt].choices[0].text for prompt in PROMPTS for _ in range(2)]
-    assert [choice.text for choice in together.choices] == expected
-    assert [choice.index for choice in together.choices] == list(range(6))
-    assert together.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone.values())  # type: ignore[union-attr]
+    assert [choice.text for choice in joint.choices] == expected
+    assert [choice.index for choice in joint.choices] == list(range(6))
+    assert joint.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone.values())  # type: ignore[union-attr]
     texts = [""] * 6
     for part in client.completions.create(**options, stream=True):  # type: ignore[call-overload]
         for choice in part.choices:
@@ -154,13 +154,13 @@ def test_asynchronous_client(server: Served) -> None:
             )
         return [answer.choices[0].text for answer in answers]
 
-    together = asyncio.run(ask())
+    joint = asyncio.run(ask())
     alone = [
         server.post("/v1/completions", {"model": name, "prompt": prompt, "max_tokens": 4, "temperature": 0})
         for name in METHODS
         for prompt in PROMPTS
     ]
-    assert together == [answer.json()["choices"][0]["text"] for answer in alone]
+    assert joint == [answer.json()["choices"][0]["text"] for answer in alone]
 
 
 def test_stop_texts_end_an_answer(client: openai.OpenAI) -> None:
@@ -220,9 +220,10 @@ def test_metrics_are_prometheus_and_add_up(server: Served) -> None:
 def test_probes_and_ids(server: Served) -> None:
     assert server.get("/health").text == "ok\n" and server.get("/ready").status_code == 200
     assert server.get("/version").json()["version"]
+    assert httpx.head(f"{server.url}/ready", trust_env=False).status_code == 200
     assert server.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    given = server.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
-    assert given.startswith("req-")
+    new_id = server.get("/health", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
+    assert new_id.startswith("req-")
     missing = server.get("/v2/nothing")
     assert missing.status_code == 404 and set(missing.json()["error"]) == {"message", "type", "param", "code"}
     wrong = httpx.delete(server.url + "/v1/completions", trust_env=False)

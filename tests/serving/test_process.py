@@ -34,11 +34,11 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def all_answers(server: Served) -> list[Any]:
-    asked = (
+    responses = (
         server.post("/v1/completions", {"model": name, "prompt": "the old", "max_tokens": 4, "temperature": 0})
         for name in METHODS
     )
-    return [answer.json()["choices"][0]["text"] for answer in asked]
+    return [answer.json()["choices"][0]["text"] for answer in responses]
 
 
 def test_kill_and_restart(decoder: tuple[Path, Path]) -> None:
@@ -123,7 +123,7 @@ def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[s
     }  # fmt: skip
     command = typer.main.get_command(serve_app())
     options = {option for parameter in command.params for option in parameter.opts}  # type: ignore[attr-defined]
-    given: dict[str, Any] = {"model": "minilm"}
+    values: dict[str, Any] = {"model": "minilm"}
     arguments: list[str] = ["minilm"]
     for name, (section, field) in PLACES.items():
         if name in ("model", "manage"):  # the argument; and what excludes keys
@@ -133,18 +133,18 @@ def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[s
         default = SECTIONS[section].model_fields[field].default
         kinds = {"bool": not default, "int": 77, "float": 7.5}
         value = samples.get(name, next((one for kind, one in kinds.items() if kind in annotation), "text"))
-        given[name] = value
+        values[name] = value
         option = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
         assert f"--{name.replace('_', '-')}" in options
         arguments += [option] if is_flag else [option, ",".join(value) if isinstance(value, list) else str(value)]
     run(*arguments, "--print-config")
     printed = yaml.safe_load(capsys.readouterr().out)
-    for name, value in given.items():
+    for name, value in values.items():
         section, field = PLACES[name]
         assert printed[section][field] == value, name
-    assert ServeConfig.from_values(given) == ServeConfig.from_values(printed)
-    dotted = {f"{PLACES[name][0]}.{PLACES[name][1]}": value for name, value in given.items()}
-    assert ServeConfig.from_values(dotted) == ServeConfig.from_values(given) and set(dotted) <= set(DOTTED)
+    assert ServeConfig.from_values(values) == ServeConfig.from_values(printed)
+    dotted = {f"{PLACES[name][0]}.{PLACES[name][1]}": value for name, value in values.items()}
+    assert ServeConfig.from_values(dotted) == ServeConfig.from_values(values) and set(dotted) <= set(DOTTED)
 
 
 def test_later_sources_win_and_all_mistakes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

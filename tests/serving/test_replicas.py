@@ -39,16 +39,16 @@ def replicas(decoder: tuple[Path, Path], folder: Path) -> Iterator[Served]:
 
 
 def answers(server: Served) -> dict[str, list[float]]:
-    asked = {name: server.post("/v1/completions", {"model": name, **ASK}) for name in ("base", *METHODS)}
-    assert {answer.status_code for answer in asked.values()} == {200}, {n: a.text for n, a in asked.items()}
-    return {name: answer.json()["choices"][0]["logprobs"]["token_logprobs"] for name, answer in asked.items()}
+    responses = {name: server.post("/v1/completions", {"model": name, **ASK}) for name in ("base", *METHODS)}
+    assert {answer.status_code for answer in responses.values()} == {200}, {n: a.text for n, a in responses.items()}
+    return {name: answer.json()["choices"][0]["logprobs"]["token_logprobs"] for name, answer in responses.items()}
 
 
 @pytest.mark.slow
 def test_replicas_answer_as_one_engine_does(server: Served, replicas: Served) -> None:
-    alone, together = answers(server), answers(replicas)
+    alone, replicated = answers(server), answers(replicas)
     for name, values in alone.items():
-        assert together[name] == pytest.approx(values, abs=1e-5), name
+        assert replicated[name] == pytest.approx(values, abs=1e-5), name
     whole = replicas.post("/v1/completions", {"model": "mood", **ASK}).json()["choices"][0]["text"]
     streamed = replicas.post("/v1/completions", {"model": "mood", **ASK, "stream": True}).text
     assert streamed.rstrip().endswith("data: [DONE]") and streamed.count('"text"') >= 6

@@ -85,8 +85,8 @@ def run(
         from ..training.config import read_values
 
     values = {} if config is None else read_values(config)
-    given = {} if model is None else {"model": model}
-    resolved = ServeConfig.from_values(values, _without_null(options), _parse_settings(settings or []), given)
+    named_model = {} if model is None else {"model": model}
+    resolved = ServeConfig.from_values(values, _without_null(options), _parse_settings(settings or []), named_model)
     if print_config:
         print(resolved.yaml(), end="")
         return

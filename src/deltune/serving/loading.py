@@ -27,6 +27,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
     """
     folder = deltas_folder(config)
     import torch
+    from torch import nn
 
     from .. import models
     from .engine import Server
@@ -40,8 +41,8 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
     device = config.model.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
-    model.to(torch.device(device)).eval()
-    given = {
+    nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
+    overrides = {
         "max_loaded_bytes": config.deltas.max_loaded_bytes,
         "max_batch_tokens": config.batching.max_batch_tokens,
         "max_batch_size": config.batching.max_batch_size,
@@ -56,7 +57,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         max_loaded=config.deltas.max_loaded,
         max_wait=config.batching.max_wait,
         watch=config.deltas.watch or None,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in overrides.items() if value is not None},
     )
     return server, tokenizer
 

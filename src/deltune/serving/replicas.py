@@ -14,7 +14,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             self.server, _ = load_server(self.config)
             self.folders: dict[str, str] = {}
 
-        @serve.multiplexed(max_num_models_per_replica=max_loaded)  # type: ignore[untyped-decorator]
+        @serve.multiplexed(max_num_models_per_replica=max_loaded)
         async def holds(self, name: str) -> str:
             """Tell Ray Serve that this replica has a delta in memory; the engine loads it with its first request."""
             return name
@@ -197,14 +197,14 @@ class Replicas:
             }
         values = config.model_dump(mode="json")
         self._name = f"deltune-{os.getpid()}"
-        deployment = serve.deployment(
-            replica_class(config.deltas.max_loaded),
+        deploy: Any = serve.deployment(
             name="replica",
             ray_actor_options={"num_cpus": config.ray.cpus, "num_gpus": config.ray.gpus},
             max_ongoing_requests=10 * config.ray.ongoing,
             graceful_shutdown_timeout_s=config.http.drain,
             **scaling,
         )
+        deployment = deploy(replica_class(config.deltas.max_loaded))
         try:
             serve.start(proxy_location="Disabled")
             self._handle = serve.run(deployment.bind(values), name=self._name, route_prefix=None)
@@ -289,22 +289,23 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""
-        total = EngineStats()
-        for stats in (snapshot.stats for snapshot in self._snapshots):
-            total = replace(
-                total,
-                **{
-                    name: dict(Counter(getattr(total, name)) + Counter(getattr(stats, name)))
-                    for name in ("queued", "running", "finished", "failed")
-                },
-                **{
-                    name: getattr(total, name) + getattr(stats, name)
-                    for name in (
-                        "prompt_tokens", "generated_tokens", "cached_tokens", "loads", "evictions", "load_seconds",
-                    )
-                },
-            )  # fmt: skip
-        return total
+        every = [snapshot.stats for snapshot in self._snapshots]
+
+        def added(name: str) -> dict[str, int]:
+            return dict(sum((Counter(getattr(stats, name)) for stats in every), Counter()))
+
+        return EngineStats(
+            queued=added("queued"),
+            running=added("running"),
+            finished=added("finished"),
+            failed=added("failed"),
+            prompt_tokens=sum(stats.prompt_tokens for stats in every),
+            generated_tokens=sum(stats.generated_tokens for stats in every),
+            cached_tokens=sum(stats.cached_tokens for stats in every),
+            loads=sum(stats.loads for stats in every),
+            evictions=sum(stats.evictions for stats in every),
+            load_seconds=sum(stats.load_seconds for stats in every),
+        )
 
     def close(self, drain: float = 30.0) -> None:
         """End the replicas after the requests that run."""

@@ -94,8 +94,8 @@ class Gateway:
             return
         facts = scope["deltune"] = Facts()
         headers = {name: value for name, value in scope["headers"] if name in (b"x-request-id", b"content-length")}
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        identity = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        identity = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
         begun, status, error = time.monotonic(), 0, None
 
         async def send_with_id(message: Message) -> None:

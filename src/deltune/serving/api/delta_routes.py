@@ -40,13 +40,13 @@ def delta_folder(root: Path | None, path: str) -> Path:
     below = f"{excerpt(path)} is not a folder below the server's folder of deltas"
     if "\0" in path or path.startswith("~"):
         raise InvalidRequest(f"{below}; give a path from there")
-    given = Path(path)
-    if given.is_absolute():
-        roots = [one for one in (root.absolute(), root.resolve()) if given.is_relative_to(one)]
+    relative = Path(path)
+    if relative.is_absolute():
+        roots = [one for one in (root.absolute(), root.resolve()) if relative.is_relative_to(one)]
         if not roots:
             raise InvalidRequest(f"{below}; give a path from there")
-        given = given.relative_to(roots[0])
-    parts = given.parts
+        relative = relative.relative_to(roots[0])
+    parts = relative.parts
     if not parts or ".." in parts:
         raise InvalidRequest(f"{below}; give a path from there, without ..")
     current = root.resolve()

@@ -35,7 +35,7 @@ def configure_logs(level: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name, own in (("deltune.serving", level), ("uvicorn", "errors")):
+    for name, shown in (("deltune.serving", level), ("uvicorn", "errors")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel({"requests": logging.INFO, "errors": logging.WARNING, "off": logging.CRITICAL + 1}[own])
+        logger.setLevel({"requests": logging.INFO, "errors": logging.WARNING, "off": logging.CRITICAL + 1}[shown])

@@ -22,13 +22,13 @@ PAGE_POLICY = (
 )
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health() -> Response:
     """Say that the process answers: a liveness probe."""
     return PlainTextResponse("ok\n")
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(http: Request) -> Response:
     """Say whether requests should be sent here: a readiness probe. It says no as soon as the server is to end."""
     if service_of(http).draining:

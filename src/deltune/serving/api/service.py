@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
+from ..errors import EngineClosed
 from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected
@@ -28,6 +29,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
+GIVEN_UP = "the server is ending and has given the request up; send it again"
 MAX_PROBLEMS = 10
 """Fields of a request whose mistakes its error lists."""
 
@@ -142,8 +144,8 @@ class Service:
         if self.keys is None:
             manage = self.config.http.manage
             return everybody(self.config.is_local if manage is None else manage)
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        key = given.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+        scheme, _, value = http.headers.get("authorization", "").partition(" ")
+        key = value.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
         tenant = self.keys.tenant(key) if key else None
         if tenant is None:
             problem = "this API key is not known" if key else "there is no API key in the request"
@@ -235,19 +237,21 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     details = error.errors(include_url=False, include_input=False, include_context=False)
     problems = []
     for top in dict.fromkeys(one["loc"][0] if one["loc"] else None for one in details):
-        own = [one for one in details if (one["loc"][0] if one["loc"] else None) == top]
+        problems_there = [one for one in details if (one["loc"][0] if one["loc"] else None) == top]
         name = excerpt(top)[1:-1] if isinstance(top, str) else None
-        if own[0]["type"] == "extra_forbidden":
+        if problems_there[0]["type"] == "extra_forbidden":
             problems.append(unknown_name("option", name, kind.model_fields))
         elif name is None:
-            problems.append(f"the request is no JSON object of options: {own[0]['msg']}")
-        elif own[0]["type"] == "missing" and len(own[0]["loc"]) == 1:
+            problems.append(f"the request is no JSON object of options: {problems_there[0]['msg']}")
+        elif problems_there[0]["type"] == "missing" and len(problems_there[0]["loc"]) == 1:
             problems.append(f"{name} is missing: {kind.model_fields[name].description}")
         else:
-            path = ".".join([name, *(str(part)[:40] for part in own[0]["loc"][1:] if isinstance(part, int))])
-            reason = own[0]["msg"].removeprefix("Value error, ")
+            path = ".".join([name, *(str(part)[:40] for part in problems_there[0]["loc"][1:] if isinstance(part, int))])
+            reason = problems_there[0]["msg"].removeprefix("Value error, ")
             description = kind.model_fields[name].description
-            problems.append(f"{path}: {description}" if len(own) > 1 else f"{path}: {reason} ({description})")
+            problems.append(
+                f"{path}: {description}" if len(problems_there) > 1 else f"{path}: {reason} ({description})"
+            )
     param = next((str(one["loc"][0])[:60] for one in details if one["loc"]), None)
     return ApiError(400, "; ".join(problems[:MAX_PROBLEMS]), "invalid_value", param)
 
@@ -290,13 +294,21 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several things; when one fails, the others are cancelled and its error is raised."""
+    """Await several things; when one fails, the others are cancelled and its error is raised.
+
+    Raises:
+        EngineClosed: The engine has given one of them up.
+    """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
+        pending = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.cancelled():
+                    raise EngineClosed(GIVEN_UP)
+                if (error := task.exception()) is not None:
+                    raise error
         return [task.result() for task in tasks]
     finally:
         await cancel_all(tasks)
@@ -316,7 +328,10 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
                     await queue.put((index, item))
             await queue.put(None)
         except asyncio.CancelledError:
-            raise
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            await queue.put(EngineClosed(GIVEN_UP))  # not this task was cancelled, but what it waits for
         except BaseException as error:
             await queue.put(error)
 
