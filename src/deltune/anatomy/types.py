@@ -462,7 +462,8 @@ class Anatomy:
 def _title(anatomy: Anatomy) -> str:
     total = sum(tensor.numel for tensor in anatomy.tensors if tensor.area != "head")
     at = f", base model at {anatomy.base}" if anatomy.base else ""
-    return f"{anatomy.model} ({anatomy.family}): {total:,} parameters{at}"
+    forms = " and ".join(sorted({t.quantized for t in anatomy.tensors if t.quantized}))
+    return f"{anatomy.model} ({anatomy.family}): {total:,} parameters{at}{forms and f', linears quantised by {forms}'}"
 
 
 def _lines(anatomy: Anatomy) -> Iterator[str]:

@@ -38,7 +38,7 @@ from .forward_pass import PassLock, Scope, current_scope, forget_closed
 from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels
+from .modules import Delta, Edit, HeadLabels, up_projections
 from .pass_manager import PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
@@ -262,6 +262,35 @@ class Tuned(nn.Module):
             excluded = {id(parameter) for delta in unused for parameter in self._state.parameters_of(delta)}
             parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in excluded]
         yield from parameters
+
+    def parameter_groups(self, lr: float, ratio: float = 16.0) -> list[dict[str, Any]]:
+        """Return groups of parameters for an optimizer, in which LoRA's up-projections learn faster (LoRA+).
+
+        LoRA's change of a weight is W_up W_down. Hayou et al. (2024) show that W_up, which starts at 0, should have a
+        higher learning rate than W_down: ratio × lr. Everything else that is trained has lr.
+
+        Args:
+            lr: The learning rate of everything but the up-projections.
+            ratio: By which their learning rate is greater. LoRA+ recommends 16.
+
+        Returns:
+            Two groups, {"params": …, "lr": …}: the up-projections, then the rest of `trainable_parameters()`.
+
+        Raises:
+            DeltuneError: `lr` or `ratio` is not a positive number, or no LoRA is trained.
+        """
+        for name, value in (("lr", lr), ("ratio", ratio)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise DeltuneError(f"{name}={excerpt(value)}: must be a positive number")
+        up = {id(p) for delta in self.deltas.children() if isinstance(delta, Delta) for p in up_projections(delta)}
+        parameters = list(self.trainable_parameters())
+        if not (faster := [p for p in parameters if id(p) in up]):
+            raise DeltuneError(
+                f"{self!r} trains no LoRA, so there is nothing to give another learning rate to: give the optimizer "
+                "trainable_parameters()"
+            )
+        rest = [p for p in parameters if id(p) not in up]
+        return [{"params": faster, "lr": ratio * lr}, {"params": rest, "lr": lr}]
 
     def _base_value(self, name: str) -> nn.Parameter:
         """The base model's own value of a tensor, whether a delta replaces it or not."""

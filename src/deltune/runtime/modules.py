@@ -19,7 +19,7 @@ from ..compat import parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import Composition, Gate
 from ..methods.counting import kept_shapes, trained_shapes
-from ..methods.forms import Shapes
+from ..methods.forms import LowRank, Shapes
 from ..methods.masks import Mask
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.spec import Method
@@ -462,6 +462,16 @@ def _sparse_to_save(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Te
         if len(sparse.values):
             result |= {f"{name}.values": sparse.values, f"{name}.index": sparse.index}
     return result
+
+
+def up_projections(delta: Delta) -> Iterator[nn.Parameter]:
+    """Iterate over the up-projections of a delta's LoRAs; of one under a mask, over its trained entries."""
+    for edit in delta.all_edits():
+        if isinstance(edit.modification.form, LowRank):
+            sparse = dict(edit._sparse_parameters()).get("up")
+            up = parameters_of(edit).get("up") if sparse is None else sparse.values
+            if isinstance(up, nn.Parameter):
+                yield up
 
 
 def parameter_key(name: str) -> str:
