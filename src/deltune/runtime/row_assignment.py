@@ -27,6 +27,7 @@ from .modules import Delta, Edit, HeadLabels, RerunModule
 from .rows import (
     ChangedTensors,
     DeltaRows,
+    Known,
     TensorGetters,
     TensorOverride,
     active_edits,
@@ -271,13 +272,22 @@ class RowAssignment:
         base_labels: HeadLabels,
         anatomy: Anatomy,
         state: ModelState,
+        known: KnownDeltas,
     ) -> RowAssignment:
         """Assign a delta to each row.
+
+        Args:
+            names: The name of each row's delta, or None.
+            deltas: The attached deltas, by name.
+            base_labels: The labels of the base model's head.
+            anatomy: The model's anatomy.
+            state: Where the tensors of deltas are.
+            known: What is found of each delta is kept here for the next assignment.
 
         Raises:
             DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
         """
-        groups = _group_rows(names, deltas, anatomy, state)
+        groups = _group_rows(names, deltas, anatomy, state, known)
         labels = [group.delta.labels or base_labels for group in groups]
         labels += [base_labels] if None in names else []
         if not anatomy.head:
@@ -287,9 +297,12 @@ class RowAssignment:
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
-        paths = {module: path for path, module in base_modules(state.model)}
+        if not known.paths:
+            known.paths = {module: path for path, module in base_modules(state.model)}
+        paths = known.paths
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        assignment.tensors = {paths[module]: override_by_row(module, groups) for module in modules}
+        indices: Known = {}
+        assignment.tensors = {paths[module]: override_by_row(module, groups, indices) for module in modules}
         return assignment
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:
@@ -370,8 +383,50 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
 
 
+class KnownDeltas:
+    """What is the same for a delta in every assignment of rows, as long as nothing is attached or detached.
+
+    Attributes:
+        paths: The paths of the model's modules.
+    """
+
+    def __init__(self) -> None:
+        self.paths: dict[nn.Module, str] = {}
+        self._of: dict[Delta, tuple[list[str], dict[nn.Module, TensorGetters]]] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.paths = {}
+        self._of.clear()
+
+    def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> tuple[list[str], dict[nn.Module, TensorGetters]]:
+        """Return the tensors of a delta that all rows share, and its own values by the modules that hold them.
+
+        Args:
+            delta: The delta.
+            anatomy: The model's anatomy.
+            state: Where the tensors of deltas are.
+        """
+        if delta not in self._of:
+            names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
+            by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
+            shared = [
+                t.name
+                for t in anatomy.tensors
+                if t.name in names
+                and (t.common or (t.role not in BY_ROW and t.name not in by_token))
+                and t.area != "head"
+            ]
+            self._of[delta] = (shared, _overrides_of(state, delta))
+        return self._of[delta]
+
+
 def _group_rows(
-    names: Sequence[str | None], deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState
+    names: Sequence[str | None],
+    deltas: Mapping[str, Delta],
+    anatomy: Anatomy,
+    state: ModelState,
+    known: KnownDeltas,
 ) -> list[DeltaRows]:
     if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
         raise DeltuneError(
@@ -384,16 +439,7 @@ def _group_rows(
     groups = []
     for name in unique_names if not problems else []:
         delta = deltas[name]
-        tensor_names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
-        tensors = anatomy.tensors
-        by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
-        shared = [
-            t.name
-            for t in tensors
-            if t.name in tensor_names
-            and (t.common or (t.role not in BY_ROW and t.name not in by_token))
-            and t.area != "head"
-        ]
+        shared, overrides = known.of(delta, anatomy, state)
         if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.by_row]:
             problems.append(
                 f"{name!r} ({delta.method!r}) changes {all_rows[0]}, whose module reads something that all rows of a "
@@ -407,7 +453,7 @@ def _group_rows(
                 f"call use({name!r}) and run its rows in a batch of their own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)
-        groups.append(DeltaRows(delta, rows, len(names), _overrides_of(state, delta)))
+        groups.append(DeltaRows(delta, rows, len(names), overrides))
     if problems:
         raise error_from_problems("these deltas cannot be used in one batch", problems)
     return groups
