@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltune.models import load_model
@@ -172,6 +172,7 @@ parts = st.sampled_from(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(parts, max_size=6), st.booleans())
 def test_no_path_leads_out(root: Path, names: list[str], absolute: bool) -> None:
     """Whatever is joined, the result is a real folder inside, and no link was followed on the way."""

@@ -30,6 +30,7 @@ def _split_commas(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=2**50)]
+BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
@@ -84,6 +85,7 @@ class BatchingSection(Section):
     max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]")
     max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [the engine's default]")
     max_length: Size | None = _option(None, "tokens of a request, its answer included [what the model can]")
+    prompt_cache: BytesOrNone = _option(64 << 20, "memory for beginnings of prompts, such as 64MiB; 0: none")
 
 
 class HttpSection(Section):
