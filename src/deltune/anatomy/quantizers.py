@@ -75,7 +75,8 @@ def visible_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple
     if quantizer is None or quantizer.trains:
         return {name: (p, tuple(p.shape), "") for name, p in parameters.items()}
     in_features, out_features = linear_sizes(module)
-    visible = {"weight": (parameters["weight"], (out_features, in_features), quantizer.name(module))}
+    shape: tuple[int, ...] = (out_features, in_features)
+    visible = {"weight": (parameters["weight"], shape, quantizer.name(module))}
     if "bias" in parameters:
         visible["bias"] = (parameters["bias"], tuple(parameters["bias"].shape), "")
     return visible

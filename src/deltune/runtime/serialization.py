@@ -382,7 +382,7 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str =
         warnings.warn(
             f"{where} is used on another base model than the one that it was tuned on: {'; '.join(differences)}. Its "
             "outputs differ from those that it was tuned to give: evaluate it on this model before you rely on it",
-            stacklevel=4,
+            stacklevel=5,
         )
     elif differences:
         raise DeltuneError(
