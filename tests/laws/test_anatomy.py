@@ -157,7 +157,8 @@ def test_the_live_model_has_the_anatomy_of_its_configuration(family: Family, rol
 def bare(anatomy: Anatomy, stacks: set[str], prefix: str) -> str:
     """Layers, outer norms and stacks, with paths as in the base model."""
     named = [
-        replace(part, embedding=part.embedding and replace(part.embedding, shared_with=())) if part in anatomy.stacks
+        replace(part, embedding=part.embedding and replace(part.embedding, shared_with=()))
+        if part in anatomy.stacks
         else part  # a live model may tie its output projection to them
         for part in (*anatomy.layers, *anatomy.stacks)
         if (part.stack if isinstance(part, Layer) else part.name) in stacks
