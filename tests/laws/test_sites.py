@@ -21,6 +21,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.runtime.frozen_layers import find_boundary
 from tests.identity.configurations import tiny
 
 from .specimens import differences, facts, loss, stir, tensors
@@ -329,6 +330,31 @@ def _factors(theirs: Any, model: PreTrainedModel, edit: Any) -> tuple[Put, Calla
         yield b.grad[list(site.rows) if site.rows else slice(None)]
 
     return put, gradients
+
+
+def test_peft_folder(tmp_path: Path) -> None:
+    """PEFT loads what is exported from embeddings and the vocabulary, and what it has at the vocabulary is read."""
+    site = Site(*LLAMA, ("query", "embedding", "lm_head"), ())
+    model = site.build()
+    tuned = stir(deltune.attach(model, site.method))
+    expected = _run(model)
+    deltune.export(model, tmp_path / "theirs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(site.build(), tmp_path / "theirs").eval()
+    _close(expected, _run(theirs))
+    tuned.detach()
+    tuned = stir(deltune.attach(model, f"lora(rank={RANK}, alpha={ALPHA}, at=('query', 'lm_head'))"))
+    expected = _run(model)
+    deltune.export(model, tmp_path / "again")
+    tuned.detach()
+    deltune.load(model, tmp_path / "again")
+    _close(expected, _run(model))
+
+
+def test_layers_below_the_vocabulary_are_frozen() -> None:
+    tuned = deltune.attach(Site(*LLAMA, "", ()).build(), "lora(rank=2, at='lm_head')")
+    assert len(find_boundary(tuned.anatomy, tuned.delta()).layers) == 2
 
 
 def test_projections_of_every_own_attention() -> None:

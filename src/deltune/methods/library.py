@@ -163,11 +163,11 @@ Learned = float | str
 """A number, "learned" (starts at 1) or "learned(4)" (starts at 4)."""
 
 
-def _checked_sites(at: Site, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `at` as a tuple of sites, each of which must be allowed."""
+def _checked_sites(at: Site, allowed: tuple[str, ...], patterns: bool = False) -> tuple[str, ...]:
+    """Return `at` as a tuple of sites, each of which must be allowed, or be a pattern of paths if these are."""
     sites = (at,) if isinstance(at, str) else tuple(at)
     for site in sites:
-        if site not in allowed and not (spec.PROJECTIONS[0] in allowed and spec.is_pattern(site)):
+        if site not in allowed and not (patterns and spec.is_pattern(site)):
             raise DeltuneError(unknown_name("site", site, allowed, hint=hint_for_site(site)))
     if not sites:
         raise DeltuneError(f"at is empty; give one or more of {', '.join(allowed)}")
@@ -502,7 +502,7 @@ def lora(
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []
-    for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn")):
+    for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn"), patterns=True):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     spec.check_experts(experts, tuple(sites))
     outside = all(site in spec.OUTSIDE_LAYERS for site in sites)
