@@ -630,6 +630,20 @@ def test_a_twin_leaves_the_kept_cast_of_the_layer() -> None:
     assert kept is not None and torch.equal(kept, layer.weight.to(torch.bfloat16))
 
 
+def test_choices_are_written_while_other_threads_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that measures adds to what is known while another one writes it."""
+
+    class Name(str):
+        def __str__(self) -> str:
+            linear_backend._faster["weight", len(linear_backend._faster), 8, 8, True, 1] = False
+            return "forward"
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(linear_backend, "_faster", {(Name("forward"), 64, 8, 8, True, 1): True})
+    linear_backend._write_choices()
+    assert linear_backend._choices_file().is_file()  # type: ignore[union-attr]
+
+
 def test_casts_are_only_kept_where_that_is_requested() -> None:
     layer = nn.Linear(24, 40).requires_grad_(False)
     deltune.optimize_linear(layer, "onednn")
