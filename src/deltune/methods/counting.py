@@ -27,7 +27,7 @@ from .forms import Shapes
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
-from .sites import EditLocation, select_layers
+from .sites import EditLocation, select_layers, tower_prefix
 from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
@@ -248,7 +248,8 @@ def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     """Yield the towers of a model that a method does not act on, with their sizes."""
     names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
     acted = {t.tower for t in anatomy.tensors if t.name in names}
-    acted |= {part.tower for part in anatomy.parts for e in resolved.edits if e.place.name.startswith(f"{part.tower}.")}
+    prefixes = {tower_prefix(anatomy, part): part.tower for part in anatomy.parts}
+    acted |= {prefixes[p] for p in prefixes for e in resolved.edits if e.place.name.startswith(p)}
     if any(e.place.name.split(".")[0] in {stack.name for stack in anatomy.stacks} for e in resolved.edits):
         acted.add(anatomy.tower)
     for tower in anatomy.towers:

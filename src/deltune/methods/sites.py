@@ -163,9 +163,26 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     """
     locations: list[EditLocation] = []
     for part in towers_of(anatomy, modification.tower):
-        prefix = "" if part is anatomy else f"{part.tower}."
+        prefix = tower_prefix(anatomy, part)
         locations += [_in_tower(location, prefix) for location in _resolve_in_tower(part, modification)]
     return locations
+
+
+def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
+    """Return how the names of the places of a tower begin, which is different for each.
+
+    Args:
+        anatomy: The model's anatomy.
+        part: That anatomy itself, or one of its parts.
+
+    Returns:
+        "" for the main tower, "vision." for the only part of that name, and "vision_model_vision_model." for the part
+        at model.vision_model where another part has the same name.
+    """
+    if part is anatomy:
+        return ""
+    alone = sum(other.tower == part.tower for other in anatomy.parts) == 1
+    return f"{part.tower}." if alone else f"{part.tower}_{part.root.replace('.', '_')}."
 
 
 def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:

@@ -310,6 +310,9 @@ class Delta(nn.Module):
         head: The names of the head's tensors.
         head_mode: "train" or "freeze".
         folded: Whether it holds the tensors of the saved file, without reparameterisations.
+
+    Raises:
+        DeltuneError: Two edits have one key, so that one of them would be lost.
     """
 
     def __init__(
@@ -329,6 +332,12 @@ class Delta(nn.Module):
         self.held = nn.ParameterDict()
         masks = dict(planned.tied)
         for edit in planned.edits:
+            if edit.key in self.edits:
+                raise DeltuneError(
+                    f"{method!r}: two of its edits are called {edit.key!r}, at {edit.place.target.path!r} and at "
+                    f"{self.edits[edit.key].place.target.path!r}, and only one of them could be kept; please report "
+                    "this with the configuration of the model"
+                )
             form, compose, widths = edit.modification.form, edit.modification.compose, edit.place.widths
             shapes = {} if folded or edit.mask else form.shared(widths)
             shared = _shared(self.shared, f"{edit.term}_{edit.place.group}", shapes)
