@@ -20,6 +20,7 @@ from deltune.training import rates
 from deltune.training import train as training
 from deltune.training.advice import advice, read_finished
 from deltune.training.config import RunConfig, read_config
+from deltune.training.presets import merge_values
 from deltune.training.rates import (
     CLEARLY_BETTER,
     FACTORS,
@@ -30,7 +31,6 @@ from deltune.training.rates import (
     plan_search,
     search_rate,
 )
-from deltune.training.presets import merge_values
 from deltune.training.run_dir import RunDir, RunMetrics
 from deltune.training.task_setup import ModelCache
 from deltune.training.train import train

@@ -206,9 +206,9 @@ def _projections_of_products(output: Node) -> dict[str, tuple[Node, Columns | No
             if value := _projection(*sides[1 - number]):
                 projections["value"] = value
             for scores in ancestors(softmax.parents, _WITHIN_SUBLAYER, {"mix", "linear", "attention"}):
-                found = [_projection(*side) for side in _sides(scores)]
-                if len(found) == 2 and all(found) and found[0] != found[1]:
-                    projections["query"], projections["key"] = found  # type: ignore[assignment]
+                from_linears = [_projection(*side) for side in _sides(scores)]
+                if len(from_linears) == 2 and all(from_linears) and from_linears[0] != from_linears[1]:
+                    projections["query"], projections["key"] = from_linears  # type: ignore[assignment]
                     break
             _drop_unclear(projections)
             return projections
@@ -292,15 +292,15 @@ def gate_and_up(sub: SubLayer) -> dict[str, tuple[Node, Columns | None]]:
         factors = [(t, n) for t, n in zip(product.inputs, product.sources, strict=True) if n is not None]
         if product.operation != "mul" or len(factors) != 2:
             continue
-        found = [_projection(*factor) for factor in factors]
-        if not all(found) or found[0] == found[1]:
+        from_linears = [_projection(*factor) for factor in factors]
+        if not all(from_linears) or from_linears[0] == from_linears[1]:
             continue
         plain = [
             any(n.kind == "linear" for n in ancestors([n], {"view"}, {"linear", "op", "pass"})) for _, n in factors
         ]
         if sum(plain) != 1:
             return {}
-        up, gate = (found[plain.index(True)], found[plain.index(False)])
+        up, gate = (from_linears[plain.index(True)], from_linears[plain.index(False)])
         if up is None or gate is None or (up[0] is gate[0] and None in (up[1], gate[1])):
             return {}
         return {"gate": gate, "up": up}

@@ -473,10 +473,10 @@ def _overrides_of(state: ModelState, delta: Delta) -> dict[nn.Module, TensorGett
         module, leaf = state.model.get_submodule(edit.place.target.path), name.rpartition(".")[2]
         changes.setdefault((module, leaf), (name, []))[1].append(edit)
     for (module, leaf), (name, parts) in changes.items():
-        own = overrides.setdefault(module, {}).get(leaf, partial(state.base_value, name))
-        overrides[module][leaf] = partial(_changed_value, own, parts)
+        unchanged = overrides.setdefault(module, {}).get(leaf, partial(state.base_value, name))
+        overrides[module][leaf] = partial(_changed_value, unchanged, parts)
     return {**overrides}
 
 
-def _changed_value(own: Callable[[], torch.Tensor], parts: Sequence[Any]) -> torch.Tensor:
-    return changed_tensor(own(), parts)
+def _changed_value(unchanged: Callable[[], torch.Tensor], parts: Sequence[Any]) -> torch.Tensor:
+    return changed_tensor(unchanged(), parts)

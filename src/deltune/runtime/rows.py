@@ -328,7 +328,8 @@ class ModuleByRow:
         if all(isinstance(part, tuple) and all(isinstance(value, torch.Tensor) for value in part) for part in parts):
             return tuple(self._join(column) for column in zip(*parts, strict=True))
         raise DeltuneError(
-            f"rows() needs modules that return tensors where deltas have their own, and {type(module).__name__} does not"
+            "rows() needs modules that return tensors where deltas have their own, and "
+            f"{type(module).__name__} does not"
         )
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

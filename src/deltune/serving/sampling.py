@@ -127,8 +127,8 @@ def config_processors(
     eos = config.eos_token_id
 
     def value(name: str, neutral: Any = None) -> Any:
-        found = (forced or {}).get(name, getattr(config, name, None))
-        return None if found == neutral else found
+        matches = (forced or {}).get(name, getattr(config, name, None))
+        return None if matches == neutral else matches
 
     if (penalty := value("repetition_penalty", 1.0)) is not None:
         made.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
@@ -195,9 +195,9 @@ class TextBuilder:
         longest = max((len(stop) for stop in self.stop), default=0)
         if self.stop:
             start = max(0, before - longest + 1)
-            found = [at for stop in self.stop if (at := self.text.find(stop, start)) >= 0]
-            if found:
-                self.text, self.stopped = self.text[: min(found)], True
+            matches = [at for stop in self.stop if (at := self.text.find(stop, start)) >= 0]
+            if matches:
+                self.text, self.stopped = self.text[: min(matches)], True
 
     def end(self) -> None:
         """Take what waits for further tokens as it is."""
