@@ -119,7 +119,7 @@ FOUND: dict[str, Any] = {"model": "m", "data": "d", "method": "lora", "lr": 0.00
 def test_a_rate_does_not_outlive_a_search_over_what_it_depends_on(
     source: str, expected: str | None, search: dict[str, list[Any]]
 ) -> None:
-    """Neither in the runs of a series that is written with a rate that a run found, nor where the search comes later."""
+    """Neither in the runs of a series with a rate that a run found, nor where the search comes later."""
     for series in (
         RunConfig.from_flat(**FOUND, lr_source=source, search=search),
         RunConfig.from_flat(**FOUND, lr_source=source).replace(search=search),
@@ -131,22 +131,22 @@ def test_a_rate_does_not_outlive_a_search_over_what_it_depends_on(
 
 
 def test_a_rate_that_was_given_is_that_of_every_method_of_a_search() -> None:
-    given = RunConfig.from_flat(model="m", data="d", method="layernorm", lr=1e-2, search={"method": ["lora", "full"]})
-    assert [one.optim.lr for one in given.search_configs()] == [1e-2, 1e-2], "although it is the default of layernorm"
+    series = RunConfig.from_flat(model="m", data="d", method="layernorm", lr=1e-2, search={"method": ["lora", "full"]})
+    assert [one.optim.lr for one in series.search_configs()] == [1e-2, 1e-2], "although it is the default of layernorm"
 
 
 @pytest.mark.parametrize("source", ["default", "auto"])
 def test_rates_to_try_take_the_place_of_one_that_was_found(source: str) -> None:
-    found = {**FOUND, "lr_source": source}
+    options = {**FOUND, "lr_source": source}
     for series in (
-        RunConfig.from_flat(**found, search={"lr": [1e-3, 1e-2]}),
-        RunConfig.from_flat(**found).replace(search={"optim.lr": [1e-3, 1e-2]}),
+        RunConfig.from_flat(**options, search={"lr": [1e-3, 1e-2]}),
+        RunConfig.from_flat(**options).replace(search={"optim.lr": [1e-3, 1e-2]}),
         RunConfig.from_flat(**FOUND).replace(lr="auto").replace(search={"lr": [1e-3, 1e-2]}),
     ):
         tries = series.search_configs()
         assert [(one.optim.lr, one.optim.lr_source) for one in tries] == [(1e-3, None), (1e-2, None)]
         assert tries[0].name != tries[1].name
-    assert RunConfig.from_flat(**found).replace(search={"lr": [1e-3]}).optim.lr is None
+    assert RunConfig.from_flat(**options).replace(search={"lr": [1e-3]}).optim.lr is None
 
 
 def test_a_try_replaces_what_excludes_it() -> None:

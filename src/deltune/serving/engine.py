@@ -215,6 +215,9 @@ class Server:
         Args:
             request: The request.
 
+        Returns:
+            The future of the answer.
+
         Raises:
             UnknownDelta: There is no such delta.
             InvalidRequest: The request cannot be answered.
@@ -248,6 +251,9 @@ class Server:
         Args:
             request: The request.
 
+        Returns:
+            The answer.
+
         Raises:
             DeltuneError: As `submit`, or why the request has no answer.
         """
@@ -260,6 +266,9 @@ class Server:
 
         Args:
             request: The request, to generate.
+
+        Returns:
+            An asynchronous iterator over `TokenChoice`, and at last the `Answer`.
 
         Raises:
             DeltuneError: As `submit`, or why the request has no answer.
