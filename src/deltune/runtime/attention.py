@@ -388,7 +388,7 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         length, call = 0, Call(module, query, key, value, attention_mask, kwargs)
         if prefixes := [(group, edit.tensors()) for edit, group in edits if edit.has_gate]:
-            prefix = _prefix_of_rows(prefixes, key)
+            prefix = hook.kept_prefix(key) or hook.keep_prefix(_prefix_of_rows(prefixes, key))
             length = prefix.keys.shape[2]
             output, weights, served = _attend_with_prefix(prefix, call, original, additive, scaling)
             hook.report(served)

@@ -343,11 +343,11 @@ class Tuned(nn.Module):
         delta = self.delta(name)
         return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy)
 
-    def _assign_each_row(self, names: Sequence[str | None]) -> RowAssignment:
+    def _assign_each_row(self, names: Sequence[str | None], constant: bool = False) -> RowAssignment:
         """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
         deltas: dict[str, Any] = dict(self.deltas.items())
         known = self._passes.known_deltas
-        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state, known)
+        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state, known, constant)
         with self._state.mutex:
             for path in assignment.tensors:
                 if (path, "tensors") not in self._installed_hooks:
@@ -361,7 +361,7 @@ class Tuned(nn.Module):
         assignment = kept.get(names)
         if assignment is None:
             alike = len(set(names)) == 1
-            assignment = self._assign_all_rows(names[0]) if alike else self._assign_each_row(names)
+            assignment = self._assign_all_rows(names[0]) if alike else self._assign_each_row(names, constant=True)
             while len(kept) >= KEPT_ASSIGNMENTS:
                 del kept[next(iter(kept))]
             kept[names] = assignment
@@ -762,7 +762,8 @@ def base_value(tuned: Tuned, name: str) -> nn.Parameter:
 def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
     """Do as `Tuned.rows` does, for passes without gradients: nothing is made trainable, which takes less time.
 
-    Where all names are the same, the delta's tensors are put into the model for the block, which also serves deltas
+    No tensor of a delta may change as long as it is attached: what is stacked by row is kept for further passes. Where
+    all names are the same, the delta's tensors are put into the model for the block, which also serves deltas
     that `rows` refuses because they train what all rows share.
 
     Args:

@@ -177,6 +177,20 @@ class AttentionHook:
     def inputs(self) -> dict[Edit, torch.Tensor]:
         return self.passes.current_pass().inputs
 
+    def kept_prefix(self, key: torch.Tensor) -> Any:
+        """Return the prefix of every row that an earlier pass has stacked, if it is for keys like these."""
+        stacked = self.passes.assignment().stacked
+        prefix = None if stacked is None else stacked.get(self.path)
+        alike = prefix is not None and prefix.keys.shape[0] == key.shape[0] and prefix.keys.dtype == key.dtype
+        return prefix if alike else None
+
+    def keep_prefix(self, prefix: Any) -> Any:
+        """Keep the prefix of every row for the next pass, where no tensor changes until then; return it."""
+        stacked = self.passes.assignment().stacked
+        if stacked is not None:
+            stacked[self.path] = prefix
+        return prefix
+
     def report(self, how: str) -> None:
         """Record how this pass computed attention to a prefix."""
         self.passes.current_pass().report[self.path] = how

@@ -217,12 +217,14 @@ class RowAssignment:
         prompts: The prompts of each group.
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
+        stacked: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
     """
 
     def __init__(self, groups: Sequence[DeltaRows], placed_delta: str | None, labels: HeadLabels) -> None:
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
+        self.stacked: dict[str, Any] | None = None
         self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
         self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}
         self.states: dict[str, list[tuple[Edit, DeltaRows]]] = {}
@@ -273,6 +275,7 @@ class RowAssignment:
         anatomy: Anatomy,
         state: ModelState,
         known: KnownDeltas,
+        constant: bool = False,
     ) -> RowAssignment:
         """Assign a delta to each row.
 
@@ -283,6 +286,7 @@ class RowAssignment:
             anatomy: The model's anatomy.
             state: Where the tensors of deltas are.
             known: What is found of each delta is kept here for the next assignment.
+            constant: Whether no tensor of a delta changes as long as the assignment is used.
 
         Raises:
             DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
@@ -301,8 +305,9 @@ class RowAssignment:
             known.paths = {module: path for path, module in base_modules(state.model)}
         paths = known.paths
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        indices: Known = {}
-        assignment.tensors = {paths[module]: override_by_row(module, groups, indices) for module in modules}
+        shared = Known(constant)
+        assignment.tensors = {paths[module]: override_by_row(module, groups, shared) for module in modules}
+        assignment.stacked = {} if constant else None
         return assignment
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:

@@ -286,8 +286,26 @@ def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | Gated
 RowNumbers = dict[tuple[int, torch.device], torch.Tensor]
 """Indices of rows, by the number of rows and their device."""
 
-Known = dict[tuple[DeltaRows, ...], RowNumbers]
-"""Indices that modules for which the same groups have tensors compute once."""
+
+class Known:
+    """What the overrides of one assignment compute once.
+
+    Args:
+        constant: Whether no tensor of a delta changes as long as the assignment is used, so that what is stacked by row
+            can be kept from one pass to the next.
+    """
+
+    def __init__(self, constant: bool = False) -> None:
+        self.constant = constant
+        self._numbers: dict[tuple[DeltaRows, ...], RowNumbers] = {}
+
+    def numbers(self, groups: Sequence[DeltaRows]) -> RowNumbers:
+        """Return the indices that modules for which the same groups have tensors share.
+
+        Args:
+            groups: The groups.
+        """
+        return self._numbers.setdefault(tuple(groups), {})
 
 
 def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], known: Known) -> TensorOverride:
@@ -357,7 +375,8 @@ class BiasByRow:
 
     def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], known: Known) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._numbers = known.setdefault(tuple(self.groups), {})
+        self._numbers = known.numbers(self.groups)
+        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if known.constant else None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply the layer once to the batch, with each row's own bias."""
@@ -365,8 +384,12 @@ class BiasByRow:
         base = parameters_of(module)["bias"]
         assert base is not None
         output: torch.Tensor = forward_with(module, {"bias": None}, x)
-        every = torch.stack([base, *(group.overrides[module]["bias"]() for group in self.groups)])
-        values = every[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
+        values = None if self._kept is None else self._kept.get(("bias", x.shape[0]))
+        if values is None:
+            every = torch.stack([base, *(group.overrides[module]["bias"]() for group in self.groups)])
+            values = every[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
+            if self._kept is not None:
+                self._kept["bias", x.shape[0]] = values
         return output + values.view(x.shape[0], *(1,) * (x.dim() - 2), -1).to(output.dtype)
 
 
@@ -378,7 +401,8 @@ class NormByRow:
 
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], known: Known) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._numbers = known.setdefault(tuple(self.groups), {})
+        self._numbers = known.numbers(self.groups)
+        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if known.constant else None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
@@ -398,11 +422,18 @@ class NormByRow:
         base = parameters_of(module)[leaf]
         if base is None or not any(leaf in group.overrides[module] for group in self.groups):
             return base
-        every = [
-            base,
-            *(group.overrides[module][leaf]() if leaf in group.overrides[module] else base for group in self.groups),
-        ]
-        values = torch.stack(every)[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
+        values = None if self._kept is None else self._kept.get((leaf, x.shape[0]))
+        if values is None:
+            every = [
+                base,
+                *(
+                    group.overrides[module][leaf]() if leaf in group.overrides[module] else base
+                    for group in self.groups
+                ),
+            ]
+            values = torch.stack(every)[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
+            if self._kept is not None:
+                self._kept[leaf, x.shape[0]] = values
         return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
 
 

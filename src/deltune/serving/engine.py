@@ -498,7 +498,11 @@ class Server:
                 logger.warning("the folder of deltas could not be looked at: %s", error_summary(error))
 
     def deltas(self) -> list[DeltaInfo]:
-        """Return what is known of each delta, by name."""
+        """Return what is known of each delta.
+
+        Returns:
+            A fact sheet for each, sorted by name.
+        """
         with self._lock:
             entries = sorted(self._entries.items())
         infos = []
@@ -570,7 +574,7 @@ class Server:
             if not again and entry.error and seen == entry.refused:
                 return DeltuneError(entry.error)
             facts = read_facts(folder)
-            return self._backbones.for_head(self._head(facts)).prepare(entry.name, folder, facts)
+            return self._backbones.for_head(self._head(facts)).prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
             return error
         except Exception as error:
@@ -585,7 +589,11 @@ class Server:
     # -- numbers, and the end
 
     def stats(self) -> EngineStats:
-        """Return how busy the server is."""
+        """Return how busy the server is.
+
+        Returns:
+            The numbers since the start, and what waits and runs now.
+        """
         with self._lock:
             return EngineStats(
                 queued={tenant: n for tenant, n in self._queued.items() if n},
