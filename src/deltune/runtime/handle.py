@@ -306,12 +306,14 @@ class Tuned(nn.Module):
 
     def _assign_each_row(self, names: Sequence[str | None]) -> RowAssignment:
         """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
-        deltas = {name: self.delta(name) for name in self.names}
-        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state)
+        deltas: dict[str, Any] = dict(self.deltas.items())
+        known = self._passes.known_deltas
+        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state, known)
         with self._state.mutex:
             for path in assignment.tensors:
-                module = self.model.get_submodule(path)
-                self._install_hook((path, "tensors"), partial(ForwardOverride, self._passes, path, module))
+                if (path, "tensors") not in self._installed_hooks:
+                    module = self.model.get_submodule(path)
+                    self._install_hook((path, "tensors"), partial(ForwardOverride, self._passes, path, module))
         return assignment
 
     def _inference_assignment(self, names: tuple[str | None, ...]) -> RowAssignment:
@@ -566,6 +568,7 @@ class Tuned(nn.Module):
         What it takes depends on this delta and on the model, and not on how many others are attached.
         """
         self._passes.kept_assignments.clear()  # the hooks that they need may go
+        self._passes.known_deltas.clear()
         if added is not None:
             self._add_users(added)
         in_scopes = {(path, "tensors") for path in self._passes.overridden_modules()}

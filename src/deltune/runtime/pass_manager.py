@@ -39,7 +39,7 @@ from .forward_pass import (
     run_in_pass,
 )
 from .model_state import ModelState, missing_parameter
-from .row_assignment import RowAssignment
+from .row_assignment import KnownDeltas, RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
 
 
@@ -176,6 +176,7 @@ class PassManager:
         default_assignment: What passes outside `rows()` and `disable()` use.
         is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
         kept_assignments: Assignments of passes without gradients, by the delta of each row.
+        known_deltas: What is the same for a delta in every assignment of rows.
         report: How each attention computed its prefix in the last pass, by path.
         saves_deltas_alone: Whether `save_pretrained` writes the deltas without the model, as checkpoints of a Trainer.
     """
@@ -197,6 +198,7 @@ class PassManager:
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.kept_assignments: dict[tuple[str | None, ...], RowAssignment] = {}
+        self.known_deltas = KnownDeltas()
         self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self
 
@@ -208,7 +210,7 @@ class PassManager:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
-        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "is_pickled")
+        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "known_deltas", "is_pickled")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

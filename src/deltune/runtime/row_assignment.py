@@ -25,6 +25,7 @@ from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, RerunModule
 from .rows import (
     DeltaRows,
+    Known,
     MaskedOverride,
     TensorGetters,
     TensorOverride,
@@ -266,13 +267,22 @@ class RowAssignment:
         base_labels: HeadLabels,
         anatomy: Anatomy,
         state: ModelState,
+        known: KnownDeltas,
     ) -> RowAssignment:
         """Assign a delta to each row.
+
+        Args:
+            names: The name of each row's delta, or None.
+            deltas: The attached deltas, by name.
+            base_labels: The labels of the base model's head.
+            anatomy: The model's anatomy.
+            state: Where the tensors of deltas are.
+            known: What is found of each delta is kept here for the next assignment.
 
         Raises:
             DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
         """
-        groups = _group_rows(names, deltas, anatomy, state)
+        groups = _group_rows(names, deltas, anatomy, state, known)
         labels = [group.delta.labels or base_labels for group in groups]
         labels += [base_labels] if None in names else []
         if not anatomy.head:
@@ -282,9 +292,12 @@ class RowAssignment:
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
-        paths = {module: path for path, module in base_modules(state.model, remove_duplicate=False)}
+        if not known.paths:
+            known.paths = {module: path for path, module in base_modules(state.model, remove_duplicate=False)}
+        paths = known.paths
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        assignment.tensors = {paths[module]: override_by_row(module, groups) for module in modules}
+        known: Known = {}
+        assignment.tensors = {paths[module]: override_by_row(module, groups, known) for module in modules}
         return assignment
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:
@@ -365,8 +378,47 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
 
 
+class KnownDeltas:
+    """What is the same for a delta in every assignment of rows, as long as nothing is attached or detached.
+
+    Attributes:
+        paths: The paths of the model's modules.
+    """
+
+    def __init__(self) -> None:
+        self.paths: dict[nn.Module, str] = {}
+        self._of: dict[Delta, tuple[list[str], dict[nn.Module, TensorGetters]]] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.paths = {}
+        self._of.clear()
+
+    def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> tuple[list[str], dict[nn.Module, TensorGetters]]:
+        """Return the tensors of a delta that all rows share, and its own values by the modules that hold them.
+
+        Args:
+            delta: The delta.
+            anatomy: The model's anatomy.
+            state: Where the tensors of deltas are.
+        """
+        if delta not in self._of:
+            names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
+            shared = [
+                t.name
+                for t in anatomy.tensors
+                if t.name in names and (t.common or t.role not in BY_ROW) and t.area != "head"
+            ]
+            self._of[delta] = (shared, _overrides_of(state, delta))
+        return self._of[delta]
+
+
 def _group_rows(
-    names: Sequence[str | None], deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState
+    names: Sequence[str | None],
+    deltas: Mapping[str, Delta],
+    anatomy: Anatomy,
+    state: ModelState,
+    known: KnownDeltas,
 ) -> list[DeltaRows]:
     if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
         raise DeltuneError(
@@ -379,13 +431,7 @@ def _group_rows(
     groups = []
     for name in unique_names if not problems else []:
         delta = deltas[name]
-        tensor_names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
-        tensors = anatomy.tensors
-        shared = [
-            t.name
-            for t in tensors
-            if t.name in tensor_names and (t.common or t.role not in BY_ROW) and t.area != "head"
-        ]
+        shared, overrides = known.of(delta, anatomy, state)
         if shared:
             more = f" and {len(shared) - 2} more" if len(shared) > 2 else ""
             problems.append(
@@ -393,7 +439,7 @@ def _group_rows(
                 f"call use({name!r}) and run its rows in a batch of their own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)
-        groups.append(DeltaRows(delta, rows, len(names), _overrides_of(state, delta)))
+        groups.append(DeltaRows(delta, rows, len(names), overrides))
     if problems:
         raise error_from_problems("these deltas cannot be used in one batch", problems)
     return groups

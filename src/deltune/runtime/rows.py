@@ -275,12 +275,25 @@ class MaskedOverride:
         return forward_with(module, tensors, *args, **kwargs)
 
 
-def override_by_row(module: nn.Module, groups: Sequence[DeltaRows]) -> TensorOverride:
-    """Return how to run a module for which deltas have their own tensors, while each row uses its own delta."""
+RowNumbers = dict[tuple[int, torch.device], torch.Tensor]
+"""Indices of rows, by the number of rows and their device."""
+
+Known = dict[tuple[DeltaRows, ...], RowNumbers]
+"""Indices that modules for which the same groups have tensors compute once."""
+
+
+def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], known: Known) -> TensorOverride:
+    """Return how to run a module for which deltas have their own tensors, while each row uses its own delta.
+
+    Args:
+        module: The module.
+        groups: The deltas in use, each with its rows.
+        known: What the overrides of one assignment share.
+    """
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
-        return NormByRow(module, groups)
+        return NormByRow(module, groups, known)
     if type(module) is nn.Linear and all(set(group.overrides.get(module, ())) <= {"bias"} for group in groups):
-        return BiasByRow(module, groups)
+        return BiasByRow(module, groups, known)
     return ModuleByRow(module, groups)
 
 
@@ -293,7 +306,7 @@ class ModuleByRow:
         taken = {row for group in self.groups for row in group.rows or ()}
         if rest := tuple(row for row in range(size) if row not in taken):
             self.groups.append(DeltaRows(groups[0].delta, rest, size))  # without overrides
-        self._orders: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._orders: RowNumbers = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Run the module; its tensor arguments have the rows of the batch."""
@@ -332,9 +345,9 @@ class BiasByRow:
     The result differs from torch's kernel by rounding only, since that adds the bias to the sum of the products.
     """
 
-    def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows]) -> None:
+    def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], known: Known) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._numbers: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._numbers = known.setdefault(tuple(self.groups), {})
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Apply the layer once to the batch, with each row's own bias."""
@@ -353,9 +366,9 @@ class NormByRow:
     The result differs from torch's kernel by rounding only, since that does not round n(x).
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows]) -> None:
+    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], known: Known) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._numbers: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._numbers = known.setdefault(tuple(self.groups), {})
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
@@ -387,7 +400,7 @@ def group_numbers(
     groups: Sequence[DeltaRows],
     size: int,
     device: torch.device,
-    known: dict[tuple[int, torch.device], torch.Tensor],
+    known: RowNumbers,
 ) -> torch.Tensor:
     """Return the number of each row's group, counted from 1; 0 for rows outside every group.
 

@@ -34,7 +34,7 @@ from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
-from .registry import HEAD_TASKS, FolderFacts, head_of_model_class, locate_delta, read_facts
+from .registry import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
 from .requests import Task
 
 T = TypeVar("T")
@@ -162,13 +162,14 @@ class Backbone:
         for name in self.handle.names:
             yield self._loaded(name, name, "attached", self.handle.delta(name), time.time())
 
-    def prepare(self, name: str, folder: Path, facts: FolderFacts) -> PreparedDelta:
+    def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
         """Read a delta and check that it fits this model, without attaching it.
 
         Args:
             name: The name that clients use.
             folder: Its folder.
             facts: What its files say.
+            seen: The signature of the files that say so.
 
         Raises:
             DeltuneError: It does not fit, or its files are damaged or were changed meanwhile.
@@ -178,7 +179,7 @@ class Backbone:
             delta, labels = read_delta(self.handle, where)
         except OSError as error:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
-        if read_facts(folder).version != facts.version:
+        if signature(folder) != seen:
             raise DeltuneError(f"the files of {folder} were changed while they were read; load it again")
         delta.requires_grad_(False)
         size = sum(tensor.numel() * tensor.element_size() for tensor in (*delta.parameters(), *delta.buffers()))

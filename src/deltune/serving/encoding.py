@@ -31,6 +31,9 @@ class BatchLimits:
     wait: float
 
 
+PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
+"""What a pass costs besides its tokens, by type of device, as the number of tokens that take as long."""
+
 Finish = Callable[[Job, "Answer | BaseException"], None]
 """Is called once for each request, with its answer or error."""
 
@@ -60,6 +63,7 @@ class EncodingLane:
         self.queue, self.share = FairQueue(share), share
         self.finish, self.start = finish, start
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
+        self.overhead = PASS_OVERHEAD.get(self.backbone.device.type, PASS_OVERHEAD["cuda"])
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
 
     @property
@@ -85,10 +89,10 @@ class EncodingLane:
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Run one batch."""
+        """Answer the next requests, in one pass or in a few whose rows are of similar lengths."""
         jobs = self._take()
-        if jobs:
-            self._answer(jobs)
+        for part in split_by_length(jobs, self.overhead):
+            self._answer(part)
 
     def _take(self) -> list[Job]:
         jobs: list[Job] = []
@@ -174,6 +178,36 @@ class EncodingLane:
         several = job.version.problem_type == "multi_label_classification"
         scores = (values.sigmoid() if several else values.softmax(-1)).tolist()
         return answer_of(job, label=names[int(values.argmax())], scores=dict(zip(names, scores, strict=True)))
+
+
+def split_by_length(jobs: Sequence[Job], overhead: int) -> list[list[Job]]:
+    """Split requests into passes so that the fewest tokens are computed, padding and prompts included.
+
+    A pass is as long as its longest text and its longest prompt together, for all of its rows.
+
+    Args:
+        jobs: The requests.
+        overhead: What a further pass costs, in tokens.
+    """
+    ordered = sorted(jobs, key=lambda job: (job.version.prompt_length, len(job.tokens)))
+    costs, begins = [0], [0]  # of the first n requests: the least cost, and where their last pass begins
+    for end in range(1, len(ordered) + 1):
+        text = prompt = 0
+        best: tuple[int, int] | None = None
+        for begin in range(end - 1, -1, -1):
+            text = max(text, len(ordered[begin].tokens))
+            prompt = max(prompt, ordered[begin].version.prompt_length)
+            cost = costs[begin] + overhead + (end - begin) * (text + prompt)
+            best = (cost, begin) if best is None else min(best, (cost, begin))
+        assert best is not None
+        costs.append(best[0])
+        begins.append(best[1])
+    parts: list[list[Job]] = []
+    end = len(ordered)
+    while end:
+        parts.insert(0, ordered[begins[end] : end])
+        end = begins[end]
+    return parts
 
 
 def _padded(values: list[int] | None, length: int, width: int, fill: int) -> list[int]:

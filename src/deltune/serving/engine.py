@@ -561,7 +561,7 @@ class Server:
             if not again and entry.error and seen == entry.refused:
                 return DeltuneError(entry.error)
             facts = read_facts(folder)
-            return self._backbones.for_head(self._head(facts)).prepare(entry.name, folder, facts)
+            return self._backbones.for_head(self._head(facts)).prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
             return error
         except Exception as error:
