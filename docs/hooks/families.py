@@ -323,6 +323,7 @@ WORDS = {
     "has no site": "it has no such site",
     "the layers of this model cannot be seen": "its layers cannot be told apart",
     "reads no token ids first": "it reads no token ids",
+    "one state for each token": "it has several states for each token",
     "rows before the input embeddings": "it does not run on vectors in place of token ids",
     "mixture of": "its FFNs are mixtures of experts",
     "get no gradient": "some of what it trains gets no gradient",

@@ -507,6 +507,14 @@ def test_added_tokens_whose_rows_no_delta_has(tmp_path: Path) -> None:
         deltune.load(base, tmp_path / "after")
 
 
+@pytest.mark.parametrize(("name", "family"), [("XLNetModel", "xlnet"), ("FNetModel", "fnet")])
+def test_what_mixes_the_tokens_otherwise(name: str, family: str) -> None:
+    """XLNet multiplies by parameters of its own, FNet transforms: that their attention does not show is said."""
+    anatomy = deltune.inspect(Site(name, family, "", ()).build())
+    assert any(fact.startswith("what mixes the tokens in the ") for fact in anatomy.hidden)
+    assert all(layer.ffns and layer.norms for layer in anatomy.layers)
+
+
 def test_observed_on_zeros() -> None:
     """`inspect` says that shapes alone were not enough, and why."""
     anatomy = deltune.inspect(Site("ReformerModel", "reformer", "", ()).build())

@@ -435,6 +435,13 @@ class _Inspector:
         first_layers: dict[StackName, Layer] = {}
         for layer in layers:
             first_layers.setdefault(layer.stack, layer)
+        for name in first_layers:
+            kinds = {a.kind for layer in layers if layer.stack == name for a in layer.attentions}
+            if not kinds - {"cross"}:
+                self.hidden.append(
+                    f"what mixes the tokens in the {name} (no linear that joins the residual stream reads a softmax, a "
+                    "product of activations or a convolution)"
+                )
         layer_prefixes = tuple(layer.path + "." for layer in layers)
         embedding_paths = self._embedding(first_layers, layer_prefixes)
         outside_layers = [n for n in self.trace.nodes if n.path and not n.path.startswith(layer_prefixes)]
