@@ -183,6 +183,29 @@ def test_a_run_that_is_too_short_for_a_search(root: Path, tmp_path: Path) -> Non
         plan_search(config.replace(epochs=epochs - 1), 48, (epochs - 1) * 6, 6)
 
 
+@pytest.mark.parametrize(("warmup", "share"), [(500, 0.25), (0.1, 0.1), (0, 0)])
+def test_a_try_warms_up_for_the_share_of_the_run(warmup: float, share: float, tmp_path: Path) -> None:
+    """As many steps as the run's would be longer than a try."""
+    config = RunConfig.from_flat(model="m", data="d", method="lora", steps=2000, warmup=warmup, lr="auto")
+    plan = plan_search(config, 4000, 2000, 125)
+    tries: list[RunConfig] = []
+
+    def loss_of(one: RunConfig, part: Slice) -> float:
+        tries.append(one)
+        return 1.0
+
+    found = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
+    assert [(one.optim.warmup, one.optim.steps) for one in tries] == [(share, plan.steps)] * len(FACTORS)
+    assert found.optim.warmup == warmup
+
+
+@pytest.mark.parametrize("warmup", [0.5, 1000, 3000])
+def test_a_run_that_warms_up_for_too_long_for_a_search(warmup: float) -> None:
+    config = RunConfig.from_flat(model="m", data="d", method="lora", steps=2000, warmup=warmup, lr="auto")
+    with pytest.raises(DeltuneError, match=r"2000 steps that warms up for \d+% .*less than 50%, such as --warmup 0\.1"):
+        plan_search(config, 4000, 2000, 125)
+
+
 @pytest.mark.parametrize(
     ("values", "match"),
     [
@@ -283,6 +306,17 @@ def test_which_rate_wins(
 
 def _diverge(*_: Any) -> float:
     raise DivergedError("it diverged")
+
+
+def test_only_the_main_process_reads_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may see the folder late, and would then train other tries, waiting for one another for ever."""
+    config = RunConfig.from_flat(model="m", data="d", method="lora", epochs=100, lr="auto")
+    plan = plan_search(config, 400, 1300, 13)
+    search_rate(config, plan, "", RunDir(tmp_path), lambda one, part: 1.0)
+    tried = RunDir(tmp_path).rate_search
+    monkeypatch.setattr(rates.distributed, "broadcast_from_main", lambda work: tried)
+    (tmp_path / "elsewhere").mkdir()
+    assert search_rate(config, plan, "", RunDir(tmp_path / "elsewhere"), _diverge).optim.lr == plan.rates[2]
 
 
 @pytest.mark.parametrize("tries", [pytest.param(0, marks=pytest.mark.slow), 1, len(FACTORS)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -182,7 +183,8 @@ class PassManager:
         kept_assignments: Assignments of passes without gradients, by the delta of each row.
         known_deltas: What is the same for a delta in every assignment of rows.
         report: How each attention computed its prefix in the last pass, by path.
-        saves_deltas_alone: Whether `save_pretrained` writes the deltas without the model, as checkpoints of a Trainer.
+        saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes the deltas
+            without the model; None where it always writes the model.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class PassManager:
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.scopes_in_event_loops = 0
-        self.saves_deltas_alone = False
+        self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
         self.report: dict[str, str] = {}
         self._reset(lock)
