@@ -272,7 +272,7 @@ def import_results(
     store: Store = Path("results.sqlite"),
 ) -> None:
     """Read exported results into a file of results, so that `deltune study run` goes on from them."""
-    from ..studies.engine.results import read_results
+    from ..studies.engine.results import read_results, replaces
     from ..studies.engine.store import ResultStore
 
     folder = user_path(folder, "FOLDER")
@@ -280,15 +280,10 @@ def import_results(
         raise DeltuneError(f"there is no folder {folder}; `deltune study export … --to {folder}` makes it")
     records = read_results(folder)
     with ResultStore(store) as stored:
-        fresh = [record for record in records if _is_news(record, stored.get(record.name))]
+        fresh = [record for record in records if replaces(record, stored.get(record.name))]
         for record in fresh:
             stored.put(record)
     console.print(f"{len(fresh)} jobs are new in {store}, {len(records) - len(fresh)} were there")
-
-
-def _is_news(record: JobRecord, before: JobRecord | None) -> bool:
-    """Whether a record says more than the one that is stored: it is the first, or a result in place of an error."""
-    return before is None or (before.result is None and record.result is not None)
 
 
 @app.command()
