@@ -35,7 +35,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Processes that do a job each.
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each process; with another number results differ.")]
 Only = Annotated[
     list[str] | None,
-    typer.Option(help="Repeatable AXIS=LABEL: only such cells (* as a wild card); of one axis, any of its labels."),
+    typer.Option(help="Only cells with this AXIS=LABEL; repeatable, * matches anything."),
 ]
 
 
@@ -127,11 +127,13 @@ def run(
     threads: Threads = 1,
     engine: Annotated[str, typer.Option(help="local, or ray: a cluster.")] = "local",
     only: Only = None,
-    retry: Annotated[bool, typer.Option("--retry", help="What failed before is tried again.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run jobs again that failed before.")] = False,
     results: Annotated[
         Path | None, typer.Option(help="Folder to which each study is exported when it is done.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run and how long.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run and for how long; run nothing.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run what is not done yet, one study after the other; interrupted or killed, the same command goes on.
@@ -215,11 +217,11 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in rows.values():
         seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
-    lines, counted, estimates = [], set(rows), []
+    lines, known, estimates = [], set(rows), []
     for study in studies:
         jobs = topological_order(study.jobs(rows))
-        left = [job for job in jobs if job.name not in counted]
-        counted |= {job.name for job in left}
+        left = [job for job in jobs if job.name not in known]
+        known |= {job.name for job in left}
         keys = [_similarity_key(job.kind, job.spec) for job in left]
         similar = [seconds_of[key] for key in keys if key in seconds_of]
         hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
@@ -361,7 +363,7 @@ def _verification_text(one: Verification) -> str:
     ]
     if one.changes:
         lines.append(f"  other than it was: {', '.join(one.changes)}")
-    else:
+    elif not one.data_changed:
         lines.append("  although machine, versions and threads are the same")
     return "\n".join(lines)
 
