@@ -194,7 +194,7 @@ def test_a_try_warms_up_for_the_share_of_the_run(warmup: float, share: float, tm
         tries.append(one)
         return 1.0
 
-    found = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
+    best = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
     assert [(one.optim.warmup, one.optim.steps) for one in tries] == [(share, plan.steps)] * len(FACTORS)
     assert found.optim.warmup == warmup
 

@@ -709,10 +709,14 @@ def _expert_weights(
         for number in range(len(names) - 1, 0, -1):  # an experts' module names its inputs first
             inputs, outputs = names[:number], names[number:]
             inner = {matrices[name][1] for name in inputs}
-            output_widths = {matrices[name][0] for name in outputs}
+            outer = {matrices[name][0] for name in outputs}
             fits = all(matrices[name][0] == in_width for name in inputs)
             fits = fits and all(matrices[name][1] == out_width for name in outputs)
-            if fits and len(inner) == len(output_widths) == 1 and inner.pop() in (width := output_widths.pop(), 2 * width):
+            if (
+                fits
+                and len(inner) == len(outer) == 1
+                and inner.pop() in (width := outer.pop(), 2 * width)
+            ):
                 both = (inputs, outputs)
                 return tuple(  # type: ignore[return-value]
                     tuple(_expert_weight(name, weights[name], transposed, by_row) for name in part) for part in both

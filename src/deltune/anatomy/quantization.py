@@ -113,9 +113,9 @@ def is_unquantized(parameter: Any) -> bool:
 
 
 def _refuse(model: nn.Module, because: str) -> None:
+    libraries = ", ".join(dict.fromkeys(quantizer.library for quantizer in QUANTIZERS))
     raise DeltuneError(
-        f"the weights of this {type(model).__name__} are quantised in a way that deltune cannot tune ({because}). It "
-        "tunes weights of float32, bfloat16, float16 or float64, and linears that are quantised by "
-        f"{', '.join(dict.fromkeys(q.library for q in QUANTIZERS))}: load the model in one of these forms, and "
-        "quantise a merged model afterwards"
+        f"the weights of this {type(model).__name__} are quantised in a way that deltune cannot tune ({because}): load "
+        f"the model without quantisation, or with linears that are quantised by {libraries}, and quantise a merged "
+        "model afterwards"
     )

@@ -183,7 +183,7 @@ class PassManager:
         kept_assignments: Assignments of passes without gradients, by the delta of each row.
         known_deltas: What is the same for a delta in every assignment of rows.
         report: How each attention computed its prefix in the last pass, by path.
-        saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes the deltas
+        saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
             without the model; None where it always writes the model.
     """
 
