@@ -196,7 +196,7 @@ def test_a_try_warms_up_for_the_share_of_the_run(warmup: float, share: float, tm
 
     best = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
     assert [(one.optim.warmup, one.optim.steps) for one in tries] == [(share, plan.steps)] * len(FACTORS)
-    assert found.optim.warmup == warmup
+    assert best.optim.warmup == warmup
 
 
 @pytest.mark.parametrize("warmup", [0.5, 1000, 3000])

@@ -712,11 +712,7 @@ def _expert_weights(
             outer = {matrices[name][0] for name in outputs}
             fits = all(matrices[name][0] == in_width for name in inputs)
             fits = fits and all(matrices[name][1] == out_width for name in outputs)
-            if (
-                fits
-                and len(inner) == len(outer) == 1
-                and inner.pop() in (width := outer.pop(), 2 * width)
-            ):
+            if fits and len(inner) == len(outer) == 1 and inner.pop() in (width := outer.pop(), 2 * width):
                 both = (inputs, outputs)
                 return tuple(  # type: ignore[return-value]
                     tuple(_expert_weight(name, weights[name], transposed, by_row) for name in part) for part in both
