@@ -253,7 +253,7 @@ def shared(shape: Shape, seconds: float = 20.0, tenants: int = 4) -> list[Row]:
         share = len(requests) / (time.perf_counter() - began) / tenants
         percentiles = {}
         for case, heavy in (("without", 0.5), ("with", 10.0)):
-            stop, results = threading.Event(), {}
+            stop, results = threading.Event(), dict[str, Any]()
             rates = {"light": 0.25 * share, "heavy": heavy * share}
             rates |= {f"other{n}": 0.5 * share for n in range(tenants - 2)}
 

@@ -44,15 +44,9 @@ def test_every_trained_parameter_is_in_one_group() -> None:
     for name in ("default", "masked"):
         tuned.use(name)
         faster, rest = tuned.parameter_groups(lr=1e-3)
-<<<<<<< HEAD
-        joined = [*faster["params"], *rest["params"]]
-        assert {id(p) for p in joined} == {id(p) for p in tuned.trainable_parameters()}
-        assert len(joined) == len({id(p) for p in joined}) and faster["lr"] == 16 * rest["lr"]
-=======
         parameters = [*faster["params"], *rest["params"]]
         assert {id(p) for p in parameters} == {id(p) for p in tuned.trainable_parameters()}
         assert len(parameters) == len({id(p) for p in parameters}) and faster["lr"] == 16 * rest["lr"]
->>>>>>> quant
         ups = {id(p) for n, p in tuned.named_trainable_parameters() if n.endswith((".up", ".of_up.values"))}
         assert {id(p) for p in faster["params"]} == ups and ups
         torch.optim.AdamW(tuned.parameter_groups(lr=1e-3))

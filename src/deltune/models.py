@@ -346,7 +346,7 @@ def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
 
         ways = {
             "int8": lambda: quantization.Int8WeightOnlyConfig(version=2),
-            "int4": lambda: quantization.IntxWeightOnlyConfig(torch.int4, granularity=quantization.PerGroup(32)),
+            "int4": lambda: quantization.IntxWeightOnlyConfig(torch.int4, granularity=quantization.PerGroup(32)),  # type: ignore[attr-defined]
             "float8": quantization.Float8WeightOnlyConfig,
         }
         return transformers.TorchAoConfig(ways[kind](), modules_to_not_convert=left)

@@ -233,7 +233,7 @@ class _Inspector:
         parts = {role: self.linear(*projection) for role, projection in gate_and_up(sub).items()}
         gated = bool(parts) or fused or len(inputs) > 1
         gate, up = parts.get("gate"), parts.get("up")
-        return FFN(path, sub.inputs[0].path, inputs, output, gated, gate=gate, up=up, **norms)  # type: ignore[arg-type]
+        return FFN(path, sub.inputs[0].path, inputs, output, gated, gate=gate, up=up, **norms)
 
     def experts_of(self, sub: SubLayer, norms: dict[str, str]) -> Experts:
         inside = [n for n in self.trace.nodes if n.path == sub.block or n.path.startswith(f"{sub.block}.")]
@@ -262,7 +262,7 @@ class _Inspector:
         shared = tuple(self.ffn_of(s, {}) for s in shared_experts([n for n in nodes if n.path != router]))
         return Experts(
             sub.block, number, in_width, out_width, tuple(weights), router, linears,
-            scores=scores, inputs=inputs, outputs=outputs, shared=shared, **norms,  # type: ignore[arg-type]
+            scores=scores, inputs=inputs, outputs=outputs, shared=shared, **norms,
         )  # fmt: skip
 
     def _router_of(self, node: Node, number: int) -> Linear | ExpertWeight:
@@ -703,7 +703,7 @@ def _expert_weights(
     taken. The inner width is that of the outputs' inputs, or twice that where a gate is fused.
     """
     known = {experts_transposed(module) for module in holders.values()}
-    for transposed in known if known <= {True, False} else (False, True):
+    for transposed in (False, True) if None in known else sorted(map(bool, known)):
         matrices = {name: tuple(w.shape[1:]) if transposed else tuple(w.shape[1:])[::-1] for name, w in weights.items()}
         names = list(matrices)
         for number in range(len(names) - 1, 0, -1):  # an experts' module names its inputs first

@@ -195,8 +195,8 @@ def expected_tensors(
                 needed.shapes[f"{stem}{leaf}.dense"] = shape
             elif not any(drawn.stem == stem for drawn in needed.drawn):
                 needed.drawn.append(Drawn(stem, mask.count if mask else 0, {f"{leaf}.sparse": math.prod(shape)}))
-    for tensor, mask in planned.masked:
-        needed.drawn.append(Drawn("partly.", mask.count, {tensor.name: tensor.numel}))
+    for tensor, chosen in planned.masked:
+        needed.drawn.append(Drawn("partly.", chosen.count, {tensor.name: tensor.numel}))
     for gates in planned.gated:
         needed.drawn.append(Drawn("gated.", gates.keep, {gates.key: gates.size}))
     shapes = {tensor.name: tuple(tensor.shape) for tensor in anatomy.tensors}

@@ -51,8 +51,8 @@ def merged_weights(
             if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
             elif not reasons and not isinstance(change, str):
-                old = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
-                values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, old).items()}
+                before = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
+                values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, before).items()}
     if reasons:
         raise error_from_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     return values

@@ -334,9 +334,8 @@ class Delta(nn.Module):
         for edit in planned.edits:
             if edit.key in self.edits:
                 raise DeltuneError(
-                    f"{method!r}: two of its edits are called {edit.key!r}, at {edit.place.target.path!r} and at "
-                    f"{self.edits[edit.key].place.target.path!r}, and only one of them could be kept; please report "
-                    "this with the configuration of the model"
+                    f"{method!r}: two of its edits are called {edit.key!r}, the second at {edit.place.target.path!r}, "
+                    "and only one of them could be kept; please report this with the configuration of the model"
                 )
             form, compose, widths = edit.modification.form, edit.modification.compose, edit.place.widths
             shapes = {} if folded or edit.mask else form.shared(widths)

@@ -211,11 +211,11 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor], token
             device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
             for device, of_device in samples.items()
         }
-    for tensor, (device, start, end) in zip(tensors, places, strict=True):
+    for tensor, (place, start, end) in zip(tensors, places, strict=True):
         digest = areas.get(tensor.area)
         if digest is None:
             digest = areas[tensor.area] = hashlib.sha256()
-        sample = b"" if device is None else joined[device][start:end]
+        sample = b"" if place is None else joined[place][start:end]
         shape = (tokens, *tensor.shape[1:]) if tensor.name in cut else tensor.shape
         digest.update(f"{tensor.name.removeprefix(prefix)} {shape} ".encode() + sample)
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}

@@ -24,7 +24,7 @@ class SaveDeltaCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Let `save_pretrained` of the model write its deltas alone into the checkpoints of this training."""
-        tuned(kwargs["model"])._passes.saves_deltas_alone_below = Path(args.output_dir).resolve()
+        tuned(kwargs["model"])._passes.saves_deltas_alone_below = Path(args.output_dir or ".").resolve()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
