@@ -209,7 +209,7 @@ def test_what_it_was_tuned_on(saved: Path) -> None:
     wider = build(FAMILIES["bert"], "sequence", intermediate_size=128)
     for model, says in (
         (other, "another base model.*, and the layers of this one"),
-        (wider, "another base model .*layers and pooler of this one"),
+        (wider, "another base model .*: the names or shapes of the tensors of this one"),
         (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
         (_as("base"), "holds a head of BertForSequenceClassification .*BertModel has none"),
         (_as("masked"), "holds a head of BertForSequenceClassification .*BertForMaskedLM has none"),
