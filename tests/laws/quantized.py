@@ -171,7 +171,8 @@ def stored(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
             for inner in value.__tensor_flatten__()[0]:
                 yield from stored(getattr(value, inner), f"{name}.{inner}", seen)
             return
-        yield name, torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()).view(torch.uint8) if value.dim() else value.detach().clone()
+        dense = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())  # any strides
+        yield name, dense.view(torch.uint8) if value.dim() else dense
         for leaf, inner in vars(value).items():
             yield from stored(inner, f"{name}.{leaf}", seen)
     elif type(value).__module__.startswith("bitsandbytes.") and not isinstance(value, nn.Module):
