@@ -15,6 +15,8 @@ from .errors import InvalidRequest
 from .requests import Sampling, TokenChoice
 
 MAX_LOGPROBS = 100
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most likely token: scores divided by them would not be finite."""
 
 
 def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
@@ -97,6 +99,8 @@ class TokenChooser:
 
     def _draw(self, scores: torch.Tensor) -> int:
         sampling = self.sampling
+        if sampling.temperature < GREEDY_BELOW:
+            return int(scores.argmax())
         scores = scores / sampling.temperature
         if 0 < sampling.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
