@@ -107,7 +107,8 @@ class TokenChooser:
         probabilities = scores.softmax(-1)
         if sampling.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
-            outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the first one is always inside
+            outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+            outside[0] = False  # also where top_p is so small that it is 0 in float32
             probabilities = probabilities.index_fill(0, order[outside], 0.0)
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
 
