@@ -203,6 +203,18 @@ def test_reasons(server: Served, name: str) -> None:
     assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
 
 
+@pytest.mark.parametrize(
+    "least", [{name: value} for name in ("temperature", "top_p") for value in (5e-324, 2.3e-311, 1e-45, 1e-30, 9e-6)],
+    ids=str,
+)  # fmt: skip
+def test_the_least_values_are_greedy(server: Served, least: dict[str, float]) -> None:
+    """The probabilities of a temperature near 0 are no numbers; its limit, and top_p's, is the most likely token."""
+    body = {"model": "mood", "prompt": "the old hammer", "max_tokens": 4}
+    greedy = server.post("/v1/completions", {**body, "temperature": 0}).json()["choices"][0]["text"]
+    answer = server.post("/v1/completions", {**body, **least})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == greedy, answer.text
+
+
 def test_broken_connections_and_protocols(server: Served) -> None:
     """Bytes that are no HTTP, half requests and connections that break leave the server as it was."""
     import socket
