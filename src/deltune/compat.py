@@ -241,7 +241,7 @@ def set_experts_implementation(config: Any, name: Any) -> None:
 
 
 def experts_transposed(module: nn.Module) -> bool | None:
-    """Whether a module that holds experts has matrices of the shape (in, out); None where transformers does not say."""
+    """Whether the weights of a module of experts have the shape (in, out); None where transformers does not say."""
     transposed = getattr(module, "is_transposed", None)
     return transposed if isinstance(transposed, bool) else None
 

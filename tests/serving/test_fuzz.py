@@ -145,12 +145,13 @@ def check(server: Served, client: httpx.Client, request: tuple[str, bytes, dict[
     return answer.status_code
 
 
-def test_wrong_requests(server: Served) -> None:
+def statuses_of(server: Served, examples: int) -> Counter[int]:
+    """Send so many requests while neighbours ask, and count the statuses of the answers."""
     statuses = Counter[int]()
     with neighbours(server), httpx.Client(timeout=60, trust_env=False) as client:
 
         @settings(
-            max_examples=150, deadline=None, database=None,
+            max_examples=examples, deadline=None, database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )  # fmt: skip
         @given(requests())
@@ -158,23 +159,17 @@ def test_wrong_requests(server: Served) -> None:
             statuses[check(server, client, request)] += 1
 
         run()
+    return statuses
+
+
+def test_wrong_requests(server: Served) -> None:
+    statuses = statuses_of(server, 150)
     assert statuses[400] > 25 and statuses[200] > 5, statuses
 
 
 @pytest.mark.slow
 def test_ten_thousand_wrong_requests(server: Served) -> None:
-    statuses = Counter[int]()
-    with neighbours(server), httpx.Client(timeout=60, trust_env=False) as client:
-
-        @settings(
-            max_examples=10_000, deadline=None, database=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        )  # fmt: skip
-        @given(requests())
-        def run(request: tuple[str, bytes, dict[str, str]]) -> None:
-            statuses[check(server, client, request)] += 1
-
-        run()
+    statuses = statuses_of(server, 10_000)
     assert sum(statuses.values()) >= 10_000 and statuses[400] > 2000, statuses
 
 

@@ -59,7 +59,6 @@ class Gate:
             if not self.open.is_set():
                 self.waits.set()
                 self._steps.acquire(timeout=60)
-                self.waits.clear()
             return run(rows, call)
 
         backbone.run = gated
@@ -68,6 +67,7 @@ class Gate:
         """Let so many passes run."""
         for _ in range(passes):
             assert self.waits.wait(60)
+            self.waits.clear()  # by this thread, so that the same pass is not released twice
             self._steps.release()
 
     def release(self) -> None:

@@ -274,7 +274,7 @@ class _Inspector:
         return ExpertWeight(node.path, "weight", 0, weight.shape[1], number, by_row=self._reads_as_batch(node))
 
     def _reads_as_batch(self, node: Node) -> bool:
-        """Whether a module reads tokens in the order of the batch, one of them once, not a copy for each expert."""
+        """Whether a module reads each token of the batch once and in order, and not a copy for each expert."""
         read = next((t for t in node.inputs if t.is_floating_point()), None)
         tokens = read.numel() // read.shape[-1] if read is not None else 0
         return tokens == math.prod(self.tokens)

@@ -685,7 +685,7 @@ def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds all weights of experts: one shape leads from the hidden states, another one back.
+    """Whether a module holds the weights of all experts: projections from the hidden states, and projections back.
 
     What convolves is a state-space layer, whose heads may have a matrix each, too.
     """

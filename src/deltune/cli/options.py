@@ -44,7 +44,7 @@ def config_parameters(sections: Sections, places: Places, repeatable: tuple[str,
 
 
 def _is_flag(annotation: Any) -> bool:
-    """Whether a field is on or off, or perhaps neither."""
+    """Whether the type of a field is bool, or bool | None."""
     return annotation is bool or set(get_args(annotation)) == {bool, type(None)}
 
 

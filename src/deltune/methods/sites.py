@@ -69,7 +69,7 @@ class EditLocation:
 
     @property
     def by_row(self) -> bool:
-        """Whether rows of a batch can have deltas of their own here: the module reads the batch, row after row."""
+        """Whether each row of a batch can have its own delta here: the module must read the batch row by row."""
         return not (self.linear is not None and self.linear.common) and not (self.weight and not self.weight.by_row)
 
 

@@ -497,7 +497,7 @@ def check_experts(experts: ExpertsArg, sites: tuple[str, ...]) -> None:
 
 
 def is_pattern(site: str) -> bool:
-    """Whether a site is no name but a path of a module, or a pattern of paths with * for any text."""
+    """Whether a site is the path of a module, or a pattern of paths in which * stands for any text, and not a name."""
     return "." in site or "*" in site
 
 

@@ -346,8 +346,8 @@ class Tuned(nn.Module):
     def _assign_each_row(self, names: Sequence[str | None], constant: bool = False) -> RowAssignment:
         """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
         deltas: dict[str, Any] = dict(self.deltas.items())
-        known = self._passes.known_deltas
-        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state, known, constant)
+        cache = self._passes.delta_cache
+        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state, cache, constant)
         with self._state.mutex:
             for path in assignment.tensors:
                 if (path, "tensors") not in self._installed_hooks:
@@ -657,7 +657,7 @@ class Tuned(nn.Module):
         What it takes depends on this delta and on the model, and not on how many others are attached.
         """
         self._passes.kept_assignments.clear()  # the hooks that they need may go
-        self._passes.known_deltas.clear()
+        self._passes.delta_cache.clear()
         if added is not None:
             self._add_users(added)
         in_scopes = {(path, "tensors") for path in self._passes.overridden_modules()}

@@ -135,7 +135,7 @@ class SavePretrained(ModelMethod):
         return result
 
     def _is_checkpoint_of_deltas(self, folder: Path) -> bool:
-        """Whether a folder is a checkpoint of the Trainer that was told to save the deltas alone.
+        """Whether a folder is a checkpoint of a Trainer with `SaveDeltaCallback`, which leaves the base model out.
 
         The folder decides, and not whether the Trainer is training: it says nothing of a training that fails.
         """

@@ -41,7 +41,7 @@ from .forward_pass import (
     run_in_pass,
 )
 from .model_state import ModelState, missing_parameter
-from .row_assignment import KnownDeltas, RowAssignment
+from .row_assignment import DeltaCache, RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
 
 
@@ -181,7 +181,7 @@ class PassManager:
         default_assignment: What passes outside `rows()` and `disable()` use.
         is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
         kept_assignments: Assignments of passes without gradients, by the delta of each row.
-        known_deltas: What is the same for a delta in every assignment of rows.
+        delta_cache: Facts about deltas that every assignment of rows needs.
         report: How each attention computed its prefix in the last pass, by path.
         saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
             without the model; None where it always writes the model.
@@ -204,7 +204,7 @@ class PassManager:
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.kept_assignments: dict[tuple[str | None, ...], RowAssignment] = {}
-        self.known_deltas = KnownDeltas()
+        self.delta_cache = DeltaCache()
         self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self
 
@@ -216,7 +216,7 @@ class PassManager:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
-        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "known_deltas", "is_pickled")
+        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "delta_cache", "is_pickled")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

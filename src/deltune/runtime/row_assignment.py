@@ -27,7 +27,7 @@ from .modules import Delta, Edit, HeadLabels, RerunModule
 from .rows import (
     ChangedTensors,
     DeltaRows,
-    Known,
+    OverrideCache,
     TensorGetters,
     TensorOverride,
     active_edits,
@@ -274,7 +274,7 @@ class RowAssignment:
         base_labels: HeadLabels,
         anatomy: Anatomy,
         state: ModelState,
-        known: KnownDeltas,
+        cache: DeltaCache,
         constant: bool = False,
     ) -> RowAssignment:
         """Assign a delta to each row.
@@ -285,13 +285,13 @@ class RowAssignment:
             base_labels: The labels of the base model's head.
             anatomy: The model's anatomy.
             state: Where the tensors of deltas are.
-            known: What is found of each delta is kept here for the next assignment.
+            cache: Facts about the deltas, kept for the next assignment.
             constant: Whether no tensor of a delta changes as long as the assignment is used.
 
         Raises:
             DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
         """
-        groups = _group_rows(names, deltas, anatomy, state, known)
+        groups = _group_rows(names, deltas, anatomy, state, cache)
         labels = [group.delta.labels or base_labels for group in groups]
         labels += [base_labels] if None in names else []
         if not anatomy.head:
@@ -301,11 +301,11 @@ class RowAssignment:
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
-        if not known.paths:
-            known.paths = {module: path for path, module in base_modules(state.model)}
-        paths = known.paths
+        if not cache.paths:
+            cache.paths = {module: path for path, module in base_modules(state.model)}
+        paths = cache.paths
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        shared = Known(constant)
+        shared = OverrideCache(constant)
         assignment.tensors = {paths[module]: override_by_row(module, groups, shared) for module in modules}
         assignment.stacked = {} if constant else None
         return assignment
@@ -388,8 +388,8 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
 
 
-class KnownDeltas:
-    """What is the same for a delta in every assignment of rows, as long as nothing is attached or detached.
+class DeltaCache:
+    """Facts about deltas that every assignment of rows needs, kept until a delta is attached or detached.
 
     Attributes:
         paths: The paths of the model's modules.
@@ -431,7 +431,7 @@ def _group_rows(
     deltas: Mapping[str, Delta],
     anatomy: Anatomy,
     state: ModelState,
-    known: KnownDeltas,
+    cache: DeltaCache,
 ) -> list[DeltaRows]:
     if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
         raise DeltuneError(
@@ -444,7 +444,7 @@ def _group_rows(
     groups = []
     for name in unique_names if not problems else []:
         delta = deltas[name]
-        shared, overrides = known.of(delta, anatomy, state)
+        shared, overrides = cache.of(delta, anatomy, state)
         if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.by_row]:
             problems.append(
                 f"{name!r} ({delta.method!r}) changes {all_rows[0]}, whose module reads something that all rows of a "

@@ -287,8 +287,8 @@ RowNumbers = dict[tuple[int, torch.device], torch.Tensor]
 """Indices of rows, by the number of rows and their device."""
 
 
-class Known:
-    """What the overrides of one assignment compute once.
+class OverrideCache:
+    """Row indices that the overrides of one assignment share, so that they are computed once.
 
     Args:
         constant: Whether no tensor of a delta changes as long as the assignment is used, so that what is stacked by row
@@ -308,18 +308,18 @@ class Known:
         return self._numbers.setdefault(tuple(groups), {})
 
 
-def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], known: Known) -> TensorOverride:
+def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> TensorOverride:
     """Return how to run a module for which deltas have their own tensors, while each row uses its own delta.
 
     Args:
         module: The module.
         groups: The deltas in use, each with its rows.
-        known: What the overrides of one assignment share.
+        cache: The row indices that the overrides of one assignment share.
     """
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
-        return NormByRow(module, groups, known)
+        return NormByRow(module, groups, cache)
     if type(module) is nn.Linear and all(set(group.overrides.get(module, ())) <= {"bias"} for group in groups):
-        return BiasByRow(module, groups, known)
+        return BiasByRow(module, groups, cache)
     return ModuleByRow(module, groups)
 
 
@@ -373,10 +373,10 @@ class BiasByRow:
     The result differs from torch's kernel by rounding only, since that adds the bias to the sum of the products.
     """
 
-    def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], known: Known) -> None:
+    def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._numbers = known.numbers(self.groups)
-        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if known.constant else None
+        self._numbers = cache.numbers(self.groups)
+        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if cache.constant else None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply the layer once to the batch, with each row's own bias."""
@@ -399,10 +399,10 @@ class NormByRow:
     The result differs from torch's kernel by rounding only, since that does not round n(x).
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], known: Known) -> None:
+    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
         self.groups = [group for group in groups if module in group.overrides]
-        self._numbers = known.numbers(self.groups)
-        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if known.constant else None
+        self._numbers = cache.numbers(self.groups)
+        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if cache.constant else None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Apply the LayerNorm once to the batch, with each row's own weight and bias."""

@@ -409,7 +409,7 @@ def _base_differences(saved: SavedDelta, model_metadata: dict[str, Any]) -> Iter
 
 
 def _too_few_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
-    """What to do where a model has fewer token embeddings than the one that a delta was tuned on; else ""."""
+    """Return advice if a model has fewer token embeddings than the one that a delta was tuned on, else ""."""
     tokens, here = base.tokens, model_metadata["tokens"]
     if tokens is None or here is None or here >= tokens:
         return ""
@@ -420,7 +420,7 @@ def _too_few_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
 
 
 def _about_added_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
-    """What to do where other token embeddings are all that differs."""
+    """Return advice for a model that differs in its token embeddings alone."""
     advice = _too_few_tokens(base, model_metadata)
     if not advice and base.compared_tokens is None and model_metadata["tokens"] in (base.tokens, None):
         return (

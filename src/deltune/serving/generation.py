@@ -418,6 +418,28 @@ class GenerationLane:
         self.finish(row.job, answer)
 
 
+def _same_in_a_batch(
+    backbone: Backbone,
+    joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
+) -> bool:
+    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not.
+
+    Args:
+        backbone: The model.
+        joint_and_alone: Takes two prompts, the largest token id and the base model's entry, and returns the scores of
+            both ways.
+    """
+    model, base = backbone.model, backbone.base(())
+    last = int(model.config.get_text_config().vocab_size) - 1
+    try:
+        joint, alone = joint_and_alone([[last % 7, last, last // 2, last // 3, last], [last, last // 5]], last, base)
+    except Exception:
+        return False
+    precise = model.dtype in (torch.float32, torch.float64)
+    scale = float(alone.std()) or 1.0
+    return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+
+
 class DecoderRunner:
     """Reads prompts and makes steps with a decoder.
 
@@ -434,7 +456,7 @@ class DecoderRunner:
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
         self.forced: dict[str, Any] = {}
         self.pads = True
-        self.pads = self._measure()
+        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
 
     def start_tokens(self, job: Job) -> list[int]:
         """Return what stands before the first token that is generated: the prompt.
@@ -444,11 +466,10 @@ class DecoderRunner:
         """
         return job.tokens
 
-    def _measure(self) -> bool:
-        """Whether a row on the left of which there is padding gets what it gets alone."""
-        base = self.backbone.base(())
-        last = int(self.model.config.get_text_config().vocab_size) - 1
-        prompts = [[last % 7, last, last // 2, last // 3, last], [last, last // 5]]
+    def _joint_and_alone(
+        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of prompts of different lengths in one batch, padded on the left, and one by one."""
 
         def answers(groups: Sequence[Sequence[list[int]]]) -> torch.Tensor:
             logits = []
@@ -460,13 +481,7 @@ class DecoderRunner:
                 logits += [first, self.step(batch)]
             return torch.cat(logits) if len(groups) == 1 else torch.cat([*logits[::2], *logits[1::2]])
 
-        try:
-            joint, alone = answers([prompts]), answers([[prompts[0]], [prompts[1]]])
-        except Exception:
-            return False
-        precise = self.model.dtype in (torch.float32, torch.float64)
-        scale = float(alone.std()) or 1.0
-        return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+        return answers([prompts]), answers([[prompt] for prompt in prompts])
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         """Return newcomers in groups that read their prompts in one pass.
@@ -578,7 +593,7 @@ class EncoderDecoderRunner:
             weight = parameters_of(table).get("weight")
             self.table = table if weight is not None and weight.dim() == 2 and not shared else None
         self.pads = True
-        self.pads = self._measure()
+        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
         if not self.pads:
             self.table = None
 
@@ -590,36 +605,24 @@ class EncoderDecoderRunner:
         """
         return self.starts
 
-    def _measure(self) -> bool:
-        """Whether a row that began later than another gets what it gets alone."""
-        base = self.backbone.base(())
-        last = int(self.model.config.get_text_config().vocab_size) - 1
-        texts = [[last % 7, last, last // 2, last // 3, last], [last, last // 5]]
-
-        def rows() -> list[Row]:
-            made = [_probe(tokens, base) for tokens in texts]
-            for row in made:
-                row.before = self.starts
-            return made
-
-        try:
-            first, second = rows()
-            one, _ = self.read([first])
-            first.generated.append(last // 4)
-            self.step(one)
-            first.generated.append(last // 5)
-            other, _ = self.read([second])
-            second.generated.append(last // 6)
-            joint = self.step(self.selected([(one, [0]), (other, [0])]))
-            first.length -= 1
-            second.length -= 1
-            set_columns(one.cache, 2)
-            alone = torch.cat([self.step(self.selected([(one, [0])])), self.step(self.selected([(other, [0])]))])
-        except Exception:
-            return False
-        precise = self.model.dtype in (torch.float32, torch.float64)
-        scale = float(alone.std()) or 1.0
-        return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+    def _joint_and_alone(
+        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of two rows in one batch, of which one began later, and one by one."""
+        first, second = (_probe(tokens, base) for tokens in prompts)
+        first.before = second.before = self.starts
+        one, _ = self.read([first])
+        first.generated.append(last // 4)
+        self.step(one)
+        first.generated.append(last // 5)
+        other, _ = self.read([second])
+        second.generated.append(last // 6)
+        joint = self.step(self.selected([(one, [0]), (other, [0])]))
+        first.length -= 1
+        second.length -= 1
+        set_columns(one.cache, 2)
+        alone = torch.cat([self.step(self.selected([(one, [0])])), self.step(self.selected([(other, [0])]))])
+        return joint, alone
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         """Return newcomers in groups that the encoder reads in one pass.

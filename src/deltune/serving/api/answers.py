@@ -18,7 +18,7 @@ from ..errors import InvalidRequest
 from ..requests import Answer, Request, Task, TokenChoice
 from .auth import Tenant
 from .errors import ApiError, api_error, error_body
-from .schemas import RequestBody, StreamBody
+from .schemas import EmbeddingBody, RequestBody, StreamBody, TagBody
 from .service import EventStream, Facts, Service, facts_of, gather, merge, service_of, unless_disconnected
 
 MAX_LOGGED = 10_000
@@ -179,6 +179,34 @@ async def answer_all(http: HttpRequest, service: Service, requests: Sequence[Req
         ClientDisconnected: The client has gone, and the engine has been told.
     """
     return await unless_disconnected(http, gather([service.engine.asubmit(request) for request in requests]))
+
+
+async def answer_inputs(
+    http: HttpRequest,
+    service: Service,
+    tenant: Tenant,
+    delta: str | None,
+    facts: Facts,
+    body: EmbeddingBody | TagBody,
+    task: Task,
+) -> list[Answer]:
+    """Answer each input of a body by one task of the engine.
+
+    Args:
+        http: The HTTP request.
+        service: The server's parts.
+        tenant: Who asks.
+        delta: The delta that is asked, or None for the base model.
+        facts: The facts of the request.
+        body: What it says.
+        task: The task.
+
+    Returns:
+        The answers, in the order of the inputs.
+    """
+    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
+    log_contents(service, facts, input=inputs)
+    return await answer_all(http, service, [engine_request(service, body, task, tenant, delta, one) for one in inputs])
 
 
 # -- generation

@@ -12,15 +12,13 @@ from starlette.responses import JSONResponse, Response
 from .answers import (
     ChatPieces,
     Pieces,
-    answer_all,
+    answer_inputs,
     as_inputs,
     begin,
     chat_tokens,
     count,
     default_max_tokens,
-    engine_request,
     generation_requests,
-    log_contents,
     new_id,
     pack_embedding,
     respond,
@@ -90,10 +88,7 @@ async def embeddings(http: Request) -> Response:
     """Return the mean of the last hidden states of each input."""
     body = await read_body(http, EmbeddingBody)
     service, tenant, delta, facts = begin(http, body.model)
-    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
-    log_contents(service, facts, input=inputs)
-    requests = [engine_request(service, body, "embed", tenant, delta, one) for one in inputs]
-    answers = await answer_all(http, service, requests)
+    answers = await answer_inputs(http, service, tenant, delta, facts, body, "embed")
     width = len(answers[0].embedding)
     if body.dimensions not in (None, width):
         raise ApiError(

@@ -13,6 +13,7 @@ from ..requests import Answer
 from .answers import (
     Pieces,
     answer_all,
+    answer_inputs,
     as_inputs,
     begin,
     count,
@@ -71,10 +72,7 @@ async def tag(http: Request) -> Response:
     """Tag the words of texts by the head of a delta, or of the base model."""
     body = await read_body(http, TagBody)
     service, tenant, delta, facts = begin(http, body.model)
-    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
-    log_contents(service, facts, input=inputs)
-    requests = [engine_request(service, body, "tag", tenant, delta, one) for one in inputs]
-    answers = await answer_all(http, service, requests)
+    answers = await answer_inputs(http, service, tenant, delta, facts, body, "tag")
     usage = count(service, facts, tenant, answers)
     data = [
         {"index": i, "words": [{"word": word, "label": label} for word, label in answer.tags]}
