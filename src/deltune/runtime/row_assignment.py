@@ -384,7 +384,7 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
 
 
 class KnownDeltas:
-    """What is the same for a delta in every assignment of rows, as long as nothing is attached or detached.
+    """What is the same for a delta in every assignment of rows, as long as it is attached.
 
     Attributes:
         paths: The paths of the model's modules.
@@ -394,10 +394,13 @@ class KnownDeltas:
         self.paths: dict[nn.Module, str] = {}
         self._of: dict[Delta, tuple[list[str], dict[nn.Module, TensorGetters]]] = {}
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.paths = {}
-        self._of.clear()
+    def forget(self, delta: Delta) -> None:
+        """Forget a delta that is detached.
+
+        Args:
+            delta: The delta.
+        """
+        self._of.pop(delta, None)
 
     def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> tuple[list[str], dict[nn.Module, TensorGetters]]:
         """Return the tensors of a delta that all rows share, and its own values by the modules that hold them.
