@@ -253,7 +253,8 @@ def shared(shape: Shape, seconds: float = 20.0, tenants: int = 4) -> list[Row]:
         share = len(requests) / (time.perf_counter() - began) / tenants
         found = {}
         for case, heavy in (("without", 0.5), ("with", 10.0)):
-            stop, results = threading.Event(), {}
+            stop = threading.Event()
+            results: dict[str, list[float]] = {}
             rates = {"light": 0.25 * share, "heavy": heavy * share}
             rates |= {f"other{n}": 0.5 * share for n in range(tenants - 2)}
 
