@@ -251,10 +251,9 @@ def shared(shape: Shape, seconds: float = 20.0, tenants: int = 4) -> list[Row]:
         began = time.perf_counter()
         all_at_once(server, requests)
         share = len(requests) / (time.perf_counter() - began) / tenants
-        found = {}
+        percentiles = {}
         for case, heavy in (("without", 0.5), ("with", 10.0)):
-            stop = threading.Event()
-            results: dict[str, list[float]] = {}
+            stop, results = threading.Event(), dict[str, Any]()
             rates = {"light": 0.25 * share, "heavy": heavy * share}
             rates |= {f"other{n}": 0.5 * share for n in range(tenants - 2)}
 
@@ -268,9 +267,9 @@ def shared(shape: Shape, seconds: float = 20.0, tenants: int = 4) -> list[Row]:
             stop.set()
             for thread in threads:
                 thread.join()
-            found[case] = sorted(results["light"])
-    p99 = {case: took[int(0.99 * (len(took) - 1))] for case, took in found.items()}
-    note = ", ".join(f"{case} {1000 * p99[case]:.0f} ms of {len(took)} requests" for case, took in found.items())
+            percentiles[case] = sorted(results["light"])
+    p99 = {case: took[int(0.99 * (len(took) - 1))] for case, took in percentiles.items()}
+    note = ", ".join(f"{case} {1000 * p99[case]:.0f} ms of {len(took)} requests" for case, took in percentiles.items())
     name = f"99th percentile of a light tenant, another sends ten times its share / half of it: {shape.name}"
     return [Row(name, p99["with"] / p99["without"], Target(2.0), note=note)]
 

@@ -394,6 +394,14 @@ def test_a_count_refutes_and_the_score_is_said_all_the_same() -> None:
     assert not decided(Beats(A, B), METHODS).parts and not decided(FewerParameters(A, B), METHODS).parts
 
 
+@pytest.mark.parametrize("form", [Falls("model"), Rises("model"), GapShrinks("method", "model")])
+def test_a_printed_effect_of_zero_agrees_with_no_direction(form: Any) -> None:
+    """Only an exact number of parameters may lie on the border of what a claim says."""
+    same = tuple(replace(o, scores={"accuracy": 50.0}, examples={}) for o in MODELS)
+    printed = check_printed(Claim("", "", form), [PrintedTable("table 1", same, "accuracy")])
+    assert printed.deciding is not None and printed.deciding.effect == 0 and printed.agrees is False
+
+
 def test_settings_are_told_apart() -> None:
     finding = decided(Beats(A, B), seeds_alone({"cb": 20.0, "sick": -10.0}, draw=0))
     good, bad = finding.deciding.by_setting

@@ -101,6 +101,16 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
         read_results(tmp_path)
 
 
+@pytest.mark.parametrize("failed", ["a", "b"])
+def test_a_result_counts_before_an_error_in_another_file(failed: str, tmp_path: Path) -> None:
+    """Two studies share a job, and one of them was exported before it was tried again."""
+    done = RECORDS[0]
+    error = replace(done, result=None, error="it broke")
+    for study in ("a", "b"):
+        write_results(tmp_path, study, [error if study == failed else done])
+    assert read_results(tmp_path) == [done]
+
+
 def test_a_spec_names_models_and_tasks_and_the_machine_has_them(tmp_path: Path) -> None:
     (tmp_path / "models" / "small").mkdir(parents=True)
     (tmp_path / "models" / "small" / "config.json").write_text("{}")

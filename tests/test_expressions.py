@@ -32,7 +32,13 @@ BOTTLENECK = {
     "rank": RANKS, "bias": st.booleans(), "activation": st.sampled_from(sorted(ACTIVATIONS)),
     "layer_norm": st.booleans(), **INITS,
 }  # fmt: skip
-PROJECTIONS = ["query", "key", "value", "output", "ffn_up", "ffn_down", "ffn"]
+PROJECTIONS = [
+    "query", "key", "value", "output", "ffn_up", "ffn_down", "ffn", "gate_proj", "up_proj", "router", "*.mixer.in_proj",
+]  # fmt: skip
+FFN_LINEARS = {"ffn_up", "ffn_down", "ffn", "gate_proj", "up_proj"}
+EXPERTS = st.sampled_from(["all", "shared", "routed"]) | st.lists(st.integers(0, 99), min_size=1, unique=True).map(
+    tuple
+)
 
 
 def sites(*known: str) -> st.SearchStrategy[str | tuple[str, ...]]:
@@ -70,7 +76,11 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "length": RANKS, "init_from": st.none() | st.lists(st.integers(0, 99), min_size=1).map(tuple),
         "positions": st.sampled_from(["shift", "none"]),
     },
-    "lora": {"rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, **WHERE, **TOWER},
+    "lora": {
+        "rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, "experts": EXPERTS, **WHERE,
+        **TOWER,
+    },
+    "trainable_tokens": {"tokens": st.lists(st.integers(0, 99), min_size=1, unique=True).map(tuple)},
     "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS, **WHERE},
     "p_tuning_v2": {"length": RANKS, **WHERE},
     "multi_head_parallel_adapter": {
@@ -103,6 +113,8 @@ def _made(name: str, arguments: dict[str, Any]) -> Method:
     )  # "all" has no layers
     if name == "diff_pruning" and "layers" in arguments:
         arguments = {**arguments, "over": "linear"}
+    if name == "trainable_tokens":
+        arguments = {"tokens": (5,), **arguments}
     at = arguments.get("at", ("ffn",) if "parallel_adapter" in name and "multi" not in name else ("query",))
     if not {"query", "key", "value", "output", "heads", "attention"} & set([at] if isinstance(at, str) else at) or (
         arguments.get("style") == "pfeiffer"
@@ -110,6 +122,8 @@ def _made(name: str, arguments: dict[str, Any]) -> Method:
         arguments = {
             key: value for key, value in arguments.items() if key != "attention"
         }  # it has no attention to choose
+    if not FFN_LINEARS & set([at] if isinstance(at, str) else at):
+        arguments = {key: value for key, value in arguments.items() if key != "experts"}
     return REGISTRY[name].make(**arguments)
 
 
@@ -146,7 +160,9 @@ SELECTIONS = st.builds(
 )  # fmt: skip
 TERMS = st.lists(st.one_of(NAMED, MODIFICATIONS, PREFIXES, SELECTIONS), min_size=1, max_size=4)
 SUMS = TERMS.map(lambda terms: sum(terms[1:], terms[0]))
-MASKABLE = SUMS.filter(lambda method: all(getattr(part, "sparsity", None) is None for part in method.parts))
+MASKABLE = SUMS.filter(
+    lambda method: all(getattr(part, key, None) is None for part in method.parts for key in ("sparsity", "tokens"))
+)
 MASKED = st.builds(
     lambda method, parameters, arguments: REGISTRY["apet"].make(method, parameters, **arguments),
     MASKABLE, RANKS | st.sampled_from(["0.05%", "1%"]), _some(ARGUMENTS["apet"]),
@@ -212,7 +228,7 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("lora(rank=-1)", ("lora",), ("rank=-1",)),
     ("lora(dropout=1)", ("lora",), ("dropout=1", "[0, 1)")),
     ("lora(scale=2, alpha=2)", ("lora",), ("give scale or alpha, not both",)),
-    ("lora(8, 1, 'query', None, 0.0, 'all', 'all', 'all', 'main', 9)", ("9",), ("lora takes 9 arguments",)),
+    ("lora(8, 1, 'ffn', None, 0.0, 'all', 'all', 'all', 'main', 'all', 9)", ("9",), ("lora takes 10 arguments",)),
     ("lora(8, rank=9)", ("rank",), ("'rank' is given twice",)),
     ("lora(rank=2, rank=3)", ("rank=3",), ("lora: 'rank' is given twice",)),
     ("lora(rank=2, at=quey, rank=3, rank=4)", ("quey", "rank=3", "rank=4"), ("3 problems", "'quey'")),

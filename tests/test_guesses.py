@@ -43,7 +43,6 @@ NAMES = {
     "prefix(num_virtual_tokens=8)": "Here it is called 'length'.",
     "lora(at=('q_proj', 'v_proj'))": "unknown site 'q_proj'. Here it is called 'query'.",
     "lora(at=q_proj)": "Here it is called 'query'.",
-    "lora(at='model.layers.0.mlp.down_proj')": "Here it is called 'ffn_down'.",
     "lora(at='all-linear')": "Here it is ('query', 'key', 'value', 'output', 'ffn_up', 'ffn_down').",
     "Modification('mlp', Bottleneck(4))": "unknown site 'mlp'. Here it is called 'ffn'.",
     "Selection(('bias',), areas=('ffn',))": "It is a part of the layers: give of='ffn'.",

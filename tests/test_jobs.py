@@ -12,7 +12,8 @@ import tiny
 from deltune.data import loading as reading
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.studies.engine.jobs import execute, run_job, term_change_job, timing_job, transfer_job
+from deltune.studies.engine.jobs import Roots, execute, run_job, term_change_job, timing_job, transfer_job
+from deltune.studies.engine.progress import job_progress
 from deltune.studies.engine.timing import time_methods
 from deltune.training.inference import evaluate
 from deltune.training.task_setup import ModelCache
@@ -44,6 +45,15 @@ def test_labels_get_one_set_of_names(root: Path) -> None:
         reading.rename_labels(data, {"fruits": "1", "beast": "0", "tool": "0"})
     with pytest.raises(DeltuneError, match="two are needed"):
         reading.rename_labels(data, dict.fromkeys(data.labels, "1"))
+
+
+def test_progress_is_read_where_a_job_with_roots_trains(root: Path, tmp_path: Path) -> None:
+    """The spec names the model without its folder, and the run has another name than its located configuration."""
+    job = run_job(tiny.spec(root, method="layernorm", epochs=1), Roots(models=str(root)))
+    assert job.spec["model"] == "model" and job_progress(job, tmp_path) is None
+    execute(job, tmp_path, ModelCache())
+    progress = job_progress(job, tmp_path)
+    assert progress is not None and progress.share == 1.0
 
 
 def test_transfer(root: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from deltune.training import rates
 from deltune.training import train as training
 from deltune.training.advice import advice, read_finished
 from deltune.training.config import RunConfig, read_config
+from deltune.training.presets import merge_values
 from deltune.training.rates import (
     CLEARLY_BETTER,
     FACTORS,
@@ -108,6 +109,51 @@ def test_canonical_values_make_the_config_again() -> None:
     assert RunConfig.from_canonical(least).optim.lr == 1e-2
 
 
+FOUND: dict[str, Any] = {"model": "m", "data": "d", "method": "lora", "lr": 0.0042}
+
+
+@pytest.mark.parametrize(("source", "expected"), [("default", None), ("auto", "auto")])
+@pytest.mark.parametrize(
+    "search", [{"method": ["lora", "full"]}, {"method.expression": ["lora", "full"]}, {"optim.steps": [10, 1000]}]
+)
+def test_a_rate_does_not_outlive_a_search_over_what_it_depends_on(
+    source: str, expected: str | None, search: dict[str, list[Any]]
+) -> None:
+    """Neither in the runs of a series with a rate that a run found, nor where the search comes later."""
+    for series in (
+        RunConfig.from_flat(**FOUND, lr_source=source, search=search),
+        RunConfig.from_flat(**FOUND, lr_source=source).replace(search=search),
+        RunConfig.from_flat(**merge_values({**FOUND, "lr_source": source}, {"search": search})),
+    ):
+        tries = series.search_configs()
+        assert [(one.optim.lr, one.optim.lr_source) for one in tries] == [(expected, None)] * 2
+        assert tries[0].name != tries[1].name
+
+
+def test_a_rate_that_was_given_is_that_of_every_method_of_a_search() -> None:
+    series = RunConfig.from_flat(model="m", data="d", method="layernorm", lr=1e-2, search={"method": ["lora", "full"]})
+    assert [one.optim.lr for one in series.search_configs()] == [1e-2, 1e-2], "although it is the default of layernorm"
+
+
+@pytest.mark.parametrize("source", ["default", "auto"])
+def test_rates_to_try_take_the_place_of_one_that_was_found(source: str) -> None:
+    options = {**FOUND, "lr_source": source}
+    for series in (
+        RunConfig.from_flat(**options, search={"lr": [1e-3, 1e-2]}),
+        RunConfig.from_flat(**options).replace(search={"optim.lr": [1e-3, 1e-2]}),
+        RunConfig.from_flat(**FOUND).replace(lr="auto").replace(search={"lr": [1e-3, 1e-2]}),
+    ):
+        tries = series.search_configs()
+        assert [(one.optim.lr, one.optim.lr_source) for one in tries] == [(1e-3, None), (1e-2, None)]
+        assert tries[0].name != tries[1].name
+    assert RunConfig.from_flat(**options).replace(search={"lr": [1e-3]}).optim.lr is None
+
+
+def test_a_try_replaces_what_excludes_it() -> None:
+    series = RunConfig.from_flat(model="m", data="d", method="lora", steps=100, search={"epochs": [2, 5]})
+    assert [(one.optim.epochs, one.optim.steps) for one in series.search_configs()] == [(2, None), (5, None)]
+
+
 # -- the plan of a search
 
 
@@ -135,6 +181,29 @@ def test_a_run_that_is_too_short_for_a_search(root: Path, tmp_path: Path) -> Non
     plan_search(config.replace(epochs=epochs), 48, epochs * 6, 6)
     with pytest.raises(DeltuneError, match=r"too short"):
         plan_search(config.replace(epochs=epochs - 1), 48, (epochs - 1) * 6, 6)
+
+
+@pytest.mark.parametrize(("warmup", "share"), [(500, 0.25), (0.1, 0.1), (0, 0)])
+def test_a_try_warms_up_for_the_share_of_the_run(warmup: float, share: float, tmp_path: Path) -> None:
+    """As many steps as the run's would be longer than a try."""
+    config = RunConfig.from_flat(model="m", data="d", method="lora", steps=2000, warmup=warmup, lr="auto")
+    plan = plan_search(config, 4000, 2000, 125)
+    tries: list[RunConfig] = []
+
+    def loss_of(one: RunConfig, part: Slice) -> float:
+        tries.append(one)
+        return 1.0
+
+    best = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
+    assert [(one.optim.warmup, one.optim.steps) for one in tries] == [(share, plan.steps)] * len(FACTORS)
+    assert best.optim.warmup == warmup
+
+
+@pytest.mark.parametrize("warmup", [0.5, 1000, 3000])
+def test_a_run_that_warms_up_for_too_long_for_a_search(warmup: float) -> None:
+    config = RunConfig.from_flat(model="m", data="d", method="lora", steps=2000, warmup=warmup, lr="auto")
+    with pytest.raises(DeltuneError, match=r"2000 steps that warms up for \d+% .*less than 50%, such as --warmup 0\.1"):
+        plan_search(config, 4000, 2000, 125)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +306,17 @@ def test_which_rate_wins(
 
 def _diverge(*_: Any) -> float:
     raise DivergedError("it diverged")
+
+
+def test_only_the_main_process_reads_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may see the folder late, and would then train other tries, waiting for one another for ever."""
+    config = RunConfig.from_flat(model="m", data="d", method="lora", epochs=100, lr="auto")
+    plan = plan_search(config, 400, 1300, 13)
+    search_rate(config, plan, "", RunDir(tmp_path), lambda one, part: 1.0)
+    tried = RunDir(tmp_path).rate_search
+    monkeypatch.setattr(rates.distributed, "broadcast_from_main", lambda work: tried)
+    (tmp_path / "elsewhere").mkdir()
+    assert search_rate(config, plan, "", RunDir(tmp_path / "elsewhere"), _diverge).optim.lr == plan.rates[2]
 
 
 @pytest.mark.parametrize("tries", [pytest.param(0, marks=pytest.mark.slow), 1, len(FACTORS)])

@@ -27,6 +27,7 @@ import deltune
 from deltune import models
 from deltune.anatomy.tracing import meta_model
 from deltune.cli import app as cli
+from deltune.cli.serve import serve_app
 from deltune.cli.train import train_app
 from deltune.methods import registry
 
@@ -118,7 +119,8 @@ def test_what_is_only_shown_exists(page: Path) -> None:
             if words[:1] == ["make"]:
                 assert words[1] in targets
             elif words[:1] == ["deltune"]:
-                command = typer.main.get_command(train_app()) if words[1] == "train" else group.commands[words[1]]
+                built = {"train": train_app, "serve": serve_app}.get(words[1])
+                command = group.commands[words[1]] if built is None else typer.main.get_command(built())
                 command.make_context(words[1], [w for w in words[2:] if w != "…"]).close()
 
 

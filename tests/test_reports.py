@@ -18,12 +18,11 @@ import pytest
 import tiny
 from deltune.cli import app
 from deltune.errors import DeltuneError
-from deltune.studies.engine.jobs import run_folder
+from deltune.studies.engine.jobs import config_of, run_folder
 from deltune.studies.engine.progress import JobProgress, job_progress, seconds_before
 from deltune.studies.engine.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
-from deltune.training.config import RunConfig
 from deltune.training.run_dir import RunDir
 from test_engine import study
 
@@ -158,10 +157,10 @@ def test_what_has_begun(place: Path) -> None:
     runs = folder_of_runs(store)
     jobs = study_from_file(more).jobs({})
     job = next(job for job in jobs if job.spec["method"] == "layernorm" and "seed" in job.spec)
-    run = RunDir(run_folder(runs, RunConfig.from_flat(**job.spec)))
+    run = RunDir(run_folder(runs, config_of(job)))
     assert job_progress(job, runs) is None and seconds_before(job, runs) == 0
     run.folder.mkdir()
-    run.write_config(RunConfig.from_flat(**job.spec))
+    run.write_config(config_of(job))
     assert job_progress(job, runs) == JobProgress(0.0, 0.0)
     tiny.lines(
         run.log_file, [{"step": 3, "seconds": 20, "seconds_left": 60}, {"step": 6, "seconds": 30, "seconds_left": 10}]

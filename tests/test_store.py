@@ -127,7 +127,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor of another shape": (lambda f: change_numbers(f, cut), r"keys has shape \(1, 4, 8\).*\(2, 4, 8\)"),
     "another base": (
         lambda f: change_facts(f, lambda x: x["base"]["fingerprint"].update(layers="0" * 16)),
-        "another base model .*the layers of this one",
+        "another base model.*, and the layers of this one",
     ),
     "no fingerprint": (
         lambda f: change_facts(f, lambda x: x["base"].update(fingerprint={})),
@@ -208,8 +208,8 @@ def test_what_it_was_tuned_on(saved: Path) -> None:
         other.bert.encoder.layer[1].output.dense.weight[0, 0] += 1  # the first value is among those looked at
     wider = build(FAMILIES["bert"], "sequence", intermediate_size=128)
     for model, says in (
-        (other, "another base model .*the layers of this one"),
-        (wider, "another base model .*layers and pooler of this one"),
+        (other, "another base model.*, and the layers of this one"),
+        (wider, "another base model .*: the names or shapes of the tensors of this one"),
         (build(FAMILIES["gpt2"], "sequence"), "on a bert model .*; this is a gpt2 model"),
         (_as("base"), "holds a head of BertForSequenceClassification .*BertModel has none"),
         (_as("masked"), "holds a head of BertForSequenceClassification .*BertForMaskedLM has none"),

@@ -71,6 +71,13 @@ SMALLER: dict[str, Any] = {
 """Small values for what models of images and sounds have, beside those of tests/identity/configurations.py."""
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    # it trains on inputs of certain lengths alone
+    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 2, "lsh_attn_chunk_length": 2},
+}
+"""Settings of families that have no tiny value of their own."""
+
+
 class TooLate(Exception):
     """A family has taken more than its seconds."""
 
@@ -110,7 +117,7 @@ def shrink(config: PreTrainedConfig) -> None:
 
 def configuration(model_type: str, kind: Any) -> PreTrainedConfig:
     """Return the tiny configuration of a family, or the part of it that a class is built from."""
-    config = tiny(model_type)
+    config = tiny(model_type, **CHANGES.get(model_type, {}))
     shrink(config)
     if not isinstance(config, kind.config_class):
         parts = [getattr(config, name) for name in config.sub_configs]
@@ -205,13 +212,9 @@ def attempt(model: PreTrainedModel, text: str) -> str:
                 assert all(map(_same, expected, outputs)), "an untrained layernorm changes the outputs"
             parameters = list(tuned.trainable_parameters())
             assert parameters, "nothing is trained"
-            outputs = [tensor for tensor in floats(model(**batch(model))) if tensor.requires_grad]
-            if outputs:
-                torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
             # `inspect` tells of what is not read, and not every head reads the pooler
             unread = {t.name for t in tuned.anatomy.tensors if not t.read or t.area == "pooler"}
-            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in unread]
-            if unreached := [name for name, p in trained if p.grad is None]:
+            if unreached := without_gradient(model, unread):
                 refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more get no gradient"
         finally:
             tuned.detach()
@@ -223,6 +226,35 @@ def attempt(model: PreTrainedModel, text: str) -> str:
         torch.manual_seed(0)
         assert all(map(_same, expected, floats(model(**batch(model))))), "the outputs have changed"
     return refusal
+
+
+def without_gradient(model: PreTrainedModel, unread: set[str]) -> list[str]:
+    """Run a model backward, and return the names of trained parameters that get no gradient.
+
+    Gradients are those of evaluation, without dropout. Reformer's layers compute them in training alone, and only if
+    what they read wants a gradient, which transformers' `enable_input_require_grads` sees to.
+    """
+    for training in (False, True):
+        try:
+            model.train(training)
+            if training:
+                model.enable_input_require_grads()
+            outputs = [tensor for tensor in floats(model(**batch(model))) if tensor.requires_grad]
+            if outputs:
+                torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
+        except AssertionError as error:
+            if training or "model.train()" not in str(error):
+                raise
+            continue
+        finally:
+            model.eval()
+            if training:
+                model.disable_input_require_grads()
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in unread]
+        unreached = [name for name, p in trained if p.grad is None]
+        if not unreached or any(hasattr(m, "running_mean") for m in model.modules()):  # training would change it
+            break
+    return unreached
 
 
 def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -291,6 +323,7 @@ WORDS = {
     "has no site": "it has no such site",
     "the layers of this model cannot be seen": "its layers cannot be told apart",
     "reads no token ids first": "it reads no token ids",
+    "one state for each token": "it has several states for each token",
     "rows before the input embeddings": "it does not run on vectors in place of token ids",
     "mixture of": "its FFNs are mixtures of experts",
     "get no gradient": "some of what it trains gets no gradient",

@@ -32,10 +32,12 @@ def command_line() -> str:
     import typer
 
     from deltune.cli import app
+    from deltune.cli.serve import serve_app
     from deltune.cli.train import train_app
 
     group: Any = typer.main.get_command(app.app)
-    commands = {**group.commands, "train": typer.main.get_command(train_app())}
+    built = {"train": typer.main.get_command(train_app()), "serve": typer.main.get_command(serve_app())}
+    commands = {**group.commands, **built}
     lines = [
         "# Command line",
         "",
@@ -63,15 +65,37 @@ def configuration() -> str:
         "used together is in [Train from the command line](../train.md).",
         "",
     ]
-    for section, kind in SECTIONS.items():
+    return "\n".join([*lines, *_sections(SECTIONS, DOTTED)])
+
+
+def serve_configuration() -> str:
+    """Return the reference of a server's configuration: every field by section."""
+    from deltune.serving.config import DOTTED, SECTIONS
+
+    lines = [
+        "# Configuration of a server",
+        "",
+        "This page is generated from the configuration itself. Every field has a place in the YAML file that `deltune "
+        "serve --config` reads (`section.field`), which `--set section.field=value` sets too, and an option of "
+        "`deltune serve`. `deltune serve MODEL --print-config` prints the whole configuration with its values. How "
+        "these fields are used together is in [Serve](../serve.md).",
+        "",
+    ]
+    return "\n".join([*lines, *_sections(SECTIONS, DOTTED)])
+
+
+def _sections(sections: Mapping[str, Any], dotted: Mapping[str, str]) -> list[str]:
+    """Return a table for each section of a configuration."""
+    lines = []
+    for section, kind in sections.items():
         lines += [f"## {section}", "", _text(kind.__doc__ or ""), "", "| field | option | default | meaning |"]
         lines += ["|---|---|---|---|"]
         for field, info in kind.model_fields.items():
             default = "required" if info.is_required() else _value(info.default)
-            option = f"--{DOTTED[f'{section}.{field}'].replace('_', '-')}"
+            option = f"--{dotted[f'{section}.{field}'].replace('_', '-')}"
             lines.append(f"| `{section}.{field}` | `{option}` | {default} | {_text(info.description or '')} |")
         lines.append("")
-    return "\n".join(lines)
+    return lines
 
 
 def studies() -> str:
@@ -111,6 +135,8 @@ def _command(name: str, command: Any) -> list[str]:
         lines.append("")
     if name == "train":
         lines += ["These are the common fields of a run's configuration; [Configuration](config.md) lists all.", ""]
+    if name == "serve":
+        lines += ["These are the common fields of a server's configuration; [its page](serve-config.md) lists all.", ""]
     return lines
 
 
@@ -173,6 +199,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "contributing.md": contributing,
     "reference/cli.md": command_line,
     "reference/config.md": configuration,
+    "reference/serve-config.md": serve_configuration,
     "studies.html": studies,
     **{
         f"notebooks/{path.stem}.md": partial(notebook, path)

@@ -89,6 +89,9 @@ from .methods.library import (
     three_vectors as three_vectors,
 )
 from .methods.library import (
+    trainable_tokens as trainable_tokens,
+)
+from .methods.library import (
     unipelt as unipelt,
 )
 from .methods.registry import methods as methods

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 
 # -- the contents of a module
@@ -238,6 +240,12 @@ def set_experts_implementation(config: Any, name: Any) -> None:
         config._experts_implementation_internal = name
 
 
+def experts_transposed(module: nn.Module) -> bool | None:
+    """Whether a module that holds experts has matrices of the shape (in, out); None where transformers does not say."""
+    transposed = getattr(module, "is_transposed", None)
+    return transposed if isinstance(transposed, bool) else None
+
+
 def auto_class_mapping(auto_class: Any) -> Any:
     """The classes that an auto class such as AutoModel makes, by the class of the configuration."""
     return auto_class._model_mapping
@@ -245,6 +253,28 @@ def auto_class_mapping(auto_class: Any) -> Any:
 
 NAME_SETTINGS = ("_name_or_path", "name_or_path")
 """The settings in `to_dict()` of a configuration that say where it was read."""
+
+
+def config_revision(config: Any) -> str:
+    """The commit of the hub that a configuration was read from, or ""."""
+    return str(getattr(config, "_commit_hash", None) or "")
+
+
+IS_QUANTIZED = "is_quantized"
+"""The attribute of a model by which the Trainer refuses to train a quantised one that PEFT has not wrapped."""
+
+
+def forget_quantization(model: Any) -> None:
+    """Let a model that transformers loaded quantised be an ordinary one, now that its weights are not quantised."""
+    quantizer = model.__dict__.get("hf_quantizer")
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+        model.__dict__.pop(name, None)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_is_quantized"):
+            config._is_quantized = False
 
 
 def set_training_device(arguments: Any, device: torch.device) -> None:
@@ -257,6 +287,32 @@ def set_training_device(arguments: Any, device: torch.device) -> None:
 def use_one_gpu(arguments: Any) -> None:
     """Keep the Trainer from wrapping the model in DataParallel where a process sees several GPUs."""
     arguments._n_gpu = 1
+
+
+# -- bitsandbytes: on a CPU with bfloat16 products, its 4-bit linears pack their weights for inference when they are
+# first called in eval mode. That rounds their scales, cannot be undone, and lets no gradient through from then on.
+
+PACKS_FOR_CPU = "support_avx512bf16_for_cpu"
+"""The attribute by which a 4-bit linear decides whether to pack."""
+
+
+def has_packed_weights(module: nn.Module) -> bool:
+    """Whether a 4-bit linear of bitsandbytes has packed its weights for inference on a CPU."""
+    state = getattr(parameters_of(module).get("weight"), "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def dequantize_packed_4bit(weight: Any) -> torch.Tensor:
+    """Return a packed 4-bit weight of bitsandbytes in floating point, without changing it."""
+    from bitsandbytes import functional
+
+    state = copy.copy(weight.quant_state)
+    scales = state.absmax
+    state.original_nested = False  # else it would quantise the scales again
+    codes, state = functional._convert_weight_packed_for_cpu_inverse(weight.data, state)
+    state.absmax, state.dtype = scales.t().contiguous().view(-1).float(), torch.float32
+    result: torch.Tensor = functional.dequantize_4bit(codes, state)
+    return result
 
 
 # -- accelerate

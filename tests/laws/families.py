@@ -292,6 +292,7 @@ ROWS = (
             ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), _PRE, causal=True,
         ),),
         outer={"word_embeddings_layernorm": "embedding", "ln_f": "final"}, positions="alibi", interface=False,
+        columns=(4, ((0, 8), (8, 16), (16, 24))),
         kernels=(),
     ),
     Family(

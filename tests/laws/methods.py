@@ -32,7 +32,7 @@ BIAS = Need("bias", lambda f: bool(f.biases), r"no bias in .*tensors there: .*no
 LAYER_BIAS = Need("layer bias", lambda f: bool(f.biases), r"no norm\.bias or linear\.bias in layers; .*norm\.gain")
 LINEAR_BIAS = Need("linear bias", lambda f: bool({*f.biases} - {"norm"}), r"no linear\.bias in layers; .*norm\.gain")
 NORM_BIAS = Need("norm bias", lambda f: "norm" in f.biases, "no norm of this model has a bias")
-QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases or not f.interface, "no query of this model has a bias")
+QUERY_BIAS = Need("query bias", lambda f: "query" in f.biases, "no query of this model has a bias")
 UP_BIAS = Need("ffn_up bias", lambda f: "ffn_up" in f.biases, "no ffn_up of this model has a bias")
 UP_BIAS_OF_FFN = Need(
     "bias of the FFN", lambda f: "ffn_up" in f.biases, r"no linear\.bias in layers of the ffn; .*norm\.gain"
@@ -40,6 +40,7 @@ UP_BIAS_OF_FFN = Need(
 
 
 NUMBERED = Need("numbered", lambda f: f.numbered, "absolute positions, which the .* of this model does not have")
+GATED = Need("gated", lambda f: f.gated, "no FFN of this model shows a gate")
 HEADS = Need("heads", lambda f: f.interface, "an attention whose heads can be seen")
 NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words", bare=False)
 
@@ -70,7 +71,7 @@ ROWS = (
     Row("bitfit", merges=True, needs=(BIAS,)),
     Row("bitfit(which='layers')", merges=True, needs=(LAYER_BIAS,)),
     Row("bitfit(which='linear')", merges=True, needs=(LINEAR_BIAS,)),
-    Row("bitfit(which='query+ffn_up')", merges=True, needs=(INTERFACE, QUERY_BIAS, UP_BIAS)),
+    Row("bitfit(which='query+ffn_up')", merges=True, needs=(QUERY_BIAS, UP_BIAS)),
     Row("bitfit(which='ffn')", merges=True, needs=(UP_BIAS_OF_FFN,)),
     Row("bitfit(which='norm')", merges=True, needs=(NORM_BIAS,)),
     Row("adapter(rank=4)"),
@@ -91,13 +92,12 @@ ROWS = (
     Row("prompt(length=3)", identity=False),
     Row("prompt(length=3, init_from=(7, 8))", identity=False),
     Row("prompt(length=3, positions='none')", identity=False, needs=(ABSOLUTE,)),
-    Row("lora(rank=2)", merges=True, needs=(INTERFACE,)),
-    *(
-        Row(f"lora(rank=2, at={site!r}, scale=3)", merges=True, needs=(INTERFACE,))
-        for site in ("query", "key", "value")
-    ),
+    Row("lora(rank=2)", merges=True),
+    *(Row(f"lora(rank=2, at={site!r}, scale=3)", merges=True) for site in ("query", "key", "value")),
     *(Row(f"lora(rank=2, at={site!r})", merges=True) for site in ("output", "ffn_up", "ffn_down")),
     Row("lora(rank=2, at='ffn', alpha=6)", merges=True),
+    Row("lora(rank=2, at=('gate_proj', 'up_proj'))", merges=True, needs=(GATED,)),
+    Row("trainable_tokens(tokens=(5, 7))", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + lora(rank=2) + layernorm", identity=False, needs=(INTERFACE,)),
@@ -107,13 +107,13 @@ ROWS = (
     Row("multi_head_parallel_adapter(length=3)", needs=(INTERFACE,)),
     Row("multi_head_parallel_adapter(length=3, own_down=True)", needs=(HEADS,)),
     Row("unipelt(length=2, rank=2, bottleneck=4)", identity=False, needs=(INTERFACE,)),
-    Row("ia3", merges=True, needs=(INTERFACE,)),
+    Row("ia3", merges=True),
     Row("three_vectors", needs=(NO_WORDS,)),
     Row("diff_pruning(sparsity=0.02)", merges=True),
     Row("apet(lora(rank=2, at='output') + layernorm, parameters=41)", merges=True),
     Row("apet(adapter(rank=4, bias=True, activation='gelu'), parameters=57, pattern='adjacent')"),
     Row("apet(adapter(rank=4, activation='gelu'), parameters=57, pattern='adjacent', along='columns')"),
-    Row("apet(ia3, parameters=20)", merges=True, needs=(INTERFACE,)),
+    Row("apet(ia3, parameters=20)", merges=True),
     Row("apet(prefix(length=3), parameters=57)", identity=False, needs=(INTERFACE,)),
     Row("apet(layernorm(embedding=False, final=False), parameters=31, pattern='adjacent')", merges=True),
 )

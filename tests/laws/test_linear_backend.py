@@ -595,6 +595,55 @@ def test_trained_weights_and_copies_have_no_kept_cast() -> None:
         assert linear_backend.linear_forward(copied).keep_casts  # type: ignore[union-attr]
 
 
+def test_a_cast_that_another_thread_replaces_meanwhile_is_not_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step between making a cast and using it, at which another thread keeps the cast of another weight."""
+    layer, other = (nn.Linear(24, 40).requires_grad_(False) for _ in range(2))
+    x = torch.randn(3, 24)
+    with autocast():
+        expected = layer(x)
+    deltune.optimize_linear(layer, keep_casts=True)
+    forward: Any = linear_backend.linear_forward(layer)
+
+    class Interrupted(LinearForward):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_cast" and value is not None:
+                value = linear_backend._CastWeight(other.weight)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(forward, "__class__", Interrupted)
+    with autocast():
+        assert torch.equal(layer(x), expected)
+
+
+def test_a_twin_leaves_the_kept_cast_of_the_layer() -> None:
+    """Rows with weights of their own are computed by twins of a layer, which share its forward."""
+    layer, twin = (nn.Linear(24, 40).requires_grad_(False) for _ in range(2))
+    x = torch.randn(3, 24)
+    with autocast():
+        expected = [layer(x), twin(x)]
+    deltune.optimize_linear(layer, keep_casts=True)
+    forward: Any = linear_backend.linear_forward(layer)
+    with autocast():
+        results = [layer(x), forward.run(twin, x)]
+    kept = kept_cast(layer)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert kept is not None and torch.equal(kept, layer.weight.to(torch.bfloat16))
+
+
+def test_choices_are_written_while_other_threads_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that measures adds to what is known while another one writes it."""
+
+    class Name(str):
+        def __str__(self) -> str:
+            linear_backend._faster["weight", len(linear_backend._faster), 8, 8, True, 1] = False
+            return "forward"
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(linear_backend, "_faster", {(Name("forward"), 64, 8, 8, True, 1): True})
+    linear_backend._write_choices()
+    assert linear_backend._choices_file().is_file()  # type: ignore[union-attr]
+
+
 def test_casts_are_only_kept_where_that_is_requested() -> None:
     layer = nn.Linear(24, 40).requires_grad_(False)
     deltune.optimize_linear(layer, "onednn")

@@ -6,7 +6,7 @@ Facts are written down from the families' own sources, as in `families`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import transformers
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.methods.resolve import resolve
+from deltune.runtime.modules import Delta
 from tests.identity.configurations import tiny
 
 from .specimens import differences, facts, loss, stir, tensors
@@ -210,11 +212,9 @@ def test_rows(kind: Kind) -> None:
         torch.testing.assert_close(mixed[row], alone[name][row])
 
 
-def test_a_linear_of_an_ffn_that_is_a_mixture_of_experts() -> None:
-    model = KINDS[0].build()
-    for text in ("lora(at='ffn')", "ia3"):
-        with pytest.raises(deltune.DeltuneError, match="a mixture of 4 experts; site 'ffn' is beside or after"):
-            deltune.count(model, text)
+def test_inside_an_ffn_that_is_a_mixture_of_experts() -> None:
+    with pytest.raises(deltune.DeltuneError, match=r"'ffn_inner' is inside an FFN, and .* is a mixture of 4 experts"):
+        deltune.count(KINDS[0].build(), "ia3")
 
 
 def test_layers_left_out_are_counted() -> None:
@@ -254,6 +254,51 @@ def test_towers(llava: PreTrainedModel) -> None:
         deltune.count(llava, "lora(tower='audio')")
     with pytest.raises(deltune.DeltuneError, match=r"no bias in .* of the tower text"):
         deltune.count(llava, "bitfit")
+
+
+def _two_vision_towers() -> PreTrainedModel:
+    """A model that reads its images twice, in a low and in a high resolution."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }  # fmt: skip
+    config = transformers.DeepseekVLHybridConfig(
+        text_config={"model_type": "llama", "vocab_size": 99, **sizes},
+        vision_config={"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, **sizes},
+        high_res_vision_config={
+            "model_type": "sam_vision_model", "image_size": 32, "patch_size": 8, "window_size": 2, "mlp_dim": 32,
+            "output_channels": 8, "global_attn_indexes": [1], **sizes,
+        },
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.DeepseekVLHybridForConditionalGeneration(config).requires_grad_(False).eval()
+
+
+def test_two_towers_of_one_name_are_both_tuned(tmp_path: Path) -> None:
+    """Each of them has edits of its own: what is counted is trained, saved and loaded."""
+    model, text = _two_vision_towers(), "adapter(rank=4, tower='vision')"
+    assert [part.tower for part in deltune.inspect(model).parts] == ["vision", "vision"]
+    count = deltune.count(model, text)
+    assert [line.split(" with ")[0] for line in count.scope] == ["the tower text", "the tower projector"]
+    tuned = deltune.attach(model, text)
+    stir(tuned)
+    trained = {name: p.detach().clone() for name, p in tuned.named_trainable_parameters()}
+    for root in ("model.vision_model", "model.high_res_vision_model"):
+        assert any(root.replace(".", "_") in name for name in trained), root
+    assert sum(p.numel() for p in trained.values()) == count.trained
+    tuned.save(tmp_path / "delta")
+    tuned.detach()
+    loaded = deltune.load(model, tmp_path / "delta")
+    assert {name for name, _ in loaded.named_trainable_parameters()} == set(trained)
+    assert all(torch.equal(p, trained[name]) for name, p in loaded.named_trainable_parameters())
+
+
+def test_two_edits_of_one_key_are_refused() -> None:
+    model = _two_vision_towers()
+    method = deltune.parse("adapter(rank=4)")
+    planned = resolve(deltune.inspect(model), method, lambda: 0)
+    twice = replace(planned, edits=(planned.edits[0], planned.edits[0]))
+    with pytest.raises(deltune.DeltuneError, match="two of its edits are called '0_"):
+        Delta(method, twice, (), "train")
 
 
 @pytest.mark.parametrize("text", ["lora(rank=2, tower='vision')", "adapter(rank=2, tower='all')"])

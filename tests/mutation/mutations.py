@@ -55,8 +55,8 @@ MUTATIONS = (
     ),
     Mutation(
         "merging: edits of an input in the wrong order",
-        """if e.place.target.side != "input"] + of_input[::-1]""",
-        """if e.place.target.side != "input"] + of_input""",
+        """if e.place.target.side not in ("input", "weight")] + of_input[::-1]""",
+        """if e.place.target.side not in ("input", "weight")] + of_input""",
         "The last edit of an input is the nearest to the weight.",
         ("tests/laws/test_sums.py", "tests/laws/test_rest_of_life.py"),
     ),

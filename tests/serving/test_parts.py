@@ -64,9 +64,9 @@ def test_rows_move_between_caches(shapes: list[tuple[int, int]], more: int, at_e
     made = assemble(parts, width, at_end)
     keys = made.layers[0].keys
     assert keys.shape[2] == width == columns(made)
-    for row, (own, tokens) in enumerate(expected):
+    for row, (expected_row, tokens) in enumerate(expected):
         at = slice(width - tokens, width) if at_end else slice(0, tokens)
-        assert torch.equal(keys[row][:, at], own)
+        assert torch.equal(keys[row][:, at], expected_row)
         assert int((keys[row] != 0).any(0).any(-1).sum()) == tokens, "the rest is padding"
     if at_end:
         copied = cache_of(row_of(made, 0, expected[0][1]), expected[0][1])
@@ -193,15 +193,15 @@ def test_texts_in_pieces(text: str, stops: list[str]) -> None:
     else:
         builder.end()
     pieces.append(builder.take(final=True))
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    positions = [at for stop in stops if (at := text.find(stop)) >= 0]
     whole = "".join(pieces)
     assert whole == builder.text
     assert "\ufffd" not in whole.replace("\ufffd", "", text.count("\ufffd"))
-    if not found:
+    if not positions:
         assert whole == text
     else:
         assert text.startswith(whole) and not any(stop in whole for stop in stops)
-        assert len(whole) <= max(found), "it ends at the stop that is complete first"
+        assert len(whole) <= max(positions), "it ends at the stop that is complete first"
 
 
 def test_a_text_that_ends_within_a_character_is_given_as_it_is() -> None:

@@ -35,7 +35,7 @@ VERSIONS = 2
 @functools.cache
 def versions(of: Deltas) -> dict[tuple[str, int], Path]:
     """Each delta in two versions on the disk."""
-    found: dict[tuple[str, int], Path] = {}
+    saved_folders: dict[tuple[str, int], Path] = {}
     for name in NAMES:
         for number in range(VERSIONS):
             folder = of.folder.parent / f"versions-{of.family}" / f"{name}-{number}"
@@ -44,8 +44,8 @@ def versions(of: Deltas) -> dict[tuple[str, int], Path]:
             if number:
                 stir(tuned, seed=50 + number, size=0.4)
             tuned.save(folder)
-            found[name, number] = folder
-    return found
+            saved_folders[name, number] = folder
+    return saved_folders
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def test_no_answer_depends_on_others(
 ) -> None:
     of = deltas(family, role)
     task = "classify" if role == "sequence" else "generate"
-    asked: list[tuple[Request, Future[Answer]]] = []
+    submitted: list[tuple[Request, Future[Answer]]] = []
     faulty: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -125,11 +125,11 @@ def test_no_answer_depends_on_others(
                         timeout=60.0 if timed else None,
                     )  # fmt: skip
                     try:
-                        asked.append((request, server.submit(with_timeout)))
+                        submitted.append((request, server.submit(with_timeout)))
                     except DeltuneError as error:
                         assert "checksum" in str(error) or "unknown" in str(error)
-                elif action == "cancel" and asked:
-                    asked[values[0] % len(asked)][1].cancel()
+                elif action == "cancel" and submitted:
+                    submitted[values[0] % len(submitted)][1].cancel()
                 elif action == "reload":
                     name, number = values
                     replaced(root / name, versions(of)[name, number])
@@ -145,10 +145,10 @@ def test_no_answer_depends_on_others(
                     faulty ^= {values[0]}
                 elif action == "refresh":
                     server.refresh()
-                elif asked:
-                    for _, future in asked[-values[0] :]:
+                elif submitted:
+                    for _, future in submitted[-values[0] :]:
                         finished(future)
-            results = [(request, finished(future)) for request, future in asked]
+            results = [(request, finished(future)) for request, future in submitted]
             settle(server)
             assert not server._jobs and not any(server.stats().queued.values())
             assert all(d.users == 0 for d in server._in_memory()) and not server._retired

@@ -45,7 +45,7 @@ def constants(node: ast.AST) -> Iterator[str]:
 def defined(tree: ast.AST) -> Iterator[str]:
     """The names that a module defines: functions, classes, variables, and attributes of `self` or of `__dict__`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

@@ -17,6 +17,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     pipeline,
 )
@@ -82,6 +83,38 @@ def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskDat
         torch.testing.assert_close(again.model.eval()(**tokenizer(rows["text"][0], return_tensors="pt")).logits, logits)
     deltune.load(again.model, tmp_path / "checkpoint-4", name="earlier", use=False)
     assert again.active == "default" and again.names == ("default", "earlier")
+
+
+def test_a_training_that_fails_leaves_save_pretrained_as_it_was(tickets: loading.TaskData, tmp_path: Path) -> None:
+    """The Trainer calls no callback after an error; its checkpoints hold the deltas alone, other folders the model."""
+    from safetensors.torch import load_file
+
+    class Stopped(TrainerCallback):
+        def on_save(self, *args: object, **kwargs: object) -> None:
+            raise KeyboardInterrupt
+
+    tokenizer = models.load_tokenizer("minilm")
+    model = models.load_model("minilm", "classification", labels=tickets.labels)
+    keys = set(model.state_dict())
+    deltune.attach(model, "layernorm")
+    rows = tickets.splits["train"].select(range(4))[:]
+    train = Dataset.from_dict(
+        {"input_ids": tokenizer(rows["text"], truncation=True)["input_ids"], "labels": rows["label"]}
+    )
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, save_steps=1, report_to=[], disable_tqdm=True, per_device_train_batch_size=4
+    )
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=train, data_collator=DataCollatorWithPadding(tokenizer),
+        callbacks=[deltune.SaveDeltaCallback(), Stopped()],
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    saved = load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors")
+    assert saved and all(name.startswith("deltune.") for name in saved)
+    for folder in (tmp_path / "whole", tmp_path / "out", tmp_path / "checkpoint-1"):
+        model.save_pretrained(folder)
+        assert keys <= set(load_file(folder / "model.safetensors"))
 
 
 def test_save_pretrained_holds_base_and_delta(tickets: loading.TaskData, tmp_path: Path) -> None:

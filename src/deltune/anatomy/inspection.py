@@ -1,4 +1,4 @@
-"""`deltune.inspect`: finds the parts of a transformer in one traced forward pass, and refuses quantised models.
+"""`deltune.inspect`: finds the parts of a transformer in one traced forward pass, also where its linears are quantised.
 
 How each part is recognised:
   sub-layer    A residual addition has an operand that comes from a single linear, the sub-layer's output.
@@ -10,15 +10,16 @@ How each part is recognised:
   mixer        The output linear reads, by products without a softmax or by a convolution, what it does of other tokens.
   layer        One self-attention or mixer and what follows it up to the next, in one element of a list of modules.
   norm         Its place follows from what it reads and what reads it: a residual sum, a sub-layer's output or input.
-No model family is named here. The stored numbers of a quantised weight are not the weights that would be tuned.
+No model family is named here. A quantised linear is seen as a linear of its sizes, whose weight cannot be trained.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ..compat import auto_class_mapping, parameters_of, submodules_of
+from ..compat import auto_class_mapping, experts_transposed, parameters_of, submodules_of
 from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .inputs import LENGTHS, READABLE, tower_name
-from .residuals import SubLayer, find_sublayers, norm_position
+from .quantization import check_quantization
+from .quantizers import visible_parameters
+from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
 from .types import (
@@ -40,6 +43,7 @@ from .types import (
     Attention,
     Columns,
     Experts,
+    ExpertWeight,
     Layer,
     Linear,
     Norm,
@@ -48,9 +52,6 @@ from .types import (
     StackName,
     Tensor,
 )
-
-TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of weights that can be tuned."""
 
 
 def parameters_read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
@@ -98,12 +99,13 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
         The anatomy. Printing it shows a tree of all parts.
 
     Raises:
-        DeltuneError: The weights are quantised, or the forward pass runs neither on shapes alone nor on zeros.
+        DeltuneError: The weights are quantised in a way that is not known here, or the forward pass runs neither on
+            shapes alone nor on zeros.
     """
     check_model_or_config(model, "inspect")
     if isinstance(model, PreTrainedConfig):
         return inspect(meta_model(model))
-    check_not_quantized(model)
+    check_quantization(model)
     structure = structure_stamp(model).structure  # a layer whose forward was replaced since is for `unreached_edits`
     known, anatomy = _CACHE.get(model, (None, None))
     if anatomy is not None and known == structure:
@@ -156,6 +158,12 @@ class _Inspector:
         self.tower = tower_name(self.base)
         self.towers = self._towers()
         self.widths: dict[str, int] = {}
+        self.batch_nodes = self._nodes_of_batch()
+        self.holders: dict[int, list[str]] = {}  # by tensor, the modules that hold it, each once
+        for path, module in base_modules(model):
+            for parameter in parameters_of(module).values():
+                if parameter is not None:
+                    self.holders.setdefault(id(parameter), []).append(path)
 
     def _towers(self) -> dict[str, str]:
         """Return the models inside the base model that read images or sounds, which a pass on text does not enter."""
@@ -179,23 +187,38 @@ class _Inspector:
         if columns is not None:
             width = columns.groups * (columns.stop - columns.start)
         read = next(t for t in node.inputs if t.is_floating_point())
-        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns)
+        common = node.path in self._common_calls
+        tied = self._holders_of(node.module, node.path)
+        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns, tied, common)
+
+    @cached_property
+    def _common_calls(self) -> set[str]:
+        """The paths of the linears that some call gives nothing which depends on the batch."""
+        return {n.path for n in self.trace.of_kind("linear") if id(n) not in self.batch_nodes}
+
+    def _holders_of(self, module: nn.Module, path: str) -> tuple[str, ...]:
+        """Return the paths of the other modules that hold a module's weight."""
+        return tuple(p for p in self.holders.get(id(parameters_of(module).get("weight")), ()) if p != path)
 
     def attention_of(self, sub: SubLayer, norms: dict[str, str]) -> Attention:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
-        if node.kind != "attention":
-            path = self.trace.around(sub.paths)
-            reason = "not on the attention interface" if sub.kind == "self" else "tokens are mixed without an attention"
-            self.hidden.append(f"query, key, value and heads of {path} ({reason})")
-            inputs = tuple(self.linear(n) for n in sub.inputs)
-            return Attention(path, sub.kind, sub.inputs[0].path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
-        query, key, value = (t.shape for t in node.inputs[:3])
         parts = {role: self.linear(*projection) for role, projection in sub.projections.items()}
-        path, inputs = self.paths[node.module], ()
-        if missing := [role for role in ("query", "key", "value") if role not in parts]:
+        missing = [role for role in ("query", "key", "value") if role not in parts]
+        inputs = tuple(self.linear(n) for n in sub.inputs) if missing else ()
+        path = self.paths[node.module] if node.kind == "attention" else self.trace.around(sub.paths)
+        if sub.kind == "mixer":
+            self.hidden.append(f"query, key, value and heads of {path} (tokens are mixed without an attention)")
+            return Attention(path, "mixer", sub.reads.path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
+        if missing:
             self.hidden.append(f"{' and '.join(missing)} of {path} (not the output of one linear)")
-            inputs = tuple(self.linear(n) for n in sub.inputs)
+        if node.kind != "attention":
+            self.hidden.append(f"heads of {path} (not on the attention interface)")
+            return Attention(
+                path, sub.kind, sub.reads.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
+                inputs=inputs, **norms,  # type: ignore[arg-type]
+            )  # fmt: skip
+        query, key, value = (t.shape for t in node.inputs[:3])
         return Attention(
             path, sub.kind, sub.reads.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
             heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
@@ -207,7 +230,10 @@ class _Inspector:
         inputs = tuple(self.linear(n) for n in sub.inputs)
         fused = len(inputs) == 1 and inputs[0].out_width == 2 * output.in_width
         path = self.trace.around([n.path for n in [*sub.inputs, sub.output]])
-        return FFN(path, sub.inputs[0].path, inputs, output, gated=fused or len(inputs) > 1, **norms)
+        parts = {role: self.linear(*projection) for role, projection in gate_and_up(sub).items()}
+        gated = bool(parts) or fused or len(inputs) > 1
+        gate, up = parts.get("gate"), parts.get("up")
+        return FFN(path, sub.inputs[0].path, inputs, output, gated, gate=gate, up=up, **norms)
 
     def experts_of(self, sub: SubLayer, norms: dict[str, str]) -> Experts:
         inside = [n for n in self.trace.nodes if n.path == sub.block or n.path.startswith(f"{sub.block}.")]
@@ -223,8 +249,41 @@ class _Inspector:
         router = next((n.path for n in nodes if n.path not in holders and _chooses(n, number)), None)
         linears = tuple(self.linear(n) for n in nodes if n.kind == "linear" and n.path != router)
         read = next(t for n in inside for t in n.inputs if t.is_floating_point())
-        out_width = sub.output.outputs[0].shape[-1]
-        return Experts(sub.block, number, read.shape[-1], out_width, tuple(weights), router, linears, **norms)
+        in_width, out_width = read.shape[-1], sub.output.outputs[0].shape[-1]
+        scores = next((self._router_of(n, number) for n in nodes if n.path == router), None)
+        if scores is None:
+            self.hidden.append(f"the router of {sub.block} (no module has a row of weights for each expert)")
+        by_row = all(self._reads_as_batch(n) for n in nodes if n.path in holders)
+        inputs, outputs = _expert_weights(holders, weights, in_width, out_width, by_row)
+        if not inputs:
+            self.hidden.append(
+                f"which weights of {sub.block} are the experts' inputs and outputs (their shapes are alike)"
+            )
+        shared = tuple(self.ffn_of(s, {}) for s in shared_experts([n for n in nodes if n.path != router]))
+        return Experts(
+            sub.block, number, in_width, out_width, tuple(weights), router, linears,
+            scores=scores, inputs=inputs, outputs=outputs, shared=shared, **norms,
+        )  # fmt: skip
+
+    def _router_of(self, node: Node, number: int) -> Linear | ExpertWeight:
+        """Return a router as a projection: a linear, or the weight that a module of its own reads."""
+        if node.kind == "linear":
+            return self.linear(node)
+        weight = parameters_of(node.module)["weight"]
+        assert weight is not None
+        return ExpertWeight(node.path, "weight", 0, weight.shape[1], number, by_row=self._reads_as_batch(node))
+
+    def _reads_as_batch(self, node: Node) -> bool:
+        """Whether a module reads tokens in the order of the batch, one of them once, not a copy for each expert."""
+        read = next((t for t in node.inputs if t.is_floating_point()), None)
+        tokens = read.numel() // read.shape[-1] if read is not None else 0
+        return tokens == math.prod(self.tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The batch and length of the token ids that the pass reads; the sizes of another input's first axes."""
+        read = next(node for node in self.trace.of_kind("input"))
+        return tuple(read.outputs[0].shape[:2])
 
     # -- layers
 
@@ -300,6 +359,8 @@ class _Inspector:
                     groups[-1][1].extend(part)  # two mixers side by side
                 else:
                     groups.append((path, part))
+        # an attention that pools the states is in no list of modules, and no layer
+        groups = [(path, group) for path, group in groups if self._elements([path])] or groups
         for path, group in groups:
             if len({sub.output.path or sub.block for sub in group}) < len(group):
                 raise DeltuneError(f"its layers cannot be told apart: {path!r} runs modules several times in one pass")
@@ -374,6 +435,13 @@ class _Inspector:
         first_layers: dict[StackName, Layer] = {}
         for layer in layers:
             first_layers.setdefault(layer.stack, layer)
+        for name in first_layers:
+            kinds = {a.kind for layer in layers if layer.stack == name for a in layer.attentions}
+            if not kinds - {"cross"}:
+                self.hidden.append(
+                    f"what mixes the tokens in the {name} (no linear that joins the residual stream reads a softmax, a "
+                    "product of activations or a convolution)"
+                )
         layer_prefixes = tuple(layer.path + "." for layer in layers)
         embedding_paths = self._embedding(first_layers, layer_prefixes)
         outside_layers = [n for n in self.trace.nodes if n.path and not n.path.startswith(layer_prefixes)]
@@ -393,8 +461,33 @@ class _Inspector:
         return Anatomy(
             self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
             tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head, parts), tuple(self.hidden),
-            self._answers(head), parts,
+            self._answers(head), parts, linears=self._linears(), vocabulary=self._vocabulary(),
+            on_zeros=self.trace.on_zeros,
         )  # fmt: skip
+
+    def _linears(self) -> tuple[Linear, ...]:
+        """Return every linear that the pass calls, and the projection to the vocabulary."""
+        by_path = {n.path: n for n in reversed(self.trace.of_kind("linear")) if n.path}
+        linears = tuple(self.linear(node) for node in reversed(by_path.values()))
+        vocabulary = self._vocabulary()
+        return linears if vocabulary is None or vocabulary.path in by_path else (*linears, vocabulary)
+
+    def _vocabulary(self) -> Linear | None:
+        """Return the output embeddings, which the base model's pass does not call, where they are a linear."""
+        module = self.model.get_output_embeddings()
+        path = self.paths.get(module) if module is not None else None
+        weight = parameters_of(module).get("weight") if module is not None and path is not None else None
+        if path is None or type(module) is not nn.Linear or weight is None:
+            return None
+        bias = parameters_of(module).get("bias") is not None
+        return Linear(path, weight.shape[1], weight.shape[0], bias, shared_with=self._holders_of(module, path))
+
+    def _lookup(self, node: Node) -> Linear:
+        """Return word embeddings as a projection of one-hot vectors."""
+        rows, width = node.module.weight.shape
+        exact = node.steps == 1 and node.outputs[0].shape[-1] == width
+        tied = self._holders_of(node.module, node.path)
+        return Linear(node.path, rows, node.outputs[0].shape[-1], False, transposed=True, shared_with=tied, exact=exact)
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
@@ -425,7 +518,12 @@ class _Inspector:
             n for n in self.trace.of_kind("embedding")
             if n.path in embedding_paths and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
         ]  # fmt: skip
-        word_embedding = next((n.path for n in embeddings if self._reads_ids(n)), None)
+        # one table for both stacks stands outside of them, once tokens were added to an encoder-decoder model
+        outside = [n for n in self.trace.of_kind("embedding") if n.path in embedding_paths and n not in embeddings]
+        words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
+        word_embedding = None if words is None else words.path
+        if words is None and self.tower == "text":
+            self.hidden.append(f"the word embeddings of the {name} (no table of vectors reads the token ids)")
         position_embedding = next(
             (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
         )
@@ -435,7 +533,10 @@ class _Inspector:
         depth = sum(layer.passes for layer in layers)
         width = self.widths[layers[0].path]
         position_ids = "position_ids" in _argument_names(self.trace.entered[entry][0])
-        return Stack(name, entry, container, depth, width, causal, word_embedding, position_embedding, position_ids)
+        lookup = None if words is None else self._lookup(words)
+        return Stack(
+            name, entry, container, depth, width, causal, word_embedding, position_embedding, position_ids, lookup
+        )
 
     def _enters(self, path: str) -> bool:
         """Whether a module takes what the model reads: tokens, for which it also takes vectors, images or sounds."""
@@ -465,18 +566,16 @@ class _Inspector:
                 return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
         return None
 
-    def _of_batch(self) -> set[str]:
-        """Return the paths of the modules that read something which depends on the inputs."""
+    def _nodes_of_batch(self) -> set[int]:
+        """Return the ids of the steps that read something which depends on the inputs."""
         queue = self.trace.of_kind("input")
         seen = {id(node) for node in queue}
-        paths: set[str] = set()
         while queue:
             for child in queue.pop().children:
                 if id(child) not in seen:
                     seen.add(id(child))
-                    paths.add(child.path)
                     queue.append(child)
-        return paths
+        return seen
 
     def _answers(self, head: tuple[str, ...]) -> str:
         """Return what the model outputs, as `Anatomy.answers` has it."""
@@ -519,14 +618,16 @@ class _Inspector:
     ) -> tuple[Tensor, ...]:
         kinds = {n.path: n.kind for n in self.trace.nodes if n.path}
         names: dict[int, list[str]] = {}
-        parameters: dict[int, torch.Tensor] = {}
-        for name, parameter in base_parameters(self.model):
-            names.setdefault(id(parameter), []).append(name)
-            parameters[id(parameter)] = parameter
+        shapes: dict[int, tuple[tuple[int, ...], str]] = {}
+        for path, module in base_modules(self.model, remove_duplicate=False):
+            for leaf, (parameter, shape, quantized) in visible_parameters(module).items():
+                names.setdefault(id(parameter), []).append(f"{path}.{leaf}".lstrip("."))
+                shapes[id(parameter)] = shape, quantized
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
-        of_batch = self._of_batch()
+        of_batch = {n.path for n in self.trace.nodes if id(n) in self.batch_nodes}
         read, reached = (self._names_read_by(nodes) for nodes in (self.trace.nodes, self.trace.differentiable()))
         of_parts = {t.name: t for part in parts for t in part.tensors}
+        vocabulary = getattr(self._vocabulary(), "path", None)
         layer_prefixes = [(layer.path + ".", i) for i, layer in enumerate(layers)]
         inside_base = f"{self.base_path}." if self.base_path else ""
         tensors = []
@@ -546,10 +647,11 @@ class _Inspector:
                 area = "vocabulary"
             else:
                 area = "final" if executed in final else "other"
-            role = _role(kinds.get(executed, "other"), aliases[0].rpartition(".")[2])
+            kind = "linear" if executed == vocabulary else kinds.get(executed, "other")
+            role = _role(kind, aliases[0].rpartition(".")[2])
             common = executed in kinds and executed not in of_batch
             direct = not self.direct.isdisjoint(aliases)
-            shape = tuple(parameters[key].shape)
+            shape, quantized = shapes[key]
             computed = f".{aliases[0]}".endswith(self.computed)
             outside = not aliases[0].startswith(inside_base)
             is_read = outside or not reached.isdisjoint(aliases)
@@ -559,8 +661,10 @@ class _Inspector:
             role = of_parts[aliases[0]].role if aliases[0] in of_parts else role
             others = tuple(aliases[1:])
             tensors.append(
-                Tensor(aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read)
-            )
+                Tensor(
+                    aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read, quantized
+                )
+            )  # fmt: skip
         return tuple(tensors)
 
     def _names_read_by(self, nodes: Sequence[Node]) -> set[str]:
@@ -590,6 +694,39 @@ def _chooses(node: Node, number: int) -> bool:
     return weight is not None and weight.dim() == 2 and weight.shape[0] == number
 
 
+def _expert_weights(
+    holders: Mapping[str, nn.Module], weights: Mapping[str, torch.Tensor], in_width: int, out_width: int, by_row: bool
+) -> tuple[tuple[ExpertWeight, ...], tuple[ExpertWeight, ...]]:
+    """Return the weights of experts that read x, and those that give the output; none where that does not show.
+
+    The modules of transformers say which axis is which. Elsewhere the one reading that leads from x to the output is
+    taken. The inner width is that of the outputs' inputs, or twice that where a gate is fused.
+    """
+    known = {experts_transposed(module) for module in holders.values()}
+    for transposed in (False, True) if None in known else sorted(map(bool, known)):
+        matrices = {name: tuple(w.shape[1:]) if transposed else tuple(w.shape[1:])[::-1] for name, w in weights.items()}
+        names = list(matrices)
+        for number in range(len(names) - 1, 0, -1):  # an experts' module names its inputs first
+            inputs, outputs = names[:number], names[number:]
+            inner = {matrices[name][1] for name in inputs}
+            outer = {matrices[name][0] for name in outputs}
+            fits = all(matrices[name][0] == in_width for name in inputs)
+            fits = fits and all(matrices[name][1] == out_width for name in outputs)
+            if fits and len(inner) == len(outer) == 1 and inner.pop() in (width := outer.pop(), 2 * width):
+                both = (inputs, outputs)
+                return tuple(  # type: ignore[return-value]
+                    tuple(_expert_weight(name, weights[name], transposed, by_row) for name in part) for part in both
+                )
+    return (), ()
+
+
+def _expert_weight(name: str, weight: torch.Tensor, transposed: bool, by_row: bool) -> ExpertWeight:
+    path, _, leaf = name.rpartition(".")
+    number, first, second = weight.shape
+    widths = (first, second) if transposed else (second, first)
+    return ExpertWeight(path, leaf, number, *widths, transposed, by_row)
+
+
 def _role(kind: str, leaf: str) -> str:
     term = "bias" if leaf == "bias" else "gain" if kind == "norm" else "weight"
     if kind == "embedding":
@@ -599,39 +736,3 @@ def _role(kind: str, leaf: str) -> str:
 
 def _argument_names(module: torch.nn.Module) -> set[str]:
     return set(signature(module.forward).parameters)
-
-
-def check_not_quantized(model: nn.Module) -> None:
-    """Check by the types of its parameters that a model is not quantised; no method of a tensor is called.
-
-    Raises:
-        DeltuneError: The weights are quantised, by transformers, bitsandbytes, torchao or torch itself.
-    """
-    if getattr(model, "hf_quantizer", None) is not None:
-        _refuse(model, "it was loaded with a quantization_config")
-    for path, module in base_modules(model):
-        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
-            _refuse(model, f"{path or 'the model'} is a {type(module).__module__}.{type(module).__name__}")
-        for leaf, parameter in list(parameters_of(module).items()):
-            if parameter is None:
-                continue
-            name = f"{path}.{leaf}".lstrip(".")
-            if not is_unquantized(parameter):
-                _refuse(model, f"{name} is a {type(parameter).__name__}")
-            if parameter.dtype not in TRAINABLE_DTYPES:
-                _refuse(model, f"{name} is {parameter.dtype}")
-
-
-def is_unquantized(parameter: Any) -> bool:
-    """Whether a parameter is a plain tensor, or one process's shard of one (FSDP2)."""
-    if type(parameter) in (nn.Parameter, torch.Tensor):
-        return True
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
-
-
-def _refuse(model: nn.Module, because: str) -> None:
-    raise DeltuneError(
-        f"the weights of this {type(model).__name__} are quantised ({because}), and deltune tunes weights of float32, "
-        "bfloat16, float16 or float64: load the model without quantisation, and quantise a merged model afterwards"
-    )

@@ -119,6 +119,17 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
     return None
 
 
+def shared_experts(nodes: list[Node]) -> list[SubLayer]:
+    """Return the FFNs among the steps inside a mixture of experts, those that every token goes through."""
+    inside = {id(node) for node in nodes if node.kind == "linear"}
+    ffns = []
+    for output in (node for node in nodes if node.kind == "linear"):
+        sources = ancestors(output.parents, {"view", "pass", "op", "norm"}, {"linear", "mix", "attention", "add"})
+        if sources and all(id(source) in inside for source in sources):
+            ffns.append(SubLayer(output, output, None, sources))
+    return ffns
+
+
 def _is_residual(add: Node) -> bool:
     """Whether one operand of an addition is computed from the other."""
     first, second = (node for node in add.sources if node is not None)
@@ -150,23 +161,65 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
             projection = _projection(tensor, source)
             if projection is not None:
                 sublayer.projections[role] = projection
-        nodes = [(linear, columns) for linear, columns in sublayer.projections.values()]
-        for role, (linear, columns) in list(sublayer.projections.items()):
-            if columns is None and sum(linear is other for other, _ in nodes) > 1:
-                del sublayer.projections[role]  # cut otherwise than by views, or one projection for both
+        _drop_unclear(sublayer.projections)
         query, key = (_streams(source) for source in attention.sources[:2])
-        sublayer.kind = "cross" if query.isdisjoint(key) else "self"
+        sublayer.kind = "cross" if query and key and query.isdisjoint(key) else "self"
         return sublayer if linears else None
     inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
     mixing = [n for n in inside if n.kind == "mix" or _convolves(n)]
     linears = [n for n in inside if n.kind == "linear"]
     if mixing and linears:
         sublayer = SubLayer(add, output, mixing[0], linears)
-        sublayer.kind = "self" if any(n.operation in _SOFTMAX for n in mixing) else "mixer"
+        if not any(n.operation in _SOFTMAX for n in mixing):
+            sublayer.kind = "mixer"
+            return sublayer
+        sublayer.projections = _projections_of_products(output)
+        query, key = (_streams(sublayer.projections.get(role, (None,))[0]) for role in ("query", "key"))
+        sublayer.kind = "cross" if query and key and query.isdisjoint(key) else "self"
         return sublayer
     if sources and all(n.kind == "linear" for n in sources):
         return SubLayer(add, output, None, sources)
     return None
+
+
+def _drop_unclear(projections: dict[str, tuple[Node, Columns | None]]) -> None:
+    """Forget the roles of a linear that was cut otherwise than by views, or that is one projection for several."""
+    nodes = [linear for linear, _ in projections.values()]
+    for role, (linear, columns) in list(projections.items()):
+        if columns is None and sum(linear is other for other in nodes) > 1:
+            del projections[role]
+
+
+def _projections_of_products(output: Node) -> dict[str, tuple[Node, Columns | None]]:
+    """Return query, key and value of an attention that is written as products, softmax(q k^T) v.
+
+    The product above the output linear has the softmax on one side and v on the other. Of the products that the softmax
+    is computed from, the first one whose sides come from one linear each is q k^T: what follows are terms of positions.
+    """
+    for product in ancestors(output.parents, _WITHIN_SUBLAYER, {"mix"})[::-1]:
+        sides = _sides(product)
+        for number, (_, source) in enumerate(sides):
+            softmax = next(iter(ancestors([source], _WITHIN_SUBLAYER, {"mix"})), None)
+            if softmax is None or softmax.operation not in _SOFTMAX:
+                continue
+            projections: dict[str, tuple[Node, Columns | None]] = {}
+            if value := _projection(*sides[1 - number]):
+                projections["value"] = value
+            for scores in ancestors(softmax.parents, _WITHIN_SUBLAYER, {"mix", "linear", "attention"}):
+                from_linears = [_projection(*side) for side in _sides(scores)]
+                if len(from_linears) == 2 and all(from_linears) and from_linears[0] != from_linears[1]:
+                    projections["query"], projections["key"] = from_linears  # type: ignore[assignment]
+                    break
+            _drop_unclear(projections)
+            return projections
+    return {}
+
+
+def _sides(product: Node) -> list[tuple[torch.Tensor, Node]]:
+    """Return the two factors of a product of activations with the steps that they come from; none of another step."""
+    factors = list(zip(product.inputs, product.sources, strict=True))[-2:]
+    known = [(tensor, source) for tensor, source in factors if source is not None]
+    return known if product.operation not in _SOFTMAX and len(known) == 2 else []
 
 
 def _convolves(node: Node) -> bool:
@@ -226,7 +279,32 @@ def norm_position(node: Node, group: list[SubLayer]) -> tuple[NormPosition, list
 
 
 def _input_linears(sub: SubLayer) -> list[Node]:
-    return [node for node, _ in sub.projections.values()] or sub.inputs
+    known = [node for node, _ in sub.projections.values()]
+    return known if len(known) == 3 else [*known, *sub.inputs]
+
+
+def gate_and_up(sub: SubLayer) -> dict[str, tuple[Node, Columns | None]]:
+    """Return the two projections of a gated FFN, by role: "gate", which an activation follows, and "up".
+
+    What the output linear reads is the product of the two. One of them comes from its linear by views alone.
+    """
+    for product in nodes_above(sub.output.parents, {"view", "pass", "op", "norm"})[::-1]:
+        factors = [(t, n) for t, n in zip(product.inputs, product.sources, strict=True) if n is not None]
+        if product.operation != "mul" or len(factors) != 2:
+            continue
+        from_linears = [_projection(*factor) for factor in factors]
+        if not all(from_linears) or from_linears[0] == from_linears[1]:
+            continue
+        plain = [
+            any(n.kind == "linear" for n in ancestors([n], {"view"}, {"linear", "op", "pass"})) for _, n in factors
+        ]
+        if sum(plain) != 1:
+            return {}
+        up, gate = (from_linears[plain.index(True)], from_linears[plain.index(False)])
+        if up is None or gate is None or (up[0] is gate[0] and None in (up[1], gate[1])):
+            return {}
+        return {"gate": gate, "up": up}
+    return {}
 
 
 def _views_of_output(tensor: torch.Tensor, source: Node | None, linear: Node) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Another thread may be running the model meanwhile. So the copy shares no module, parameter or configuration with it, and
 no method of a live tensor is ever called: the `to` of a quantised parameter, for one, moves state that the live model
-needs.
+needs. In place of a quantised linear the copy has a plain one of the same sizes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..compat import CALL_OVERRIDES, buffers_of, offload_hook, parameters_of, submodules_of
+from .quantizers import find_quantizer, linear_sizes
 
 HANDLE_NAME = "deltune"
 """The name of deltune's own child of a tuned model, which is not part of what is observed."""
@@ -117,6 +118,8 @@ class _Copier:
     def module(self, module: nn.Module) -> nn.Module:
         if id(module) in self.copies:
             return self.copies[id(module)]
+        if find_quantizer(module) is not None:
+            return self._plain_linear(module)
         twin = object.__new__(type(module))
         self.copies[id(module)] = twin
         self.originals[twin] = module
@@ -130,6 +133,16 @@ class _Copier:
         copies = {n: None if m is None else self.module(m) for n, m in children if n != HANDLE_NAME}
         submodules_of(twin).update(copies)
         twin.__dict__.update((name, self.value(value)) for name, value in _copied_attributes(module))
+        return twin
+
+    def _plain_linear(self, module: nn.Module) -> nn.Module:
+        """Return a linear of the same sizes in place of a quantised one, whose forward needs its true weight."""
+        in_features, out_features = linear_sizes(module)
+        bias = parameters_of(module).get("bias") is not None
+        twin = nn.Linear(in_features, out_features, bias, device="meta", dtype=torch.float32).eval()
+        twin.requires_grad_(False)
+        self.copies[id(module)] = twin
+        self.originals[twin] = module
         return twin
 
     def value(self, value: Any) -> Any:
@@ -228,6 +241,12 @@ class _Stamper:
         kind = type(module)
         if kind not in self.classes:
             self._class(kind)
+        quantizer = find_quantizer(module)
+        if quantizer is not None:
+            bias = parameters_of(module).get("bias")
+            note = None if bias is None else self._tensor(bias)
+            self.structure.append((number, kind, quantizer.name(module), linear_sizes(module), note))
+            return number
         notes: list[Any] = [number, kind]
         for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in list(tensors.items()):

@@ -25,6 +25,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ..compat import (
     TorchDispatchMode,
+    TorchFunctionMode,
     has_attention_implementation,
     operation_name,
     parameters_of,
@@ -57,6 +58,7 @@ class Node:
         outputs: The tensors that it returned.
         transposed: Whether a linear's weight has the shape (in, out).
         children: The nodes that read its outputs.
+        steps: Of a module that is one node, how many operations ran inside, views apart.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Node:
     outputs: list[torch.Tensor] = field(default_factory=list)
     transposed: bool = False
     children: list[Node] = field(default_factory=list)
+    steps: int = 0
 
 
 @dataclass
@@ -253,7 +256,29 @@ _PASS_OPERATIONS = _VIEW_OPERATIONS | {
     "mul",
     "where",
 }
+_SHAPE_OPERATIONS = {
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+"""Operations that only take a shape. An empty tensor is filled in place later, which is not followed, so the tensor
+whose shape it takes stands for what it will hold."""
 _MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
+
+
+class _OneIndexAsSlice(TorchFunctionMode):
+    """Reads `x[..., [-2], :]` as the slice that it equals, so that the part of a fused projection shows as a view."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            lists = [i for i in args[1] if isinstance(i, list | torch.Tensor)]
+            if len(lists) == 1 and isinstance(lists[0], list) and [type(i) for i in lists[0]] == [int]:
+                args = (args[0], tuple(_slice_of(i) if isinstance(i, list) else i for i in args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _slice_of(index: list[int]) -> slice:
+    return slice(index[0], index[0] + 1 or None)
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"}
@@ -278,6 +303,7 @@ class _Recorder(TorchDispatchMode):
         self.producer: dict[int, Node] = {}
         self.written: dict[int, list[Node]] = {}  # by storage, the steps that wrote to a part of it in place
         self.opaque = 0
+        self.steps = 0  # operations inside the module that is one node, views apart
         self.direct: set[int] = set()
         self.alive: list[Any] = []  # keeps the tensors, since an id is unique only while its object lives
 
@@ -291,10 +317,12 @@ class _Recorder(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         name = operation.rstrip("_") if not operation_name(func).endswith("__") else ""
         if self.opaque:
+            self.steps += name not in _VIEW_OPERATIONS
             if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
                 self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
-        inputs = list(tensors_in((args, kwargs or {})))
+        # what only takes a shape, such as zeros_like, reads no number
+        inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
         kind = _operation_kind(name, inputs, self.producer)
         self.record(kind, inputs, list(tensors_in(out)), operation=name)
         return out
@@ -548,15 +576,33 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
     for on_zeros in (False, True):
         for attention in (OBSERVING_ATTENTION, "eager"):
             try:
-                _record(model, attention, inputs, on_zeros)
+                trace = _record(model, attention, inputs, on_zeros)
+                if "decoder_input_ids" not in inputs:
+                    _check_one_state_a_token(model, trace, length, width)
                 _TAKES_EMBEDDINGS[model] = stamp, width
                 return
+            except DeltuneError:
+                raise
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error_summary(error)}")
     raise DeltuneError(
         f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
         f"does not ({reasons[-1]})"
     )
+
+
+def _check_one_state_a_token(model: PreTrainedModel, trace: Trace, length: int, width: int) -> None:
+    """Check that no output has several states for each token, as that of a model which predicts n-grams has.
+
+    Raises:
+        DeltuneError: One does, so that it is unclear which states belong to the rows before the embeddings.
+    """
+    for tensor in (t for node in trace.results for t in node.outputs if t.dim() == 3 and t.is_floating_point()):
+        if tensor.shape[-1] == width and tensor.shape[1] > length and not tensor.shape[1] % length:
+            raise DeltuneError(
+                f"rows before the input embeddings need one state for each token, and {type(model).__name__} returns "
+                f"{tensor.shape[1] // length} for each"
+            )
 
 
 def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_zeros: bool) -> Trace:
@@ -577,7 +623,7 @@ def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_z
         set_experts_implementation(config, OBSERVING_ATTENTION)
     token = _RECORDER.set(recorder)
     try:
-        with torch.no_grad(), torch.device("cpu" if on_zeros else "meta"), recorder:
+        with torch.no_grad(), torch.device("cpu" if on_zeros else "meta"), _OneIndexAsSlice(), recorder:
             inputs = {name: make() if callable(make) else make for name, make in shapes.items()}
             for name, tensor in inputs.items():
                 if isinstance(tensor, torch.Tensor):
@@ -604,6 +650,7 @@ def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     if path not in trace.entered:
         trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
     if _is_leaf(module):
+        recorder.steps = 0 if not recorder.opaque else recorder.steps
         recorder.opaque += 1
 
 
@@ -622,6 +669,7 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     inputs = list(tensors_in((args, kwargs)))
     kind = _leaf_kind(module, inputs, output) or "op"
     node = recorder.record(kind, inputs, list(tensors_in(output)), path=path, module=recorder.originals[module])
+    node.steps = recorder.steps
     node.transposed = kind == "linear" and id(parameters_of(module).get("weight")) in recorder.direct
 
 
@@ -647,8 +695,11 @@ def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds all weights of experts: one shape leads from the hidden states, another one back."""
-    return len(_expert_shapes(module)) > 1
+    """Whether a module holds all weights of experts: one shape leads from the hidden states, another one back.
+
+    What convolves is a state-space layer, whose heads may have a matrix each, too.
+    """
+    return len(_expert_shapes(module)) > 1 and not any(isinstance(m, _CONVOLUTIONS) for m in module.modules())
 
 
 def _reads_experts(module: torch.nn.Module, inputs: list[torch.Tensor]) -> bool:

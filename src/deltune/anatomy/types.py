@@ -48,6 +48,9 @@ class Linear:
         bias: Whether it has a bias.
         transposed: Whether its weight has the shape (in, out), as that of transformers' Conv1D.
         columns: The part's columns where the module is a fused projection; None where it is all of it.
+        shared_with: The paths of other modules that hold the same weight, such as tied output embeddings.
+        common: Whether some of its calls read nothing that depends on the batch, such as a table of positions.
+        exact: Whether the module does nothing beyond the product, so that a change of the weight is one of the output.
     """
 
     path: str
@@ -56,14 +59,40 @@ class Linear:
     bias: bool
     transposed: bool = False
     columns: Columns | None = None
+    shared_with: tuple[str, ...] = ()
+    common: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """A weight of three dimensions, a matrix for each expert, or a router's weight, which is read as a parameter.
+
+    Attributes:
+        path: The path of the module that holds it.
+        leaf: Its name in that module.
+        number: The number of experts that have a matrix of their own in it; 0 for a router's weight.
+        in_width: Input features of a matrix.
+        out_width: Output features of a matrix.
+        transposed: Whether a matrix has the shape (in, out).
+        by_row: Whether its module reads the tokens in the order of the batch, so that rows can be told apart.
+    """
+
+    path: str
+    leaf: str
+    number: int
+    in_width: int
+    out_width: int
+    transposed: bool = False
+    by_row: bool = True
 
 
 @dataclass(frozen=True)
 class Attention:
     """An attention with its projections, or another sub-layer through which tokens see each other.
 
-    Query, key, value and what is known of the heads are None where the model does not call transformers' attention
-    interface, so that they cannot be observed.
+    What is known of the heads is None where the model does not call transformers' attention interface. Query, key and
+    value are None where each is not the output of one linear.
 
     Attributes:
         path: The path of the attention's module.
@@ -112,6 +141,8 @@ class FFN:
         gated: Whether the activation is multiplied by a second projection of x.
         pre: The path of the norm before it.
         post: The path of the norm after its residual addition.
+        gate: Of a gated FFN, the projection that the activation follows; None where it does not show.
+        up: Of a gated FFN, the projection that the activation is multiplied by; None where it does not show.
     """
 
     path: str
@@ -121,6 +152,8 @@ class FFN:
     gated: bool
     pre: str | None = None
     post: str | None = None
+    gate: Linear | None = None
+    up: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +169,10 @@ class Experts:
         tensors: The names of the experts' weights, each of which has one matrix for every expert.
         router: The path of the module that chooses the experts; None where it does not show.
         linears: The linears inside that every token goes through, as those of shared experts.
+        scores: The router as a projection to a score for each expert: a linear, or the weight that its module reads.
+        inputs: The weights of the experts that read x; none where they cannot be told from the outputs.
+        outputs: The weights of the experts that give their outputs.
+        shared: The shared experts, FFNs that every token goes through.
         pre: The path of the norm before it.
         post: The path of the norm after its residual addition.
     """
@@ -149,6 +186,10 @@ class Experts:
     linears: tuple[Linear, ...] = ()
     pre: str | None = None
     post: str | None = None
+    scores: Linear | ExpertWeight | None = None
+    inputs: tuple[ExpertWeight, ...] = ()
+    outputs: tuple[ExpertWeight, ...] = ()
+    shared: tuple[FFN, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +254,7 @@ class Stack:
         words: The path of the word embeddings.
         positions: The path of the absolute position embeddings; None where positions are relative or rotary.
         position_ids: Whether the entry takes `position_ids`.
+        embedding: The word embeddings as a projection of token ids, each of which stands for a one-hot vector.
     """
 
     name: StackName
@@ -224,6 +266,7 @@ class Stack:
     words: str | None = None
     positions: str | None = None
     position_ids: bool = False
+    embedding: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +286,8 @@ class Tensor:
         tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
         read: Whether the outputs of a pass on the main input alone depend on it by a gradient. They do not on the
             cross-attention of a decoder without an encoder, nor on another tower.
+        quantized: How its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where
+            they are not. The shape is that of the weight in floating point.
     """
 
     name: str
@@ -256,6 +301,7 @@ class Tensor:
     computed: bool = False
     tower: str = "text"
     read: bool = True
+    quantized: str = ""
 
     @property
     def numel(self) -> int:
@@ -283,6 +329,9 @@ class Anatomy:
         parts: The other towers of a model of several, such as what reads its images, each as an anatomy with the paths
             that it has in this model.
         root: Of such a part, the path of its model; "" otherwise.
+        linears: Every linear that the forward pass calls, whether its role shows or not, and the vocabulary's.
+        vocabulary: The projection to the vocabulary, the output embeddings; None for a model without one.
+        on_zeros: Why the forward pass was observed on zeros in place of shapes alone; "" where it was not.
     """
 
     family: str
@@ -298,6 +347,9 @@ class Anatomy:
     answers: str = "states"
     parts: tuple[Anatomy, ...] = ()
     root: str = ""
+    linears: tuple[Linear, ...] = ()
+    vocabulary: Linear | None = None
+    on_zeros: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
@@ -410,11 +462,14 @@ class Anatomy:
 def _title(anatomy: Anatomy) -> str:
     total = sum(tensor.numel for tensor in anatomy.tensors if tensor.area != "head")
     at = f", base model at {anatomy.base}" if anatomy.base else ""
-    return f"{anatomy.model} ({anatomy.family}): {total:,} parameters{at}"
+    forms = " and ".join(sorted({t.quantized for t in anatomy.tensors if t.quantized}))
+    return f"{anatomy.model} ({anatomy.family}): {total:,} parameters{at}{forms and f', linears quantised by {forms}'}"
 
 
 def _lines(anatomy: Anatomy) -> Iterator[str]:
     yield _title(anatomy)
+    if anatomy.on_zeros:
+        yield f"  observed on zeros, since shapes alone are not enough: {anatomy.on_zeros}"
     for fact in anatomy.hidden:
         yield f"  not visible: {fact}"
     if len(anatomy.towers) > 1:
@@ -428,6 +483,9 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
     for stack in anatomy.stacks:
         causal = ", causal" if stack.causal else ""
         yield f"├─ {stack.name}: {stack.depth} layers, width {stack.width}{causal} [{stack.entry or '(the model)'}]"
+        if stack.embedding is not None:
+            tied = f", tied to {', '.join(stack.embedding.shared_with)}" if stack.embedding.shared_with else ""
+            yield f"│  ├─ embedding {stack.embedding.in_width} -> {stack.embedding.out_width} [{stack.words}]{tied}"
         for norm in anatomy.norms:
             if norm.place == "embedding" and norm.path.startswith(stack.entry):
                 yield f"│  ├─ norm {_norm(norm)}"
@@ -442,6 +500,8 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         yield from (f"│  {line}" for line in list(_lines(part))[1:])
     if anatomy.pooler:
         yield f"├─ pooler [{anatomy.pooler}]"
+    if anatomy.vocabulary is not None:
+        yield f"└─ lm_head {_linear(anatomy.vocabulary)}"
     for path in anatomy.head:
         yield f"└─ head [{path}]"
 
@@ -449,7 +509,7 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
 _PATHS = frozenset(
     {"path", "reads", "pre", "post", "entry", "container", "words", "positions", "router", "base", "pooler", "root"}
 )
-_LISTS_OF_PATHS = frozenset({"aliases", "head"})
+_LISTS_OF_PATHS = frozenset({"aliases", "head", "shared_with"})
 
 
 def _inside(value: Any, path: str) -> Any:
@@ -519,16 +579,24 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
     for ffn in layer.ffns:
         yield f"│  ├─ ffn{' (gated)' if ffn.gated else ''} [{ffn.path}]"
         for linear in ffn.inputs:
-            yield f"│  │  ├─ input  {_linear(linear)}"
+            yield f"│  │  ├─ {_role_in_ffn(ffn, linear):<6} {_linear(linear)}"
         yield f"│  │  └─ output {_linear(ffn.output)}"
     for experts in layer.experts:
         yield f"│  ├─ {experts.number} experts, {experts.in_width} -> {experts.out_width} [{experts.path}]"
         if experts.router:
             yield f"│  │  ├─ router [{experts.router}]"
+        for role, weights in (("input", experts.inputs), ("output", experts.outputs)):
+            for weight in weights:
+                widths = f"{weight.in_width} -> {weight.out_width}"
+                yield f"│  │  ├─ {role:<6} of each expert {widths} [{weight.path}.{weight.leaf}]"
         for linear in experts.linears:
             yield f"│  │  ├─ for every token {_linear(linear)}"
     for norm in layer.norms:
         yield f"│  ├─ norm {_norm(norm)}"
+
+
+def _role_in_ffn(ffn: FFN, linear: Linear) -> str:
+    return "gate" if linear == ffn.gate else "up" if linear == ffn.up else "input"
 
 
 def _linear(linear: Linear) -> str:

@@ -13,6 +13,7 @@ from .._version import __version__
 from ..errors import DeltuneError, unknown_name
 from ..methods.other_names import hint_for_name
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
+from .serve import bench_serve, serve, serve_key
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
 
@@ -127,6 +128,9 @@ def fit(
 
 
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(train)
+app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(serve)
+app.command("serve-key")(serve_key)
+app.command("bench-serve")(bench_serve)
 app.add_typer(study, name="study")
 
 
@@ -259,6 +263,9 @@ def cache(
 def merge(
     run: RunArgument,
     to: Annotated[Path, typer.Option(help="A new folder for the plain transformers checkpoint.")],
+    dequantize: Annotated[
+        bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -266,7 +273,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..training import inference
 
-        target = inference.merge_run(run, to)
+        target = inference.merge_run(run, to, dequantize)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 

@@ -35,7 +35,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Processes that do a job each.
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each process; with another number results differ.")]
 Only = Annotated[
     list[str] | None,
-    typer.Option(help="Repeatable AXIS=LABEL: only such cells (* as a wild card); of one axis, any of its labels."),
+    typer.Option(help="Only cells with this AXIS=LABEL; repeatable, * matches anything."),
 ]
 
 
@@ -127,11 +127,13 @@ def run(
     threads: Threads = 1,
     engine: Annotated[str, typer.Option(help="local, or ray: a cluster.")] = "local",
     only: Only = None,
-    retry: Annotated[bool, typer.Option("--retry", help="What failed before is tried again.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run jobs again that failed before.")] = False,
     results: Annotated[
         Path | None, typer.Option(help="Folder to which each study is exported when it is done.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run and how long.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run and for how long; run nothing.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run what is not done yet, one study after the other; interrupted or killed, the same command goes on.
@@ -215,11 +217,11 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in rows.values():
         seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
-    lines, counted, estimates = [], set(rows), []
+    lines, known, estimates = [], set(rows), []
     for study in studies:
         jobs = topological_order(study.jobs(rows))
-        left = [job for job in jobs if job.name not in counted]
-        counted |= {job.name for job in left}
+        left = [job for job in jobs if job.name not in known]
+        known |= {job.name for job in left}
         keys = [_similarity_key(job.kind, job.spec) for job in left]
         similar = [seconds_of[key] for key in keys if key in seconds_of]
         hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
@@ -272,7 +274,7 @@ def import_results(
     store: Store = Path("results.sqlite"),
 ) -> None:
     """Read exported results into a file of results, so that `deltune study run` goes on from them."""
-    from ..studies.engine.results import read_results
+    from ..studies.engine.results import read_results, replaces
     from ..studies.engine.store import ResultStore
 
     folder = user_path(folder, "FOLDER")
@@ -280,15 +282,10 @@ def import_results(
         raise DeltuneError(f"there is no folder {folder}; `deltune study export … --to {folder}` makes it")
     records = read_results(folder)
     with ResultStore(store) as stored:
-        fresh = [record for record in records if _is_news(record, stored.get(record.name))]
+        fresh = [record for record in records if replaces(record, stored.get(record.name))]
         for record in fresh:
             stored.put(record)
     console.print(f"{len(fresh)} jobs are new in {store}, {len(records) - len(fresh)} were there")
-
-
-def _is_news(record: JobRecord, before: JobRecord | None) -> bool:
-    """Whether a record says more than the one that is stored: it is the first, or a result in place of an error."""
-    return before is None or (before.result is None and record.result is not None)
 
 
 @app.command()
@@ -366,7 +363,7 @@ def _verification_text(one: Verification) -> str:
     ]
     if one.changes:
         lines.append(f"  other than it was: {', '.join(one.changes)}")
-    else:
+    elif not one.data_changed:
         lines.append("  although machine, versions and threads are the same")
     return "\n".join(lines)
 

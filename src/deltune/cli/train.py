@@ -200,39 +200,12 @@ EPILOG = (
 
 
 def _config_parameters() -> list[inspect.Parameter]:
-    """Return a parameter for each field of the config; what is not common is hidden from --help."""
-    from rich.markup import escape
-
+    """Return a parameter for each field of the config."""
     with fast_imports():
         from ..training.config import PLACES, SECTIONS
+        from .options import config_parameters
 
-    parameters = []
-    for name, (section, field) in PLACES.items():
-        info = SECTIONS[section].model_fields[field]
-        default = "" if info.is_required() or info.default in (None, (), {}) else f" [{info.default}]"
-        extra = info.json_schema_extra
-        option = typer.Option(
-            f"--{name.replace('_', '-')}",
-            help=escape(f"{info.description}{default}"),
-            metavar=_metavar(info.annotation),
-            rich_help_panel=section,
-            hidden=not (isinstance(extra, dict) and extra["common"]),
-            show_default=False,
-        )
-        kind = list[str] | None if name == "search" else str | None
-        annotation = Annotated[kind, option]  # type: ignore[valid-type]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    return parameters
-
-
-def _metavar(annotation: Any) -> str:
-    """Return how --help shows the values of a field."""
-    if get_origin(annotation) is Literal:
-        choices = "|".join(get_args(annotation))
-        return choices if len(choices) < 20 else "TEXT"  # a wide column leaves no room for what an option means
-    if get_origin(annotation) in (dict, tuple) or not get_args(annotation):
-        return {int: "INTEGER", float: "NUMBER"}.get(annotation, "TEXT")
-    return _metavar(get_args(annotation)[0])
+    return config_parameters(SECTIONS, PLACES, repeatable=("search",))
 
 
 def run(

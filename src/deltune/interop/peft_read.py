@@ -152,8 +152,10 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
 def _projections_by_path(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Yield the modules that are projections, each with its sites and places; a fused one has several."""
     by_path: dict[str, list[tuple[str, Any]]] = {}
-    for site in PROJECTIONS:
+    for site in (*PROJECTIONS, "pooler", "lm_head"):
         for place in locations_or_none(anatomy, Modification(site, form, insertion)):
+            if place.linear is None:  # the weight of experts, which PEFT stores otherwise
+                continue
             by_path.setdefault(place.target.path, []).append((site, place))
     yield from by_path.items()
 

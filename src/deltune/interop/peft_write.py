@@ -77,6 +77,8 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
         )
     if isinstance(form, Prompt | Prefix):
         return ("PROMPT_TUNING" if isinstance(form, Prompt) else "PREFIX_TUNING"), _token_problem(content, modification)
+    if place.weight is not None:
+        return "", "deltune writes PEFT's LoRA for modules, not for the weights of experts and routers"
     return "", f"PEFT has no {type(form).__name__} at site {modification.site!r}"
 
 
@@ -144,8 +146,9 @@ def _write_lora(content: ExportedDelta) -> OptionsAndTensors:
         else:
             scale = scales[0]
             assert isinstance(scale, float | int)
-            tensors[f"{NAME_PREFIX}{path}.lora_A.weight"] = down
-            tensors[f"{NAME_PREFIX}{path}.lora_B.weight"] = _join_columns([p["up"] for p in parts], columns, rows)
+            names = ("embedding_A", "embedding_B") if edits[0].place.widths.lookup else ("A.weight", "B.weight")
+            tensors[f"{NAME_PREFIX}{path}.lora_{names[0]}"] = down
+            tensors[f"{NAME_PREFIX}{path}.lora_{names[1]}"] = _join_columns([p["up"] for p in parts], columns, rows)
             ranks[path], alphas[path] = down.shape[0], scale * down.shape[0]
     dropouts = {form.dropout for e in content.edits if isinstance(form := e.modification.form, LowRank)}
     if len(dropouts) > 1:
@@ -156,7 +159,9 @@ def _write_lora(content: ExportedDelta) -> OptionsAndTensors:
     options = {
         "peft_type": "LORA", **_target_options(content, list(ranks)), "r": rank, "lora_alpha": _integer_if_whole(alpha),
         "lora_dropout": dropouts.pop(), "bias": "none",
-        "fan_in_fan_out": any(e.place.linear.transposed for e in content.edits if e.place.linear),
+        "fan_in_fan_out": any(
+            e.place.linear.transposed and not e.place.widths.lookup for e in content.edits if e.place.linear
+        ),
         "rank_pattern": {re.escape(path): r for path, r in ranks.items() if r != rank},
         "alpha_pattern": {re.escape(path): _integer_if_whole(a) for path, a in alphas.items() if a != alpha},
     }  # fmt: skip

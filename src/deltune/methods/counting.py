@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import check_model_or_config, inspect
+from ..anatomy.quantization import quantization_of, stored_bytes
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
@@ -26,8 +27,8 @@ from .forms import Shapes
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
-from .sites import EditLocation, select_layers
-from .spec import Method, Modification
+from .sites import EditLocation, select_layers, tower_prefix
+from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
     "model": "all of AutoModel of the configuration",
@@ -36,6 +37,10 @@ DENOMINATORS = {
     "layers": "without embeddings and pooler",
     "untied": "as if input and output embeddings were not tied",
 }
+
+
+OF_QUANTIZED = ("quantization", "base_bytes")
+"""The attributes of a count that `as_dict` has for quantised models only."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Count:
         denominator: The name of what the method's size is compared with.
         denominator_size: The scalars of the denominator.
         scope: What the method leaves out: layers without a site, and towers that it does not act on.
+        quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
+        base_bytes: Bytes that the base model stores, its quantised weights as they are; None without a live model.
     """
 
     method: int
@@ -59,6 +66,13 @@ class Count:
     denominator: str
     denominator_size: int
     scope: tuple[str, ...] = ()
+    quantization: str = field(default="", compare=False)
+    base_bytes: int | None = field(default=None, compare=False)
+
+    @property
+    def training_bytes(self) -> int:
+        """Bytes of what is trained, with its gradients and the two moments of Adam, all in float32."""
+        return 4 * TRAINING_COPIES * self.trained
 
     @property
     def trained(self) -> int:
@@ -74,9 +88,11 @@ class Count:
         """Return all values, as `deltune count --json` prints them.
 
         Returns:
-            A dictionary with a key for each attribute, "trained" and "percent".
+            A dictionary with a key for each attribute, "trained" and "percent". The quantization, with the bytes that
+            are stored, is in it for a quantised model only.
         """
-        return {**asdict(self), "scope": list(self.scope), "trained": self.trained, "percent": self.percent}
+        values = {**asdict(self), "scope": list(self.scope), "trained": self.trained, "percent": self.percent}
+        return values if self.quantization else {n: v for n, v in values.items() if n not in OF_QUANTIZED}
 
     def __str__(self) -> str:
         """Return the count in one line."""
@@ -85,6 +101,9 @@ class Count:
         text += f" ({self.denominator}: {base})"
         text += f"; head {self.head:,}" if self.head else ""
         text += f"; while training {self.training_only:,} more" if self.training_only else ""
+        if self.quantization and self.base_bytes is not None:
+            text += f"; {_format_bytes(self.base_bytes)} of weights stored ({self.quantization}), "
+            text += f"{_format_bytes(self.training_bytes)} to train with Adam"
         return "; ".join((text, *self.scope))
 
     def _repr_html_(self) -> str:
@@ -95,6 +114,7 @@ class Count:
             ("while training only", f"{self.training_only:,}"),
             ("trained in all", f"{self.trained:,}"),
             ("numbers in the saved file", f"{self.stored:,}"),
+            *([("weights stored", _format_bytes(self.base_bytes))] if self.quantization and self.base_bytes else ()),
             *(("left out", text) for text in self.scope),
         ]
         return html_table("Trained scalars", ("of", "scalars"), rows)
@@ -144,7 +164,15 @@ def count(
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     resolved = resolve(anatomy, parse(method), lambda: base_size(model)[1])
-    return count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
+    counted = count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
+    return with_storage(counted, model) if isinstance(model, PreTrainedModel) else counted
+
+
+def with_storage(counted: Count, model: PreTrainedModel) -> Count:
+    """Return a count with what a live model stores; one on the meta device stores nothing."""
+    if any(tensor.is_meta for tensor in base_tensors(model)):
+        return counted
+    return replace(counted, quantization=quantization_of(model), base_bytes=stored_bytes(model))
 
 
 def count_resolved(
@@ -205,11 +233,13 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     for edit in resolved.edits:
         parts.setdefault(edit.modification, set()).add(".".join(edit.place.name.split(".")[:2]))
     for modification, layers in parts.items():
-        if modification.site in ("embedding", "hidden_states") or modification.optional:
+        if modification.site in OUTSIDE_LAYERS or is_pattern(modification.site) or modification.optional:
             continue
         if modification.attention != "all" or modification.tower not in ("main", anatomy.tower):
             continue
         chosen = select_layers(anatomy, modification.layers, modification.stack)
+        if modification.experts != "all":
+            chosen = [layer for layer in chosen if layer.experts]
         if len(layers) < len(chosen):
             yield f"site {modification.site!r} exists in {len(layers)} of {len(chosen)} layers"
 
@@ -218,7 +248,8 @@ def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     """Yield the towers of a model that a method does not act on, with their sizes."""
     names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
     acted = {t.tower for t in anatomy.tensors if t.name in names}
-    acted |= {part.tower for part in anatomy.parts for e in resolved.edits if e.place.name.startswith(f"{part.tower}.")}
+    prefixes = {tower_prefix(anatomy, part): part.tower for part in anatomy.parts}
+    acted |= {prefixes[p] for p in prefixes for e in resolved.edits if e.place.name.startswith(p)}
     if any(e.place.name.split(".")[0] in {stack.name for stack in anatomy.stacks} for e in resolved.edits):
         acted.add(anatomy.tower)
     for tower in anatomy.towers:

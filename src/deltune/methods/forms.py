@@ -39,6 +39,8 @@ class Widths:
         head_width: The width of a query or key of one head.
         value_width: The width of a value of one head.
         states: The number of hidden states to mix, at the site that has them all; else 0.
+        experts: The number of experts that have tensors of their own each; 0 outside of experts.
+        lookup: Whether x is token ids, each of which stands for a one-hot vector of `in_width`.
     """
 
     in_width: int
@@ -49,6 +51,8 @@ class Widths:
     head_width: int = 0
     value_width: int = 0
     states: int = 0
+    experts: int = 0
+    lookup: bool = False
 
 
 def refuse_sum(one: object, two: object) -> NoReturn:
@@ -94,11 +98,16 @@ class Form(MethodPart):
             "tokens" (the input embeddings) or "states" (the outputs of all layers).
         multiplies: The name of the tensor w where h + Δh is w ⊙ h for a form that reads h; else None.
         replaces: Whether h + Δh does not depend on h, so that earlier changes at the same place would be lost.
+        acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form
+            can act at a weight that a module reads itself, as those of experts and routers: W + s A.
+        reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
     """
 
     needs: ClassVar[str] = "hidden"
     multiplies: ClassVar[str | None] = None
     replaces: ClassVar[bool] = False
+    acts_on_weights: ClassVar[bool] = False
+    reads_ids: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -360,7 +369,8 @@ def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool
     import torch
 
     if init == "lora":
-        torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5))
+        for matrix in down if down.dim() == 3 else (down,):  # one for each expert
+            torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
     else:
         torch.nn.init.normal_(down, std=0.02)
     torch.nn.init.zeros_(up) if zero_up else torch.nn.init.normal_(up, std=0.02)
@@ -443,7 +453,8 @@ class Bottleneck(Form):
 class LowRank(Form):
     """Two projections without an activation, Δh = dropout(u) W_down W_up (UV eq. 6; Hu et al. 2021).
 
-    Tensors: down (r, d_in) and up (d_out, r), which is 0 at the start.
+    Tensors: down (r, d_in) and up (d_out, r), which is 0 at the start; at the weights of E experts (E, r, d_in) and
+        (E, d_out, r).
 
     Args:
         rank: r, at least 1.
@@ -454,6 +465,8 @@ class LowRank(Form):
         DeltuneError: An argument is out of its range.
     """
 
+    acts_on_weights: ClassVar[bool] = True
+    reads_ids: ClassVar[bool] = True
     rank: int
     dropout: float = 0.0
     init: Init = "lora"
@@ -462,6 +475,11 @@ class LowRank(Form):
         super().__post_init__()
         check_positive(rank=self.rank)
         check_share("dropout", self.dropout)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        if self.dropout and widths.lookup:
+            return "dropout drops values of x, and token ids have none: give dropout=0 at the embedding"
+        return None
 
     def waste(self, widths: Widths) -> str | None:
         full = min(widths.in_width, widths.out_width)
@@ -473,12 +491,15 @@ class LowRank(Form):
         )
 
     def shapes(self, widths: Widths) -> Shapes:
-        return {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
+        experts = (widths.experts,) if widths.experts else ()
+        return {"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)}
 
     def initialize(self, tensors: Tensors) -> None:
         init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
     def product(self, widths: Widths) -> Product:
+        if widths.experts:
+            raise DeltuneError("a mask is drawn on one product, and experts have one each: mask other sites")
         return _down_up_product(self.rank, widths)
 
     def affine(self, tensors: Tensors) -> Affine:
@@ -487,6 +508,8 @@ class LowRank(Form):
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         from torch.nn import functional as F
 
+        if not u.is_floating_point():  # token ids: a row of W_down each
+            return F.embedding(u, tensors["down"].t())
         u = F.dropout(u, self.dropout) if self.dropout and training else u
         return F.linear(u, tensors["down"].to(u.dtype))
 
@@ -499,6 +522,7 @@ class Vector(Form):
         where: "all" places, "biased" (those that have a bias already) or "unbiased" (those that have none).
     """
 
+    reads_ids: ClassVar[bool] = True
     where: Literal["all", "biased", "unbiased"] = "all"
 
     def shapes(self, widths: Widths) -> Shapes:
@@ -513,7 +537,7 @@ class Vector(Form):
         return None, tensors["vector"]
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
-        return tensors["vector"].to(u.dtype)
+        return tensors["vector"].to(u.dtype) if u.is_floating_point() else tensors["vector"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from .compositions import Add, Composition, Gate, Scale, SigmoidGate
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
 from .other_names import hint_for_site
 from .parser import NUMERAL
-from .spec import ADD, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
+from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
 
 Tower = Literal["main", "text", "vision", "audio", "projector", "all"]
 
@@ -163,11 +163,11 @@ Learned = float | str
 """A number, "learned" (starts at 1) or "learned(4)" (starts at 4)."""
 
 
-def _checked_sites(at: Site, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `at` as a tuple of sites, each of which must be allowed."""
+def _checked_sites(at: Site, allowed: tuple[str, ...], patterns: bool = False) -> tuple[str, ...]:
+    """Return `at` as a tuple of sites, each of which must be allowed, or be a pattern of paths if these are."""
     sites = (at,) if isinstance(at, str) else tuple(at)
     for site in sites:
-        if site not in allowed:
+        if site not in allowed and not (patterns and spec.is_pattern(site)):
             raise DeltuneError(unknown_name("site", site, allowed, hint=hint_for_site(site)))
     if not sites:
         raise DeltuneError(f"at is empty; give one or more of {', '.join(allowed)}")
@@ -466,13 +466,16 @@ def lora(
     stack: Literal["all", "encoder", "decoder"] = "all",
     attention: Literal["all", "self", "cross"] = "all",
     tower: Tower = "main",
+    experts: ExpertsArg = "all",
 ) -> tuple[Modification | Selection, ...]:
     """Add h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021).
 
     Args:
         rank: r, at least 1.
         scale: s.
-        at: One or more of "query", "key", "value", "output", "ffn_up", "ffn_down", and "ffn" for all linears of an FFN.
+        at: One or more of "query", "key", "value", "output", "ffn_up", "ffn_down", and "ffn" for all linears of an FFN;
+            "gate_proj" and "up_proj", of a gated FFN's input linears; "router", of a mixture of experts; "embedding",
+            "pooler" and "lm_head"; or paths of linears as a pattern, such as "*.mixer.in_proj".
         alpha: Another way to give s, which is then alpha / rank; above 0.
         dropout: The probability of dropping a value of x while training.
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
@@ -480,6 +483,8 @@ def lora(
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
             main input enters.
+        experts: Where FFNs are mixtures of experts, "all" of them, "shared" (those that every token goes through),
+            "routed" (those that the router chooses from), or the numbers of some of the latter.
 
     Returns:
         The method, to attach, count or add to others.
@@ -497,15 +502,45 @@ def lora(
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []
-    for site in _checked_sites(at, (*spec.PROJECTIONS, "ffn")):
+    for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn"), patterns=True):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
-    form = LowRank(rank, dropout)
-    return tuple(
-        Modification(
-            s, form, "parallel", _compose(scale), layers, stack, _attention_at(attention, s, sites), tower=tower
+    spec.check_experts(experts, tuple(sites))
+    outside = all(site in spec.OUTSIDE_LAYERS for site in sites)
+    form, compose = LowRank(rank, dropout), _compose(scale)
+    parts = []
+    for s in sites:
+        in_layers = outside or s not in spec.OUTSIDE_LAYERS  # beside sites in layers, layers= is about those
+        parts.append(
+            Modification(
+                s,
+                form,
+                "parallel",
+                compose,
+                layers if in_layers else "all",
+                stack if in_layers else "all",
+                _attention_at(attention, s, sites),
+                tower=tower,
+                experts=experts if s in spec.FFN_LINEARS else "all",
+            )
         )
-        for s in sites
-    )
+    return tuple(parts)
+
+
+@named_method
+def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection, ...]:
+    """Train E[t] for t in `tokens`, the rows of chosen tokens in the word embeddings.
+
+    Where the output projection is tied to the word embeddings, its rows are the same; where it is not, its rows of
+    these tokens are trained too. New values replace the old ones, so that what was in the rows does not matter: this is
+    how tokens that were added to a vocabulary are saved with a delta.
+
+    Args:
+        tokens: The token ids, such as those of added tokens.
+
+    Returns:
+        The method, to attach, count or add to others.
+    """
+    return (Selection(("embedding",), ("embedding", "vocabulary"), tokens=tokens),)
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,31 @@ class Mask:
         return indices
 
 
+@dataclass(frozen=True)
+class RowMask:
+    """A mask that keeps whole rows of a matrix, those of chosen tokens.
+
+    Attributes:
+        name: The name of the matrix.
+        rows: The numbers of the rows.
+        width: The entries of a row.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    width: int
+
+    @property
+    def count(self) -> int:
+        """The scalars that the mask keeps."""
+        return len(self.rows) * self.width
+
+    def indices(self) -> Indices:
+        """Return sorted flat indices, by the name of the matrix."""
+        rows = np.array(sorted(self.rows), dtype=np.int64)
+        return {self.name: (rows[:, None] * self.width + np.arange(self.width)).reshape(-1)}
+
+
 def split_budget(
     units: Sequence[MaskUnit], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
 ) -> list[int]:

@@ -29,7 +29,7 @@ METHOD_NAMES: Mapping[str, str] = {
 ABSENT_METHODS = frozenset(
     (
         "adalora", "dora", "vera", "loha", "lokr", "oft", "boft", "fourierft", "hra", "bone", "miss", "vblora", "xlora",
-        "poly", "randlora", "shira", "c3a", "trainabletokens", "waveft", "road", "delora", "lorafa", "pissa", "loftq",
+        "poly", "randlora", "shira", "c3a", "waveft", "road", "delora", "lorafa", "pissa", "loftq",
         "compacter", "compacterplusplus", "multitaskprompttuning", "cpt", "adaptionprompt", "seqbninv", "reft",
         "loreft", "noreft", "direft", "ptuning",
     )
@@ -43,6 +43,7 @@ ARGUMENT_NAMES: Mapping[str, tuple[str, ...]] = {
     "lora_alpha": ("alpha", "scale"), "alpha": ("scale",), "scaling": ("scale",), "adapter_scalar": ("scale",),
     "lora_dropout": ("dropout",), "p": ("dropout",), "prob": ("dropout",),
     "target_modules": ("at", "site", "layers"), "modules": ("at", "site", "layers"),
+    "target_parameters": ("at",), "token_indices": ("tokens",), "trainable_token_indices": ("tokens",),
     "attn_matrices": ("at",), "site": ("at",), "at": ("site",),
     "layers_to_transform": ("layers",), "layer": ("layers",), "leave_out": ("layers",),
     "num_virtual_tokens": ("length",), "prefix_length": ("length",), "prompt_length": ("length",),
@@ -103,9 +104,14 @@ SITE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("v_proj", "v", "v_lin", "value_proj", "wv", "to_v"), "value"),
     **dict.fromkeys(("o_proj", "o", "out_proj", "out_lin", "wo_proj"), "output"),
     **dict.fromkeys(
-        ("up_proj", "gate_proj", "gate_up_proj", "fc1", "lin1", "c_fc", "wi", "wi_0", "wi_1", "w1", "w3",
+        ("gate_up_proj", "fc1", "lin1", "c_fc", "wi", "wi_0", "wi_1", "w1", "w3",
          "intermediate", "dense_h_to_4h", "intermediate_dense"), "ffn_up",
     ),
+    **dict.fromkeys(
+        ("embed_tokens", "wte", "word_embeddings", "embed", "embeddings", "shared", "tok_embeddings"), "embedding"
+    ),
+    **dict.fromkeys(("embed_out", "output_projection", "decoder", "unembed"), "lm_head"),
+    **dict.fromkeys(("gate", "router_proj"), "router"),
     **dict.fromkeys(("down_proj", "fc2", "lin2", "wo", "w2", "dense_4h_to_h", "output_dense"), "ffn_down"),
     **dict.fromkeys(("mlp", "feed_forward", "feedforward", "fc", "ff"), "ffn"),
     **dict.fromkeys(("self_attn", "self_attention", "attn", "self"), "attention"),
@@ -119,7 +125,7 @@ SEVERAL_SITES: Mapping[str, str] = {
     **dict.fromkeys(("c_attn", "qkv", "qkv_proj", "query_key_value", "in_proj"), "('query', 'key', 'value')"),
     "c_proj": "'output' in an attention and 'ffn_down' in an FFN",
     "dense": "'output' in an attention, 'ffn_up' or 'ffn_down' in an FFN",
-    **dict.fromkeys(("lm_head", "classifier", "score"), "no site but the task head: attach(…, head='train') trains it"),
+    **dict.fromkeys(("classifier", "score"), "no site but the task head: attach(…, head='train') trains it"),
 }  # fmt: skip
 """Usual names of modules that are not one site."""
 

@@ -34,6 +34,7 @@ from .library import (
     prompt,
     scaled_parallel_adapter,
     three_vectors,
+    trainable_tokens,
     unipelt,
 )
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
@@ -106,6 +107,9 @@ REGISTRY: Mapping[str, RegistryEntry] = {
     ),
     "prompt": RegistryEntry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2, short_rate=1e-1),
     "lora": RegistryEntry(lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
+    "trainable_tokens": RegistryEntry(
+        trainable_tokens, "ours", "d for each token, once", "trainable_tokens(tokens=(5, 7)) + lora"
+    ),
     "mam": RegistryEntry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
     "prefix_layernorm": RegistryEntry(
         prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2, short_rate=2e-2

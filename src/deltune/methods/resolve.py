@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..anatomy.types import Anatomy, Norm, Tensor
-from ..errors import DeltuneError, error_from_problems
-from .masks import Mask, MaskUnit, split_budget
+from ..errors import DeltuneError, error_from_problems, excerpt
+from .masks import Mask, MaskUnit, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, Selection
 
@@ -76,7 +76,7 @@ class ResolvedMethod:
 
     edits: tuple[ResolvedEdit, ...]
     selected: tuple[Tensor, ...]
-    masked: tuple[tuple[Tensor, Mask], ...] = ()
+    masked: tuple[tuple[Tensor, Mask | RowMask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
     gated: tuple[ResolvedGates, ...] = ()
 
@@ -189,6 +189,7 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
     """Resolve one term, whose parts are numbered from `index` on; what is not possible is added to `problems`."""
     edits: list[ResolvedEdit] = []
     selected: list[Tensor] = []
+    by_token: list[tuple[Tensor, RowMask]] = []
     gated: list[ResolvedGates] = []
     for number, part in enumerate(term.parts, index):
         try:
@@ -198,13 +199,37 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
                     ResolvedEdit(f"{number}_{location.name.replace('.', '_')}", part, location, index)
                     for location in locations
                 ]
+            elif part.tokens is not None:
+                by_token += token_rows(anatomy, part, part.tokens)
             elif part.sparsity is None:
                 selected += selected_tensors(anatomy, part)
             elif tensors := selected_tensors(anatomy, part):
                 gated.append(_resolve_gates(tensors, part.sparsity, str(number)))
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
-    return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), gated=tuple(gated))
+    return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), tuple(by_token), gated=tuple(gated))
+
+
+def token_rows(anatomy: Anatomy, selection: Selection, tokens: tuple[int, ...]) -> list[tuple[Tensor, RowMask]]:
+    """Return the tables with a row for each token, in the areas of a selection, with the rows of the tokens.
+
+    Raises:
+        DeltuneError: The word embeddings cannot be seen, or have no such rows.
+    """
+    tables = [stack.embedding for stack in anatomy.stacks if stack.embedding is not None]
+    if not tables:
+        raise DeltuneError("the word embeddings of this model cannot be seen")
+    paths = [table.path for table in tables] if "embedding" in selection.areas else []
+    paths += [anatomy.vocabulary.path] if anatomy.vocabulary is not None and "vocabulary" in selection.areas else []
+    names = {f"{path}.weight" for path in paths}
+    tensors = [t for t in anatomy.tensors if not names.isdisjoint((t.name, *t.aliases))]
+    for tensor in tensors:
+        if missing := [token for token in tokens if token >= tensor.shape[0]]:
+            raise DeltuneError(
+                f"tokens={excerpt(tokens)}: {excerpt(missing)} are no token ids of this model, which has 0 to "
+                f"{tensor.shape[0] - 1}: model.resize_token_embeddings({max(tokens) + 1}) adds rows for them"
+            )
+    return [(tensor, RowMask(tensor.name, tuple(tokens), tensor.shape[1])) for tensor in tensors]
 
 
 def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> ResolvedGates:
@@ -286,6 +311,13 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
     if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing_selected(anatomy, selection))
+    if quantized := [tensor for tensor in tensors if tensor.quantized]:
+        raise DeltuneError(
+            f"{len(quantized)} of the tensors that it trains are quantised ({quantized[0].name}: "
+            f"{quantized[0].quantized}), and quantised numbers cannot be trained: choose a method that adds to the "
+            "weights or the hidden states (lora, adapter, prefix, ia3) or trains norms and biases (layernorm, bitfit), "
+            "or load the model without quantisation"
+        )
     return tensors
 
 

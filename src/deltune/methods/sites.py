@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
-from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, Layer, Linear
+from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear
 from ..errors import DeltuneError
 from .forms import Prompt, Vector, Widths
-from .spec import OUTER_LAYERS, LayersArg, Modification
+from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, LayersArg, Modification, is_pattern
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class ModuleSide:
     Attributes:
         path: The path of the module.
         side: "input" (its first argument), "output", "attention" (inside the call of the attention), "tokens" (the
-            input embeddings of a stack) or "states" (all hidden states of a stack).
+            input embeddings of a stack), "states" (all hidden states of a stack) or "weight" (a weight that the module
+            reads itself).
         columns: The part of a fused projection; None for all of it.
     """
 
@@ -47,6 +50,8 @@ class EditLocation:
         linear: The projection, at a site that is one.
         has_bias: Whether the projection or norm has a bias.
         shifted_stack: The stack whose positions are shifted, or "".
+        weight: The weight that is changed, at a site of experts or of a router that no linear computes.
+        experts: The numbers of the experts whose matrices of that weight are changed; None for all of it.
     """
 
     name: str
@@ -59,6 +64,13 @@ class EditLocation:
     linear: Linear | None = None
     has_bias: bool = False
     shifted_stack: str = ""
+    weight: ExpertWeight | None = None
+    experts: tuple[int, ...] | None = None
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows of a batch can have deltas of their own here: the module reads the batch, row after row."""
+        return not (self.linear is not None and self.linear.common) and not (self.weight and not self.weight.by_row)
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,9 @@ class SiteLocation:
         linear: The projection, at a site that is one.
         has_bias: Whether the projection or norm has a bias.
         attention: The attention, at sites of its heads.
+        weight: The weight of experts or of a router, at a site that is one.
+        experts: The numbers of the experts that are chosen there; None for all.
+        lookup: Whether x is token ids.
     """
 
     name: str
@@ -90,6 +105,9 @@ class SiteLocation:
     linear: Linear | None = None
     has_bias: bool = False
     attention: Attention | None = None
+    weight: ExpertWeight | None = None
+    experts: tuple[int, ...] | None = None
+    lookup: bool = False
 
 
 def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
@@ -145,9 +163,26 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     """
     locations: list[EditLocation] = []
     for part in towers_of(anatomy, modification.tower):
-        prefix = "" if part is anatomy else f"{part.tower}."
+        prefix = tower_prefix(anatomy, part)
         locations += [_in_tower(location, prefix) for location in _resolve_in_tower(part, modification)]
     return locations
+
+
+def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
+    """Return how the names of the places of a tower begin, which is different for each.
+
+    Args:
+        anatomy: The model's anatomy.
+        part: That anatomy itself, or one of its parts.
+
+    Returns:
+        "" for the main tower, "vision." for the only part of that name, and "vision_model_vision_model." for the part
+        at model.vision_model where another part has the same name.
+    """
+    if part is anatomy:
+        return ""
+    alone = sum(other.tower == part.tower for other in anatomy.parts) == 1
+    return f"{part.tower}." if alone else f"{part.tower}_{part.root.replace('.', '_')}."
 
 
 def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
@@ -176,14 +211,19 @@ def _in_tower(location: EditLocation, prefix: str) -> EditLocation:
 
 
 def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
-    if modification.site in ("embedding", "hidden_states"):
-        locate = _embedding_location if modification.site == "embedding" else _hidden_states_location
+    if modification.form.needs in ("tokens", "states"):
+        locate = _embedding_location if modification.form.needs == "tokens" else _hidden_states_location
         return [locate(anatomy, modification)]
-    sites = [
-        site
-        for layer in select_layers(anatomy, modification.layers, modification.stack)
-        for site in _layer_sites(anatomy, layer, modification)
-    ]
+    if is_pattern(modification.site):
+        sites = _matching_sites(anatomy, modification)
+    elif modification.site in OUTSIDE_LAYERS:
+        sites = _outer_sites(anatomy, modification)
+    else:
+        sites = [
+            site
+            for layer in select_layers(anatomy, modification.layers, modification.stack)
+            for site in _layer_sites(anatomy, layer, modification)
+        ]
     if isinstance(modification.form, Vector) and modification.form.where != "all":
         needs_bias = modification.form.where == "biased"
         sites = [site for site in sites if site.has_bias == needs_bias]
@@ -195,8 +235,22 @@ def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[Edit
         if modification.attention not in ("all", *kinds):
             requested = modification.attention
             raise DeltuneError(f"attention={requested!r}: this model has {' and '.join(kinds)} attention only")
-        raise DeltuneError(f"this model has no site {modification.site!r} that can be seen")
+        raise DeltuneError(_no_such_site(anatomy, modification))
     return [_with_position_shift(anatomy, _edit_location(site, modification), site, modification) for site in sites]
+
+
+def _no_such_site(anatomy: Anatomy, modification: Modification) -> str:
+    """Return that a model does not have a site, and what it has instead."""
+    site = modification.site
+    if site in ("gate_proj", "up_proj") and any(layer.ffns for layer in anatomy.layers):
+        return f"site {site!r} is in a gated FFN, and no FFN of this model shows a gate: take 'ffn_up'"
+    if modification.experts == "shared":
+        return "experts='shared': no mixture of experts of this model has an expert that every token goes through"
+    if modification.experts != "all" and not any(layer.experts for layer in anatomy.layers):
+        return f"experts={modification.experts!r}: this model has no mixture of experts"
+    if site == "router":
+        return "this model has no mixture of experts whose router can be seen"
+    return f"this model has no site {site!r} that can be seen"
 
 
 def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
@@ -205,19 +259,43 @@ def _edit_location(site: SiteLocation, modification: Modification) -> EditLocati
     reads_x = parallel or modification.compose.reads_x
     if reads_x and site.x is None:
         raise DeltuneError(f"{site.name} has no input of its own to read")
+    if site.weight is not None:
+        _check_acts_on_weight(site.weight, modification)
     attention = site.attention
     widths = Widths(
         site.x_width if parallel else site.h_width, site.h_width, site.x_width, (attention.heads or 0) if attention else
         0, (attention.kv_heads or 0) if attention else 0, (attention.head_width or 0) if attention else 0,
-        (attention.value_width or 0) if attention else 0,
+        (attention.value_width or 0) if attention else 0, experts=_expert_count(site),
+        lookup=site.lookup and parallel,
     )  # fmt: skip
     if problem := modification.form.incompatibility(widths):
         raise DeltuneError(problem)
     inside_attention = modification.form.needs == "attention" and not modification.compose.reads_x
     return EditLocation(
         site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group,
-        site.apply_norm_first, site.linear, site.has_bias,
+        site.apply_norm_first, site.linear, site.has_bias, weight=site.weight, experts=site.experts,
     )  # fmt: skip
+
+
+def _expert_count(site: SiteLocation) -> int:
+    if site.weight is None or not site.weight.number:
+        return 0
+    return site.weight.number if site.experts is None else len(site.experts)
+
+
+def _check_acts_on_weight(weight: ExpertWeight, modification: Modification) -> None:
+    """Check that a modification is a change of a weight: there its module's input and output are no hidden states.
+
+    Raises:
+        DeltuneError: It is none; the message says why.
+    """
+    form, where = modification.form, f"{weight.path}.{weight.leaf} is a weight that its module reads itself"
+    if not form.acts_on_weights or modification.insertion != "parallel":
+        raise DeltuneError(f"{where}, so that only a form that is a change of a weight acts there, such as LowRank")
+    if modification.compose.reads_x or modification.compose.tied(Widths(1, 1, 1)):
+        raise DeltuneError(f"{where}, so that {modification.compose!r} has no input to read there")
+    if getattr(form, "dropout", 0):
+        raise DeltuneError(f"{where}, so that there is no x whose values could be dropped: give dropout=0")
 
 
 def _with_position_shift(
@@ -244,12 +322,19 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
         for number, norm in enumerate(layer.norms):
             name = f"{stem}.norm{number}"
             yield SiteLocation(name, ModuleSide(norm.path, "output"), norm.width, name, layer.stack, has_bias=norm.bias)
-    elif site.startswith("ffn"):
-        for number, ffn in enumerate(layer.ffns):
+    elif site == "router":
+        for number, experts in enumerate(layer.experts, len(layer.ffns)):
+            if experts.scores is not None:
+                yield _router_site(f"{stem}.{number}" if number else stem, layer, experts.scores)
+    elif site.startswith("ffn") or site in ("gate_proj", "up_proj"):
+        for number, ffn in enumerate(layer.ffns if modification.experts == "all" else ()):
             yield from _ffn_sites(f"{stem}.{number}" if number else stem, layer, ffn, modification)
         for number, experts in enumerate(layer.experts, len(layer.ffns)):
-            if site == "ffn" or not modification.optional:
-                yield _experts_site(f"{stem}.{number}" if number else stem, layer, experts, modification)
+            inner = f"{stem}.{number}" if number else stem
+            if site == "ffn":
+                yield _experts_site(inner, layer, experts, modification)
+            else:
+                yield from _sites_in_experts(inner, layer, experts, modification)
     else:
         for attention in layer.attentions:
             is_mixer = attention.kind == "mixer"
@@ -271,12 +356,12 @@ def _attention_site(stem: str, layer: Layer, attention: Attention, modification:
         return SiteLocation(
             name, ModuleSide(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention
         )
-    if attention.heads is None:
-        raise DeltuneError(
-            f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not call "
-            "transformers' attention interface"
-        )
     if site == "heads":
+        if attention.heads is None:
+            raise DeltuneError(
+                f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not "
+                "call transformers' attention interface"
+            )
         target = ModuleSide(attention.path, "attention")
         return SiteLocation(name, target, output.in_width, stem, group, x, x_width, attention=attention)
     linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
@@ -299,6 +384,10 @@ def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) ->
     if site == "ffn_up":
         for number, linear in enumerate(ffn.inputs):
             yield _projection_site(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
+    elif site in ("gate_proj", "up_proj"):
+        part = ffn.gate if site == "gate_proj" else ffn.up
+        if part is not None:
+            yield _projection_site(f"{stem}.{site}", part, sublayer, group)
     elif site == "ffn_down":
         yield _projection_site(f"{stem}.ffn_down", ffn.output, sublayer, group)
     elif site == "ffn_inner":
@@ -315,15 +404,120 @@ def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) ->
 
 def _experts_site(stem: str, layer: Layer, experts: Experts, modification: Modification) -> SiteLocation:
     """Return the place of a mixture of experts as a whole, which is where an FFN would be."""
-    if modification.site != "ffn":
-        raise DeltuneError(
-            f"site {modification.site!r} is a linear of an FFN, and {experts.path!r} is a mixture of {experts.number} "
-            "experts; site 'ffn' is beside or after all of them, and layers= chooses layers without experts"
-        )
     path = experts.pre if modification.x == "residual" and experts.pre is not None else experts.path
     target, x = ModuleSide(experts.path, "output"), ModuleSide(path, "input")
     sublayer = f"{stem}.ffn"
     return SiteLocation(sublayer, target, experts.out_width, sublayer, layer.stack, x, experts.in_width)
+
+
+def _sites_in_experts(stem: str, layer: Layer, experts: Experts, modification: Modification) -> Iterator[SiteLocation]:
+    """Yield the linears of shared experts, and the weights of those that the router chooses from."""
+    site, chosen = modification.site, modification.experts
+    if chosen in ("all", "shared"):
+        for number, ffn in enumerate(experts.shared):
+            yield from _ffn_sites(f"{stem}.shared{number or ''}", layer, ffn, modification)
+    if chosen == "shared" or modification.optional:
+        return
+    if site == "ffn_inner":
+        raise DeltuneError(
+            f"site {site!r} is inside an FFN, and {experts.path!r} is a mixture of {experts.number} experts: give "
+            "layers without experts"
+        )
+    if site in ("gate_proj", "up_proj"):
+        raise DeltuneError(
+            f"the gates of the {experts.number} experts at {experts.path!r} are no projections of their own: take "
+            "'ffn_up', which is both, or experts='shared'"
+        )
+    weights = experts.inputs if site == "ffn_up" else experts.outputs
+    if not weights:
+        raise DeltuneError(f"which weights of the experts at {experts.path!r} are {site} cannot be seen")
+    numbers = None if isinstance(chosen, str) else chosen
+    if out_of_range := [i for i in numbers or () if i >= experts.number]:
+        raise DeltuneError(
+            f"experts={chosen!r}: {experts.path!r} has {experts.number}, 0 to {experts.number - 1}, and no "
+            f"{out_of_range[0]}"
+        )
+    for number, weight in enumerate(weights):
+        yield _weight_site(f"{stem}.experts.{site}{number or ''}", f"{stem}.ffn", layer, weight, numbers)
+
+
+def _weight_site(
+    name: str, sublayer: str, layer: Layer, weight: ExpertWeight, experts: tuple[int, ...] | None = None
+) -> SiteLocation:
+    """Return the place of a weight that its module reads itself."""
+    target, x = ModuleSide(weight.path, "weight"), ModuleSide(weight.path, "input")
+    return SiteLocation(
+        name, target, weight.out_width, sublayer, layer.stack, x, weight.in_width, weight=weight, experts=experts
+    )  # fmt: skip
+
+
+def _router_site(stem: str, layer: Layer, scores: Linear | ExpertWeight) -> SiteLocation:
+    name, sublayer = f"{stem}.router", f"{stem}.ffn"
+    if isinstance(scores, Linear):
+        return _projection_site(name, scores, sublayer, layer.stack)
+    return _weight_site(name, sublayer, layer, scores)
+
+
+def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocation]:
+    """Return the places of a linear outside of the layers: word embeddings, pooler or output embeddings.
+
+    Raises:
+        DeltuneError: The model has none, or it cannot be seen.
+    """
+    site = modification.site
+    if site == "embedding":
+        by_path = {
+            stack.embedding.path: (stack.name, stack.embedding) for stack in anatomy.stacks[::-1] if stack.embedding
+        }
+        if not by_path:
+            raise DeltuneError(_no_words(anatomy))
+        return [
+            replace(_outer_site(f"{name}.embedding", linear), lookup=True)
+            for name, linear in list(by_path.values())[::-1]
+        ]
+    stack = anatomy.stacks[-1].name if anatomy.stacks else "model"
+    if site == "lm_head":
+        if anatomy.vocabulary is None:
+            raise DeltuneError(
+                f"{anatomy.model} has no projection to the vocabulary that is a linear; lm_head is in models that "
+                "answer in words"
+            )
+        return [_outer_site(f"{stack}.lm_head", anatomy.vocabulary)]
+    linear = next((x for x in anatomy.linears if f"{x.path}.".startswith(f"{anatomy.pooler}.")), None)
+    if anatomy.pooler is None or linear is None:
+        raise DeltuneError(f"{anatomy.model} has no pooler")
+    return [_outer_site(f"{stack}.pooler", linear)]
+
+
+def _outer_site(name: str, linear: Linear) -> SiteLocation:
+    return _projection_site(name, linear, name, name.partition(".")[0])
+
+
+def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocation]:
+    """Return the linears whose paths match a pattern, in the layers that are chosen, and outside of them by default.
+
+    Raises:
+        DeltuneError: No linear matches; the message has the last parts of the paths that exist.
+    """
+    pattern, everywhere = modification.site, (modification.layers, modification.stack) == ("all", "all")
+    chosen = [] if everywhere else select_layers(anatomy, modification.layers, modification.stack)
+    matching = [x for x in anatomy.linears if fnmatchcase(x.path, pattern)]
+    if not matching:
+        names = sorted({linear.path.rpartition(".")[2] for linear in anatomy.linears})
+        close = get_close_matches(pattern.rpartition(".")[2], names, 8, 0.3) or names
+        raise DeltuneError(
+            f"no linear of this model has a path that matches {pattern!r}; paths here end in "
+            f"{', '.join(close[:8])}, such as {next((x.path for x in anatomy.linears), 'none')}"
+        )
+    sites = []
+    for linear in matching:
+        layer = next((y for y in anatomy.layers if linear.path.startswith(f"{y.path}.")), None)
+        if everywhere or layer in chosen:
+            stack = anatomy.stacks[-1].name if anatomy.stacks else "model"
+            stem = f"{layer.stack}.{layer.index}" if layer else stack
+            inner = linear.path.removeprefix(f"{layer.path}.") if layer else linear.path
+            sites.append(_projection_site(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack))
+    return sites
 
 
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
@@ -331,14 +525,16 @@ def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
     return sublayer.pre if modification.x == "residual" and sublayer.pre is not None else sublayer.reads
 
 
+def _no_words(anatomy: Anatomy) -> str:
+    if anatomy.tower == "text":
+        return "the word embeddings of this model cannot be seen"
+    return "this model reads no token ids first"
+
+
 def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
     stack = next(iter(anatomy.stacks), None)
     if stack is None or stack.words is None:
-        raise DeltuneError(
-            "the word embeddings of this model cannot be seen"
-            if anatomy.tower == "text"
-            else "this model reads no token ids first"
-        )
+        raise DeltuneError(_no_words(anatomy))
     if isinstance(modification.form, Prompt) and modification.form.positions == "none" and stack.positions is None:
         raise DeltuneError("positions='none' needs absolute position embeddings; this model's are relative or rotary")
     word_embeddings = next(t for t in anatomy.tensors if stack.words + ".weight" in (t.name, *t.aliases))

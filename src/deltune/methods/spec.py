@@ -41,10 +41,15 @@ SITES = {
     "output": "output of the output projection W_o, as a projection",
     "ffn": "output of the FFN's last linear, before residual and norm",
     "ffn_up": "outputs of the FFN's input linears",
+    "gate_proj": "of a gated FFN, output of the input linear that the activation follows",
+    "up_proj": "of a gated FFN, output of the input linear that the activation is multiplied by",
     "ffn_down": "output of the FFN's last linear, as a projection",
     "ffn_inner": "the FFN's inner activation, before its last linear",
+    "router": "scores of the router of a mixture of experts, as a projection",
     "norm": "outputs of the norms in the layers",
-    "embedding": "the input hidden states",
+    "embedding": "the input hidden states: vectors before them, or the word embeddings as a projection of token ids",
+    "pooler": "output of the pooler's linear, as a projection",
+    "lm_head": "output of the projection to the vocabulary, as a projection",
     "block": "a layer's output",
     "hidden_states": "all layers' outputs, read together by the head",
 }
@@ -54,6 +59,16 @@ ATTENTION_SITES = ("heads", "attention", "query", "key", "value", "output")
 """The sites that each attention has, where attention= chooses."""
 
 PROJECTIONS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
+"""The linears of attentions and FFNs, each in one site."""
+
+FFN_LINEARS = ("ffn_up", "ffn_down", "gate_proj", "up_proj")
+"""The linears of FFNs, where experts= chooses in a mixture of experts."""
+
+OTHER_PROJECTIONS = ("gate_proj", "up_proj", "router", "embedding", "pooler", "lm_head")
+"""Further sites that are linears: parts of another site, and those outside of attentions and FFNs."""
+
+OUTSIDE_LAYERS = ("embedding", "pooler", "lm_head", "hidden_states")
+"""The sites that are in no layer."""
 LAYERS = ("all", "lower half", "upper half")
 OUTER_LAYERS = re.compile("(first|last) ([1-9][0-9]{0,5})")
 STACKS = ("all", "encoder", "decoder")
@@ -64,6 +79,7 @@ X_CHOICES = ("input", "residual", "normed")
 LayersArg = Annotated[
     str | tuple[int, ...], "'all', 'lower half', 'upper half', 'first 2', 'last 2' or a list of indices"
 ]
+ExpertsArg = Annotated[str | tuple[int, ...], "'all', 'shared', 'routed' or a list of numbers"]
 P = ParamSpec("P")
 
 
@@ -116,7 +132,8 @@ class Modification(Method):
     u, what the form reads, is the input x of the frozen sub-module (parallel) or the hidden states h (sequential).
 
     Args:
-        site: The place in a layer, one of `SITES`, such as "query" or "ffn".
+        site: The place, one of `SITES`, such as "query" or "ffn"; or the paths of linears as a pattern with * for any
+            text, such as "*.mixer.in_proj".
         form: What Δh is computed by, such as `LowRank(8)`.
         insertion: "parallel" or "sequential".
         compose: How Δh joins h.
@@ -128,6 +145,8 @@ class Modification(Method):
         optional: Whether a model without such a place is accepted.
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
             main input enters.
+        experts: At linears of FFNs that are mixtures of experts: "all", "shared" (those that every token goes through),
+            "routed" (those that the router chooses from), or the numbers of some of the latter.
 
     Raises:
         DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
@@ -143,12 +162,14 @@ class Modification(Method):
     x: str = "input"
     optional: bool = False
     tower: str = "main"
+    experts: ExpertsArg = "all"
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_scope(self.layers, self.stack, self.attention, self.tower)
+        check_experts(self.experts, (self.site,))
         for name, value, allowed in (
-            ("site", self.site, SITES),
+            ("site", "ffn" if is_pattern(self.site) else self.site, SITES),
             ("insertion", self.insertion, ("parallel", "sequential")),
             ("x", self.x, X_CHOICES),
         ):
@@ -160,8 +181,13 @@ class Modification(Method):
         needs, form = self.form.needs, type(self.form).__name__
         if needs in SITES_FOR_NEED and self.site not in SITES_FOR_NEED[needs]:
             raise DeltuneError(f"{form} acts at site {SITES_FOR_NEED[needs][0]!r}, not at {self.site!r}")
-        if self.site in ("embedding", "hidden_states") and self.site not in SITES_FOR_NEED.get(needs, ()):
+        if self.site == "hidden_states" and needs != "states":
             raise DeltuneError(f"{form} cannot act at site {self.site!r}: it changes hidden states at one point")
+        if self.site == "embedding" and needs == "hidden" and self.insertion == "parallel":
+            if not self.form.reads_ids:
+                raise DeltuneError(f"the embedding reads token ids, which {form} cannot: give insertion='sequential'")
+            if self.compose.reads_x:
+                raise DeltuneError(f"the embedding reads token ids, which {self.compose!r} cannot read")
         if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
             raise DeltuneError(f"site {self.site!r} has no input x of its own: give insertion='sequential'")
         if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
@@ -172,11 +198,13 @@ class Modification(Method):
             raise DeltuneError("x='residual' is for a parallel insertion at 'attention', 'ffn' or 'heads'")
         if self.x == "normed" and (self.site, self.insertion) != ("ffn", "sequential"):
             raise DeltuneError("x='normed' is for a sequential insertion at 'ffn'")
-        if isinstance(self.form, Vector) and self.form.where != "all" and self.site not in (*PROJECTIONS, "norm"):
-            raise DeltuneError(f"Vector(where={self.form.where!r}) acts at one of {', '.join((*PROJECTIONS, 'norm'))}")
-        if self.site in ("embedding", "hidden_states") and (self.layers, self.stack) != ("all", "all"):
+        with_biases = (*PROJECTIONS, *OTHER_PROJECTIONS, "norm")
+        of_some = isinstance(self.form, Vector) and self.form.where != "all"
+        if of_some and self.site not in with_biases and not is_pattern(self.site):
+            raise DeltuneError(f"{self.form!r} acts at one of {', '.join(with_biases)}")
+        if self.site in OUTSIDE_LAYERS and (self.layers, self.stack) != ("all", "all"):
             raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
-        if self.site == "embedding" and self.compose != ADD:
+        if needs == "tokens" and self.compose != ADD:
             raise DeltuneError(f"vectors before the embeddings are joined by Add() alone, not by {self.compose!r}")
         if isinstance(self.form, Prefix) and self.form.length == 1 and not isinstance(self.compose, Gate):
             raise DeltuneError(
@@ -199,6 +227,7 @@ class Modification(Method):
     def _table_row(self) -> tuple[str, ...]:
         """Return the row that a notebook shows: what, where, layers and how."""
         where = self.site if self.attention == "all" else f"{self.site} of {self.attention} attention"
+        where += "" if self.experts == "all" else f" of experts {self.experts}"
         return repr(self.form), where, _scope_text(self.layers, self.stack), f"{self.insertion}, {self.compose!r}"
 
     def __repr__(self) -> str:
@@ -210,7 +239,8 @@ class Selection(Method):
     """Train existing parameters in place, chosen by role and area and never by name.
 
     Args:
-        roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias) or "all".
+        roles: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias" (every bias), "embedding" (the word
+            embeddings and other tables of vectors) or "all".
         areas: "layers", "embedding", "final", "pooler", "vocabulary" or "other".
         of: In the layers, what belongs to the "attention" or to the "ffn", their norms included, or "both".
         layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
@@ -220,6 +250,8 @@ class Selection(Method):
         optional: Whether a model without such parameters is accepted.
         tower: Of a model of several towers, "text", "vision", "audio" or "projector" (what leads from one to another),
             "all" of them, or "main", the one that its main input enters.
+        tokens: Of the tables with a row for each token, the word embeddings and an output projection of its own in the
+            areas, the rows of these token ids alone; with roles=("embedding",).
 
     Raises:
         DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
@@ -233,10 +265,16 @@ class Selection(Method):
     sparsity: float | None = None
     optional: bool = False
     tower: str = "main"
+    tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_scope(self.layers, self.stack, tower=self.tower)
+        if self.tokens is not None:
+            if not self.tokens or any(i < 0 for i in self.tokens) or len(set(self.tokens)) < len(self.tokens):
+                raise DeltuneError(f"tokens={self.tokens!r}: give token ids, each once, from 0 on")
+            if self.roles != ("embedding",) or self.sparsity is not None:
+                raise DeltuneError("tokens= chooses rows of embeddings: give roles=('embedding',), and no sparsity")
         if self.sparsity is not None and not 0 < self.sparsity < 1:
             raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
@@ -257,6 +295,7 @@ class Selection(Method):
         """Return the row that a notebook shows: what, where, layers and how."""
         where = ", ".join(self.areas) if self.of == "both" else f"{', '.join(self.areas)} ({self.of})"
         how = "in place" if self.sparsity is None else f"a share of {self.sparsity:g} in place"
+        how = how if self.tokens is None else f"the rows of {len(self.tokens)} tokens in place"
         return ", ".join(self.roles), where, _scope_text(self.layers, self.stack), how
 
     def __repr__(self) -> str:
@@ -268,7 +307,7 @@ def _scope_text(layers: LayersArg, stack: str) -> str:
     return text if stack == "all" else f"{text} of the {stack}"
 
 
-ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "all")
+ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "embedding", "all")
 AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 
@@ -377,6 +416,10 @@ class MaskedMethod(Method):
             raise DeltuneError("a mask on a mask: give one apet(...) a method with all terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
             raise DeltuneError(f"{self.method!r} finds its mask by training; give its sparsity instead of apet(...)")
+        if any(isinstance(part, Selection) and part.tokens is not None for part in self.method.parts):
+            raise DeltuneError(
+                f"{self.method!r} has rows that you chose, and a mask draws its own: put it outside of apet(...)"
+            )
         if isinstance(self.parameters, str) and parse_percentage(self.parameters) is None:
             raise DeltuneError(f"parameters={self.parameters!r}: give a number or a share such as '0.05%'")
 
@@ -434,6 +477,28 @@ def _explicit_term(term: Method) -> str:
     if isinstance(term, MaskedMethod):
         return term.expression_around(explicit_expression(term.method))
     return _call_text(term.name, term.arguments) if isinstance(term, NamedMethod) else repr(term)
+
+
+def check_experts(experts: ExpertsArg, sites: tuple[str, ...]) -> None:
+    """Check the argument that chooses experts.
+
+    Raises:
+        DeltuneError: It does not exist, or none of the sites is a linear of an FFN.
+    """
+    if isinstance(experts, str):
+        if experts not in ("all", "shared", "routed"):
+            raise DeltuneError(unknown_name("experts", experts, ("all", "shared", "routed", "a list of numbers")))
+    elif not experts or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in experts):
+        raise DeltuneError(f"experts={experts!r}: give 'all', 'shared', 'routed' or a list of numbers from 0 on")
+    elif len(set(experts)) < len(experts):
+        raise DeltuneError(f"experts={experts!r}: a number stands twice")
+    if experts != "all" and not any(site in FFN_LINEARS for site in sites):
+        raise DeltuneError(f"experts={experts!r} chooses among linears of FFNs: {', '.join(FFN_LINEARS)}")
+
+
+def is_pattern(site: str) -> bool:
+    """Whether a site is no name but a path of a module, or a pattern of paths with * for any text."""
+    return "." in site or "*" in site
 
 
 def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all", tower: str = "main") -> None:

@@ -20,9 +20,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ..anatomy.inspection import check_not_quantized, inspect
+from ..anatomy.inspection import inspect
+from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs
+from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, submodules_of
 from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
@@ -158,7 +160,7 @@ def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
         full = {key: {leaf: t.detach() for leaf, t in edit.full_tensors().items()} for key, edit in delta.named_edits()}
     head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
-        handle.anatomy, delta.planned.edits, full, values, head, lambda n: handle._base_value(n).detach(),
+        handle.anatomy, delta.planned.edits, full, values, head, lambda n: handle._dense_value(n).detach(),
         _has_sliding_window(handle.model),
     )  # fmt: skip
 
@@ -232,17 +234,20 @@ def attach(
 
     Raises:
         DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
-            is quantised or offloaded, a part of it belongs to another model with deltas, or there is too little memory.
-            The model stays as it was.
+            is offloaded or quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
+            or there is too little memory. The model stays as it was.
     """
     _check_model(model)
+    check_gradients_pass(model)
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     with _default_modes():
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
-        planned = resolve_within_memory(model, handle.anatomy if handle else inspect(model), parsed)
+        anatomy = handle.anatomy if handle else inspect(model)
+        _check_head_plain(anatomy)
+        planned = resolve_within_memory(model, anatomy, parsed)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
@@ -302,6 +307,7 @@ def load(
     name: str = "default",
     allow_nonfinite: bool = False,
     use: bool = True,
+    base: Literal["same", "any"] = "same",
 ) -> Tuned:
     """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
 
@@ -318,6 +324,8 @@ def load(
         name: What the delta is called on this model.
         allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
         use: Whether the delta is put in use, in place of the one that is in use now. False: that one stays in use.
+        base: "same" loads the delta only on the base model that it was tuned on. "any" takes every model with the same
+            names and shapes of tensors, such as a quantised form of it, and warns of what differs.
 
     Returns:
         The handle of the model.
@@ -342,9 +350,20 @@ def load(
         if saved is None:
             delta, labels = _read_foreign_delta(handle, where, allow_nonfinite)
         else:
-            delta, own_labels = _read_delta(handle, saved, allow_nonfinite)
+            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base)
             labels = own_labels or handle._base_labels
         handle._add_delta(name, delta, labels, use)
+        return _without_gradients(handle, name)
+
+
+def _without_gradients(handle: Tuned, name: str) -> Tuned:
+    """Freeze a loaded delta on a quantised model that lets no gradient through, and say so."""
+    try:
+        check_gradients_pass(handle.model)
+    except DeltuneError as error:
+        for parameter in handle._state.parameters_of(handle.delta(name)):
+            parameter.requires_grad_(False)
+        warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
     return handle
 
 
@@ -412,12 +431,12 @@ def _load_base_of(where: Path) -> PreTrainedModel:
 
 
 def _read_delta(
-    handle: Tuned, saved: serialization.SavedDelta, allow_nonfinite: bool
+    handle: Tuned, saved: serialization.SavedDelta, allow_nonfinite: bool, base: str = "same"
 ) -> tuple[Delta, HeadLabels | None]:
     """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    base = handle._base_metadata or serialization.base_metadata(handle.model, anatomy, handle._base_value)
-    serialization.check_base(saved, base)
+    compared = facts.base.tokens if facts.base.compared_tokens is None else facts.base.compared_tokens
+    serialization.check_base(saved, handle._base_compared(compared), base)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:
@@ -528,6 +547,16 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     return export_delta(tuned(model), folder, format, name)
 
 
+def _check_head_plain(anatomy: Anatomy) -> None:
+    """Raise an error for a task head with quantised tensors, which is saved with every delta."""
+    if quantized := [t for t in anatomy.tensors if t.area == "head" and t.quantized]:
+        raise DeltuneError(
+            f"the task head of {anatomy.model} is quantised ({quantized[0].name}: {quantized[0].quantized}), and a "
+            "delta has a head of its own that is trained: leave the head in floating point (llm_int8_skip_modules of "
+            "BitsAndBytesConfig, modules_to_not_convert of other configurations)"
+        )
+
+
 def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
     """Check that a head fits this model; only its last linear may have another number of labels, its first axis.
 
@@ -555,7 +584,7 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
 def _check_model(model: object) -> None:
     """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
-        check_not_quantized(model)
+        check_quantization(model)
         check_not_offloaded(model)
         refuse_shared_modules(model)
         refuse_inference_tensors(model)

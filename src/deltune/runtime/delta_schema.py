@@ -76,12 +76,23 @@ class LabelFacts(_Part):
 
 
 class BaseFacts(_Part):
-    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it."""
+    """The base model that the delta belongs to: its family, class and name, and a digest for each area of it.
+
+    `revision` is its commit on the hub, `quantization` how its weights are quantised, and `structure` a digest of the
+    names and shapes of its tensors; each is empty where it is not known.
+    `tokens` is the number of its token embeddings. The digest is over the first `compared_tokens` of them, if that is
+    given: the delta holds the rows of the others.
+    """
 
     family: Text
     model: Text
     name: Text
+    revision: Text = ""
+    quantization: Text = ""
+    structure: Text = ""
     fingerprint: dict[Text, Text]
+    tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
+    compared_tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
 
 
 class DeltaMetadata(_Part):
@@ -184,8 +195,8 @@ def expected_tensors(
                 needed.shapes[f"{stem}{leaf}.dense"] = shape
             elif not any(drawn.stem == stem for drawn in needed.drawn):
                 needed.drawn.append(Drawn(stem, mask.count if mask else 0, {f"{leaf}.sparse": math.prod(shape)}))
-    for tensor, mask in planned.masked:
-        needed.drawn.append(Drawn("partly.", mask.count, {tensor.name: tensor.numel}))
+    for tensor, chosen in planned.masked:
+        needed.drawn.append(Drawn("partly.", chosen.count, {tensor.name: tensor.numel}))
     for gates in planned.gated:
         needed.drawn.append(Drawn("gated.", gates.keep, {gates.key: gates.size}))
     shapes = {tensor.name: tuple(tensor.shape) for tensor in anatomy.tensors}

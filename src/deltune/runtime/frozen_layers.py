@@ -21,6 +21,7 @@ from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy, Layer, Tensor
 from ..compat import call_class, get_call_override, remove_call_override, set_call_override
 from ..errors import DeltuneError
+from ..methods.sites import ModuleSide
 from .handle import Tuned
 from .modules import Delta
 
@@ -84,7 +85,7 @@ def _depths_of_trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, st
     plan = delta.planned
     for edit in plan.edits:
         ports = [edit.place.target, *([edit.place.source] if edit.place.source else [])]
-        first = min(_layers_before(anatomy, port.path, port.side) for port in ports)
+        first = min(_layers_before(anatomy, port.path, _area_of(anatomy, port)) for port in ports)
         shifted = [_layers_before_stack(anatomy, edit.place.shifted_stack)] if edit.place.shifted_stack else []
         yield min([first, *shifted]), edit.place.name
     tensors: list[Tensor] = [*plan.selected, *(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors)]
@@ -92,6 +93,13 @@ def _depths_of_trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, st
     for tensor in tensors:
         for name in (tensor.name, *tensor.aliases):
             yield _layers_before(anatomy, name, tensor.area), tensor.name
+
+
+def _area_of(anatomy: Anatomy, port: ModuleSide) -> str:
+    """Return the area of a module behind all layers, the pooler or the vocabulary; of another one, the port's side."""
+    if anatomy.vocabulary is not None and port.path == anatomy.vocabulary.path:
+        return "vocabulary"
+    return "pooler" if anatomy.pooler and f"{port.path}.".startswith(f"{anatomy.pooler}.") else port.side
 
 
 def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,23 +20,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.inspection import check_not_quantized, inspect
-from ..anatomy.skeleton import HANDLE_NAME, base_parameters, base_tensors
+from ..anatomy.inspection import inspect
+from ..anatomy.quantization import is_unquantized, quantized_modules
+from ..anatomy.quantizers import dequantized_weight, plain_linear, take_weight
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
 from ..anatomy.tracing import all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy
-from ..compat import attention_implementation, parameters_of, submodules_of
+from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
-from ..methods.counting import Count, base_size, count_resolved
+from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from ..notebook import html_table
 from . import merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
-from .hooks import Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
+from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels
+from .modules import Delta, Edit, HeadLabels, up_projections
 from .pass_manager import PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
@@ -230,7 +233,8 @@ class Tuned(nn.Module):
         delta = self.delta(name)
         size = base_size(self.model, denominator)
         heads = sum(self._delta_value(delta, tensor).numel() for tensor in delta.head)
-        return count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+        counted = count_resolved(self.anatomy, delta.planned, *size, delta.head_mode, delta.folded, heads)
+        return with_storage(counted, self.model)
 
     def trainable_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters to give to an optimizer: those that train with the delta in use.
@@ -259,9 +263,44 @@ class Tuned(nn.Module):
             parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in excluded]
         yield from parameters
 
+    def parameter_groups(self, lr: float, ratio: float = 16.0) -> list[dict[str, Any]]:
+        """Return groups of parameters for an optimizer, in which LoRA's up-projections learn faster (LoRA+).
+
+        LoRA's change of a weight is W_up W_down. Hayou et al. (2024) show that W_up, which starts at 0, should have a
+        higher learning rate than W_down: ratio × lr. Everything else that is trained has lr.
+
+        Args:
+            lr: The learning rate of everything but the up-projections.
+            ratio: By which their learning rate is greater. LoRA+ recommends 16.
+
+        Returns:
+            Two groups, {"params": …, "lr": …}: the up-projections, then the rest of `trainable_parameters()`.
+
+        Raises:
+            DeltuneError: `lr` or `ratio` is not a positive number, or no LoRA is trained.
+        """
+        for name, value in (("lr", lr), ("ratio", ratio)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise DeltuneError(f"{name}={excerpt(value)}: must be a positive number")
+        up = {id(p) for delta in self.deltas.children() if isinstance(delta, Delta) for p in up_projections(delta)}
+        parameters = list(self.trainable_parameters())
+        if not (faster := [p for p in parameters if id(p) in up]):
+            raise DeltuneError(
+                f"{self!r} trains no LoRA, so there is nothing to give another learning rate to: give the optimizer "
+                "trainable_parameters()"
+            )
+        rest = [p for p in parameters if id(p) not in up]
+        return [{"params": faster, "lr": ratio * lr}, {"params": rest, "lr": lr}]
+
     def _base_value(self, name: str) -> nn.Parameter:
         """The base model's own value of a tensor, whether a delta replaces it or not."""
         return self._state.base_value(name)
+
+    def _dense_value(self, name: str) -> torch.Tensor:
+        """The base model's own value of a tensor, in floating point where it is quantised."""
+        if not self.anatomy.tensor(name).quantized:
+            return self._base_value(name)
+        return dequantized_weight(self.model.get_submodule(name.rpartition(".")[0])).float()
 
     def _delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's own value of a tensor of the model."""
@@ -436,41 +475,78 @@ class Tuned(nn.Module):
         return model
 
     @explain_arguments
-    def merge(self, name: str | None = None) -> PreTrainedModel:
+    def merge(self, name: str | None = None, dequantize: bool = False) -> PreTrainedModel:
         """Fold a delta into the weights and detach everything, all other deltas included.
+
+        The merged weight of a quantised linear is quantised again, which rounds it; a warning has the error.
 
         Args:
             name: The delta's name. Default: the delta in use.
+            dequantize: Put plain linears in floating point in place of all quantised ones, so that nothing is rounded.
 
         Returns:
             The model, which gives the tuned outputs without deltune.
 
         Raises:
             DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
-                message names it. Or no delta has this name or none is in use, the model is quantised, or another
-                thread or task is inside `rows()` or `disable()`. Nothing is changed.
+                message names it. Or no delta has this name or none is in use, a weight cannot be quantised again, or
+                another thread or task is inside `rows()` or `disable()`. Nothing is changed.
         """
         with self._exclusive("merge"):
             self._passes.refuse_in_scopes("merge", self.names)
             self._passes.refuse_other_scopes("merge")
-            check_not_quantized(self.model)
             delta = self.delta(name)
             delta.warn_if_never_advanced()
             values: dict[str, torch.Tensor] = {name: self._delta_value(delta, name) for name in delta.owned_tensors}
             with torch.no_grad():
                 values |= {name: part.final(self._base_value(name).detach()) for name, part in delta.masked_tensors()}
-            merged = merging.merged_weights(self.anatomy, delta, self._base_value, values)
+            merged = merging.merged_weights(self.anatomy, delta, self._dense_value, values)
             labels = delta.labels or self._base_labels
-            return _run_to_completion(lambda: self._merge(merged, labels))
+            linears = self._plain_linears(merged) if dequantize else {}
+            quantized = merging.quantize_merged(self._quantized_linears(), merged, self._dense_value)
+            model = self.model
+            _run_to_completion(lambda: self._merge(model, merged, quantized, linears, labels))
+        if quantized.modules:
+            warnings.warn(str(quantized), stacklevel=3)
+        return model
 
-    def _merge(self, merged: dict[str, torch.Tensor], labels: HeadLabels) -> PreTrainedModel:
+    def _quantized_linears(self) -> dict[str, list[nn.Module]]:
+        """The quantised linears of the model, by the names of their weights."""
+        modules = {f"{path}.weight": module for path, module, _ in quantized_modules(self.model)}
+        by_name = {t.name: [modules[n] for n in (t.name, *t.aliases) if n in modules] for t in self.anatomy.tensors}
+        return {name: linears for name, linears in by_name.items() if linears}
+
+    def _plain_linears(self, merged: dict[str, torch.Tensor]) -> dict[nn.Module, nn.Module]:
+        """Plain linears for all quantised ones, with their merged weights, which are taken out of `merged`."""
+        dtype = next((p.dtype for p in base_tensors(self.model) if is_unquantized(p)), torch.float32)
+        linears: dict[nn.Module, nn.Module] = {}
+        for name, modules in self._quantized_linears().items():
+            if not self.anatomy.tensor(name).quantized:
+                continue  # it is in floating point already, and quantised in each pass anew
+            weight = merged.pop(name, None)
+            for module in modules:
+                value = dequantized_weight(module) if weight is None else weight
+                linears[module] = plain_linear(module, value.to(dtype))
+        return linears
+
+    def _merge(
+        self,
+        model: PreTrainedModel,
+        merged: dict[str, torch.Tensor],
+        quantized: merging.QuantizedMerge,
+        linears: dict[nn.Module, nn.Module],
+        labels: HeadLabels,
+    ) -> None:
         self._base_labels = labels
         if self.__dict__["_model"] is not None:
             self._state.place_tensors(None)
             for name, value in merged.items():
                 self._state.set_parameter(name, nn.Parameter(value.clone()))  # detaching sets its requires_grad
-        model: PreTrainedModel = self._detach(self.names)
-        return model
+            for module, source in quantized.modules.items():
+                take_weight(module, source)
+        self._detach(self.names)
+        if linears:
+            _replace_modules(model, linears)
 
     @explain_arguments
     def save(self, folder: str | Path, name: str | None = None) -> Path:
@@ -491,9 +567,22 @@ class Tuned(nn.Module):
         with self._state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()
-            base = self._base_metadata or serialization.base_metadata(self.model, self.anatomy, self._base_value)
+            base = self._base_metadata or self._metadata_of_base(delta)
             metadata, tensors = serialization.delta_metadata(delta, base), self._tensors_to_save(delta)
         return serialization.write_delta(folder, metadata, tensors)
+
+    def _base_compared(self, tokens: int | None) -> dict[str, Any]:
+        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
+        remembered = self._base_metadata
+        if remembered is not None:
+            every = (None, remembered["tokens"])
+            if tokens in every and remembered["compared_tokens"] in every:
+                return remembered
+        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
+
+    def _metadata_of_base(self, delta: Delta | None) -> dict[str, Any]:
+        tokens = None if delta is None else serialization.tokens_of_base(self.anatomy, delta)
+        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
 
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
@@ -584,7 +673,7 @@ class Tuned(nn.Module):
         for key in sorted(needed - self._installed_hooks.keys(), key=install_rank):
             self._install_hook(key, self._hook_makers[key])
         parameters = {place for place, names in self._users_of_parameters.items() if names}
-        paths = {path for path, side in (needed | in_scopes) if side not in _METHOD_NAMES}
+        paths = {path for path, side in (needed | in_scopes) if side not in _METHOD_NAMES and side != ATTRIBUTE}
         self._passes.modules.keep(paths | {path for path, _ in parameters}, parameters)
         self._passes.set_prefix_attention(any(side == "attention" for _, side in self._installed_hooks))
 
@@ -599,6 +688,9 @@ class Tuned(nn.Module):
         self._hook_makers |= makers
         for key, user in users.items():
             self._users_of_hooks.setdefault(key, set()).add(user)
+        for tensor, _ in delta.weight_edits():
+            path, _, leaf = tensor.rpartition(".")
+            self._users_of_parameters.setdefault((path, leaf), set()).add(added)
         for tensor in (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())):
             for place in owning_modules(self.anatomy, tensor):
                 self._users_of_parameters.setdefault(place, set()).add(added)
@@ -626,7 +718,10 @@ class Tuned(nn.Module):
                 tower = self.model.get_submodule(part.root)
                 assert order is not None and isinstance(tower, PreTrainedModel)
                 order = order.including(call_order(tower), part.root)
-        if unreached := unreached_edits(order, delta) if order else []:
+        unreached = unreached_edits(order, delta) if order else []
+        vocabulary = self.anatomy.vocabulary  # the base model's pass does not call it, and the model's own does
+        of_head = {e.place.name for e in delta.all_edits() if vocabulary and e.place.target.path == vocabulary.path}
+        if unreached := [name for name in unreached if name not in of_head]:
             raise error_from_problems(
                 f"{delta.method!r} cannot be attached to {type(self.model).__name__}: its forward pass does not call "
                 "every module that the method changes",
@@ -642,6 +737,14 @@ def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     parameters = parameters_of(module).values()
     if submodules_of(module) or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
         module.to(device, dtype)
+
+
+def _replace_modules(model: PreTrainedModel, modules: dict[nn.Module, nn.Module]) -> None:
+    """Put modules in floating point in place of all quantised ones; the model is no longer a quantised one."""
+    for _, parent in base_modules(model):
+        children = submodules_of(parent)
+        children.update({leaf: modules[child] for leaf, child in list(children.items()) if child in modules})
+    forget_quantization(model)
 
 
 def base_value(tuned: Tuned, name: str) -> nn.Parameter:
@@ -706,7 +809,7 @@ def remember_base_metadata(tuned: Tuned) -> None:
     Args:
         tuned: The handle of the model.
     """
-    tuned._base_metadata = serialization.base_metadata(tuned.model, tuned.anatomy, tuned._base_value)
+    tuned._base_metadata = tuned._metadata_of_base(tuned.delta() if tuned.active is not None else None)
 
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:

@@ -11,10 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..anatomy.quantization import quantized_modules
 from ..anatomy.skeleton import base_modules
 from ..anatomy.tracing import CallOrder
 from ..anatomy.types import Anatomy
 from ..compat import (
+    IS_QUANTIZED,
+    PACKS_FOR_CPU,
     call_class,
     count_forward_hooks,
     get_call_override,
@@ -253,6 +256,30 @@ def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> An
     return output
 
 
+ATTRIBUTE = "attribute"
+"""The kind of hook that sets an attribute."""
+
+
+class AttributeHook:
+    """Sets an attribute of the model or of a module in it as long as any delta is attached."""
+
+    def __init__(self, passes: PassManager, path: str, name: str, value: Any) -> None:
+        self.module, self.name, self.value = passes.model.get_submodule(path), name, value
+        self.before: tuple[Any, ...] | None = None  # the value before, or an empty tuple where it was not set
+
+    def install(self) -> None:
+        attributes = self.module.__dict__
+        self.before = (attributes[self.name],) if self.name in attributes else ()
+        attributes[self.name] = self.value
+
+    def remove(self) -> None:
+        if self.before:
+            self.module.__dict__[self.name] = self.before[0]
+        elif self.before is not None:
+            self.module.__dict__.pop(self.name, None)
+        self.before = None
+
+
 class Hook(Protocol):
     """What is installed in a model while deltas are attached. `remove` also undoes an interrupted `install`."""
 
@@ -281,6 +308,10 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
     needed: Hooks = {}
     for edit in delta.all_edits():
         target = edit.place.target
+        if target.side == "weight":
+            module = passes.model.get_submodule(target.path)
+            needed[target.path, "tensors"] = partial(ForwardOverride, passes, target.path, module)
+            continue
         needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
         if edit.source_path is not None:
             needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
@@ -289,10 +320,13 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
+    overridden: set[nn.Module] = set()  # a module that has several paths is replaced once, under its first path
     for tensor, _ in delta.masked_tensors():
         for path, _ in owning_modules(anatomy, tensor):
             module = passes.model.get_submodule(path)
-            needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
+            if module not in overridden:
+                overridden.add(module)
+                needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     return needed
 
 
@@ -308,7 +342,19 @@ def hooks_of_model(passes: PassManager, anatomy: Anatomy) -> Hooks:
         if isinstance(module, PreTrainedModel):  # also a model inside the model, such as its encoder
             kinds = {name: kind for name, kind in METHODS.items() if hasattr(type(module), name)}
             needed |= {(path, name): partial(kind, passes, path, name) for name, kind in kinds.items()}
-    return needed | {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
+    needed |= {("", name): partial(kind, passes, "", name) for name, kind in WHOLE_MODEL_METHODS.items()}
+    return needed | _attributes_of_quantized(passes)
+
+
+def _attributes_of_quantized(passes: PassManager) -> Hooks:
+    """Return the hooks that let a quantised model be trained: by the Trainer, and after an evaluation on a CPU."""
+    needed: Hooks = {}
+    if getattr(passes.model, IS_QUANTIZED, False):
+        needed["", ATTRIBUTE] = partial(AttributeHook, passes, "", IS_QUANTIZED, False)
+    for path, module, _ in quantized_modules(passes.model):
+        if getattr(module, PACKS_FOR_CPU, False):
+            needed[path, ATTRIBUTE] = partial(AttributeHook, passes, path, PACKS_FOR_CPU, False)
+    return needed
 
 
 def install_rank(key: tuple[str, str]) -> int:

@@ -162,19 +162,24 @@ class LinearForward:
                 if output is not None:
                     return output
             elif self.keep_casts and torch.is_autocast_enabled("cpu") and runs_unobserved():
-                cast = self._cast_weight(module.weight)
+                cast = self._cast_weight(module)
                 if cast is not None:
                     return functional.linear(args[0], cast if isinstance(module, nn.Linear) else cast.t(), module.bias)
         return type(module).forward(module, *args, **kwargs)
 
-    def _cast_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return a frozen weight in the type of autocast, or None for any other tensor."""
+    def _cast_weight(self, module: Any) -> torch.Tensor | None:
+        """Return the layer's frozen weight in the type of autocast; None for any other weight, also that of a twin.
+
+        Threads share this object, so that what is returned is held in a local: another thread may replace `_cast`.
+        """
+        weight = module.weight
         frozen = isinstance(weight, nn.Parameter) and not weight.requires_grad and _is_plain(weight)
-        if not frozen or weight.is_inference():
+        if module is not self.module() or not frozen or weight.is_inference():
             return None
-        if self._cast is None or not self._cast.is_of(weight):
-            self._cast = _CastWeight(weight)
-        return self._cast.tensor
+        cast = self._cast
+        if cast is None or not cast.is_of(weight):
+            cast = self._cast = _CastWeight(weight)
+        return cast.tensor
 
 
 class _CastWeight:
@@ -427,10 +432,9 @@ def _write_choices() -> None:
     path = _choices_file()
     if path is None:
         return
+    known = list(_faster.items())  # a copy, made in one step: other threads measure too
     try:
         os.makedirs(path.parent, exist_ok=True)
-        write_json(
-            path, {" ".join(str(int(f) if isinstance(f, bool) else f) for f in k): v for k, v in _faster.items()}
-        )
+        write_json(path, {" ".join(str(int(f) if isinstance(f, bool) else f) for f in k): v for k, v in known})
     except OSError as error:
         warnings.warn(f"measured products cannot be kept in {path.parent} ({error})", stacklevel=2)

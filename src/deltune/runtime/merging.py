@@ -6,10 +6,13 @@ With y = W x + c: Δh = A x + b in parallel gives W + s A and c + s b; Δh = A y
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from ..anatomy.quantizers import dequantized_weight, find_quantizer, requantized
 from ..anatomy.types import Anatomy
 from ..errors import error_from_problems
 from ..methods.forms import Affine
@@ -38,17 +41,78 @@ def merged_weights(
     values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
     with torch.no_grad():
+        for name, edit in delta.weight_edits():
+            old = values.get(name, base_value(name).detach())
+            precision = torch.promote_types(old.dtype, torch.float32)
+            values[name] = edit.on(old.to(precision)).to(old.dtype)
         for edit in _edits_in_order(delta):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
             change = _affine_change(edit)
             if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
             elif not reasons and not isinstance(change, str):
-                old = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
-                values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, old).items()}
+                before = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
+                values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, before).items()}
     if reasons:
         raise error_from_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
     return values
+
+
+@dataclass(frozen=True)
+class QuantizedMerge:
+    """The weights of quantised linears after a merge, which are put into the model later.
+
+    Attributes:
+        modules: For each module of the model a copy of it with the merged weight, quantised.
+        change: The norm of what the delta changes in these weights.
+        error: The norm of what quantising them again changes.
+        names: How they are quantised.
+    """
+
+    modules: dict[nn.Module, nn.Module]
+    change: float
+    error: float
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        share = self.error / self.change if self.change else 0.0
+        count = f"{len(self.modules)} weight{'s' if len(self.modules) != 1 else ''}"
+        return (
+            f"merged into {count} of {' and '.join(self.names)} by quantising again, which changes them by "
+            f"{share:.1%} of what the delta does (norms {self.error:.3g} and {self.change:.3g}): evaluate the merged "
+            "model, or merge(dequantize=True) to merge in floating point"
+        )
+
+
+def quantize_merged(
+    modules: Mapping[str, Sequence[nn.Module]], merged: dict[str, torch.Tensor], base_value: Values
+) -> QuantizedMerge:
+    """Quantise the merged weights of quantised linears, and take them out of `merged`. No module is changed.
+
+    Args:
+        modules: For each name of a quantised weight the modules that hold it.
+        merged: The merged weights by name.
+        base_value: Returns the base model's value of a tensor in floating point.
+
+    Raises:
+        DeltuneError: A weight cannot be quantised again.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    change = error = 0.0
+    names: dict[str, None] = {}
+    for name in [name for name in merged if name in modules]:
+        weight = merged.pop(name).detach().float()
+        difference = weight - base_value(name).detach().float()
+        for module in modules[name]:
+            before = dequantized_weight(module).float()
+            copies[module] = requantized(module, weight)
+            after = dequantized_weight(copies[module]).float()
+            change += float(difference.square().sum())
+            error += float((after - before - difference).square().sum())
+            quantizer = find_quantizer(module)
+            assert quantizer is not None
+            names[quantizer.name(module)] = None
+    return QuantizedMerge(copies, change**0.5, error**0.5, tuple(names))
 
 
 def _edits_in_order(delta: Delta) -> list[Edit]:
@@ -57,7 +121,7 @@ def _edits_in_order(delta: Delta) -> list[Edit]:
     Every other edit of a projection reads the input that the edits of its input have changed.
     """
     of_input = [e for e in delta.all_edits() if e.place.target.side == "input"]
-    return [e for e in delta.all_edits() if e.place.target.side != "input"] + of_input[::-1]
+    return [e for e in delta.all_edits() if e.place.target.side not in ("input", "weight")] + of_input[::-1]
 
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
@@ -83,6 +147,12 @@ def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
     gain, shift = change
     if gain is not None and edit.place.linear is None:
         return "it spans a whole sub-layer, which is no single weight"
+    linear = edit.place.linear
+    if linear is not None and not linear.exact:
+        return f"{edit.place.target.path!r} does more than the product, so that no weight has the same effect"
+    if gain is not None and linear is not None and linear.shared_with:
+        others = " and ".join(linear.shared_with)
+        return f"the weight of {edit.place.target.path!r} is tied to {others}, which merging would change too"
     if shift is not None and not bias:
         return f"{edit.place.target.path!r} has no bias to fold it into"
     return None

@@ -23,6 +23,9 @@ from ..errors import DeltuneError, error_from_problems
 from ..filesystem import explain_write_errors
 from .pass_manager import PassManager
 
+CHECKPOINT_PREFIX = "checkpoint-"
+"""The names of a Trainer's checkpoints begin with it (`transformers.trainer_utils.PREFIX_CHECKPOINT_DIR`)."""
+
 
 class ModelMethod:
     """Replaces a method of the tuned model, or of a model inside it.
@@ -110,7 +113,7 @@ class SavePretrained(ModelMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
-        if self.passes.saves_deltas_alone and not self.path:
+        if not self.path and self._is_checkpoint_of_deltas(Path(bound.arguments["save_directory"])):
             if bound.arguments.get("is_main_process", True):
                 self._save_deltas(Path(bound.arguments["save_directory"]))
             return None
@@ -130,6 +133,14 @@ class SavePretrained(ModelMethod):
             stacklevel=2,
         )
         return result
+
+    def _is_checkpoint_of_deltas(self, folder: Path) -> bool:
+        """Whether a folder is a checkpoint of the Trainer that was told to save the deltas alone.
+
+        The folder decides, and not whether the Trainer is training: it says nothing of a training that fails.
+        """
+        output = self.passes.saves_deltas_alone_below
+        return output is not None and folder.name.startswith(CHECKPOINT_PREFIX) and output in folder.resolve().parents
 
     def _save_deltas(self, folder: Path) -> None:
         """Write the delta in use below a folder, and a file of the tensors of all deltas for `load_state_dict`."""

@@ -19,7 +19,7 @@ from ..compat import parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import Composition, Gate
 from ..methods.counting import kept_shapes, trained_shapes
-from ..methods.forms import Shapes
+from ..methods.forms import LowRank, Shapes
 from ..methods.masks import Mask
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.spec import Method
@@ -233,6 +233,18 @@ class Edit(nn.Module):
         tensors = self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """Return W + s A, the weight that the place is at with the change of the form, A being that of `affine`."""
+        weight = self.place.weight
+        tensors = self.full_tensors()
+        affine, factor = self.modification.form.affine(tensors), self.modification.compose.factor(tensors)
+        assert weight is not None and affine is not None and affine[0] is not None and factor is not None
+        change = affine[0] * factor
+        change = (change.mT if weight.transposed else change).to(base.dtype)
+        if self.place.experts is None:
+            return base + change
+        return base.index_add(0, torch.tensor(self.place.experts, device=base.device), change)
+
     def _factor(self) -> float | None:
         """The number s if the composition is h + s Δh, else None."""
         factor = None if self.composition_names else self.modification.compose.factor({})
@@ -298,6 +310,9 @@ class Delta(nn.Module):
         head: The names of the head's tensors.
         head_mode: "train" or "freeze".
         folded: Whether it holds the tensors of the saved file, without reparameterisations.
+
+    Raises:
+        DeltuneError: Two edits have one key, so that one of them would be lost.
     """
 
     def __init__(
@@ -317,6 +332,11 @@ class Delta(nn.Module):
         self.held = nn.ParameterDict()
         masks = dict(planned.tied)
         for edit in planned.edits:
+            if edit.key in self.edits:
+                raise DeltuneError(
+                    f"{method!r}: two of its edits are called {edit.key!r}, the second at {edit.place.target.path!r}, "
+                    "and only one of them could be kept; please report this with the configuration of the model"
+                )
             form, compose, widths = edit.modification.form, edit.modification.compose, edit.place.widths
             shapes = {} if folded or edit.mask else form.shared(widths)
             shared = _shared(self.shared, f"{edit.term}_{edit.place.group}", shapes)
@@ -376,6 +396,12 @@ class Delta(nn.Module):
             yield key.replace("/", "."), sparse
         for _, gates in self.all_gates():
             yield from gates.differences()
+
+    def weight_edits(self) -> Iterator[tuple[str, Edit]]:
+        """Iterate over the edits of weights that modules read themselves, with the names of these in the model."""
+        for edit in self.all_edits():
+            if edit.place.weight is not None:
+                yield f"{edit.place.weight.path}.{edit.place.weight.leaf}", edit
 
     def warn_if_never_advanced(self) -> None:
         """Warn if the delta has learned gates and `advance` was never called while they were trained."""
@@ -444,6 +470,16 @@ def _sparse_to_save(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Te
         if len(sparse.values):
             result |= {f"{name}.values": sparse.values, f"{name}.index": sparse.index}
     return result
+
+
+def up_projections(delta: Delta) -> Iterator[nn.Parameter]:
+    """Iterate over the up-projections of a delta's LoRAs; of one under a mask, over its trained entries."""
+    for edit in delta.all_edits():
+        if isinstance(edit.modification.form, LowRank):
+            sparse = dict(edit._sparse_parameters()).get("up")
+            up = parameters_of(edit).get("up") if sparse is None else sparse.values
+            if isinstance(up, nn.Parameter):
+                yield up
 
 
 def parameter_key(name: str) -> str:

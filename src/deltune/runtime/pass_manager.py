@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.inspection import is_unquantized
+from ..anatomy.quantization import is_unquantized
+from ..anatomy.quantizers import find_quantizer
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
 from ..compat import (
     attention_implementation,
@@ -55,6 +57,7 @@ class AttachedModules:
         self.paths: set[str] = set()
         self.places: set[tuple[str, str]] = set()
         self.entries: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.quantized: set[str] = set()  # paths of those that were quantised when the first delta was attached
         self.parameters: list[tuple[str, str, nn.Module]] = []
 
     def keep(self, paths: set[str], places: set[tuple[str, str]]) -> None:
@@ -72,6 +75,8 @@ class AttachedModules:
             outer, _, leaf = path.rpartition(".")
             known = self.entries.get(path)
             entries[path] = known or (self.model.get_submodule(outer), leaf, self.model.get_submodule(path))
+            if known is None and find_quantizer(entries[path][2]) is not None:
+                self.quantized.add(path)
         self.paths, self.places, self.entries = paths, places, entries
         self.parameters = [(path, leaf, entries[path][2]) for path, leaf in sorted(places)]
 
@@ -87,7 +92,7 @@ class AttachedModules:
                 raise DeltuneError(missing_parameter(f"{path}.{leaf}"))
         for path, (parent, leaf, module) in self.entries.items():
             weight = parameters_of(module).get("weight")
-            is_plain = weight is None or exporting or is_unquantized(weight)
+            is_plain = weight is None or exporting or is_unquantized(weight) or path in self.quantized
             if submodules_of(parent).get(leaf) is not module or not is_plain:
                 raise DeltuneError(
                     f"{path} was replaced or quantised after deltas were attached to it (quantising, resizing and "
@@ -178,7 +183,8 @@ class PassManager:
         kept_assignments: Assignments of passes without gradients, by the delta of each row.
         known_deltas: What is the same for a delta in every assignment of rows.
         report: How each attention computed its prefix in the last pass, by path.
-        saves_deltas_alone: Whether `save_pretrained` writes the deltas without the model, as checkpoints of a Trainer.
+        saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
+            without the model; None where it always writes the model.
     """
 
     def __init__(
@@ -188,7 +194,7 @@ class PassManager:
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.scopes_in_event_loops = 0
-        self.saves_deltas_alone = False
+        self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
         self.report: dict[str, str] = {}
         self._reset(lock)

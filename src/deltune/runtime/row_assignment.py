@@ -21,16 +21,18 @@ from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms import Prompt
+from ..methods.masks import RowMask
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, RerunModule
 from .rows import (
+    ChangedTensors,
     DeltaRows,
     Known,
-    MaskedOverride,
     TensorGetters,
     TensorOverride,
     active_edits,
     all_rows_alike,
+    changed_tensor,
     combine_rows,
     override_by_row,
 )
@@ -236,7 +238,7 @@ class RowAssignment:
                 self.attention.setdefault(target.path, []).append((edit, group))
             elif target.side == "states":
                 self.states.setdefault(target.path, []).append((edit, group))
-            elif target.side != "tokens":
+            elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
         self.writes = {key: EditChain(edits) for key, edits in written.items()}
         prompts = [
@@ -254,11 +256,14 @@ class RowAssignment:
     def of_all(cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy) -> RowAssignment:
         """Assign one delta to all rows."""
         assignment = cls([DeltaRows(delta)], name, labels)
-        masked: dict[str, dict[str, Any]] = {}
+        changed: dict[str, dict[str, list[Any]]] = {}
         for tensor, part in delta.masked_tensors():
             for path, leaf in owning_modules(anatomy, tensor):
-                masked.setdefault(path, {})[leaf] = part
-        assignment.tensors = {path: MaskedOverride(parts) for path, parts in masked.items()}
+                changed.setdefault(path, {})[leaf] = [part]
+        for tensor, edit in delta.weight_edits():
+            path, _, leaf = tensor.rpartition(".")
+            changed.setdefault(path, {}).setdefault(leaf, []).append(edit)
+        assignment.tensors = {path: ChangedTensors(parts) for path, parts in changed.items()}
         return assignment
 
     @classmethod
@@ -297,7 +302,7 @@ class RowAssignment:
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
         if not known.paths:
-            known.paths = {module: path for path, module in base_modules(state.model, remove_duplicate=False)}
+            known.paths = {module: path for path, module in base_modules(state.model)}
         paths = known.paths
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
         shared = Known(constant)
@@ -412,10 +417,13 @@ class KnownDeltas:
         """
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
+            by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
             shared = [
                 t.name
                 for t in anatomy.tensors
-                if t.name in names and (t.common or t.role not in BY_ROW) and t.area != "head"
+                if t.name in names
+                and (t.common or (t.role not in BY_ROW and t.name not in by_token))
+                and t.area != "head"
             ]
             self._of[delta] = (shared, _overrides_of(state, delta))
         return self._of[delta]
@@ -440,6 +448,12 @@ def _group_rows(
     for name in unique_names if not problems else []:
         delta = deltas[name]
         shared, overrides = known.of(delta, anatomy, state)
+        if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.by_row]:
+            problems.append(
+                f"{name!r} ({delta.method!r}) changes {all_rows[0]}, whose module reads something that all rows of a "
+                f"batch share, or copies of the rows in an order of its own; call use({name!r}) and run its rows in a "
+                "batch of their own"
+            )
         if shared:
             more = f" and {len(shared) - 2} more" if len(shared) > 2 else ""
             problems.append(
@@ -459,12 +473,18 @@ def _overrides_of(state: ModelState, delta: Delta) -> dict[nn.Module, TensorGett
     for name in delta.owned_tensors:
         for module, leaf in state.slots[name]:
             overrides.setdefault(module, {})[leaf] = partial(state.delta_value, delta, name)
+    changes: dict[tuple[nn.Module, str], tuple[str, list[Any]]] = {}
     for name, part in delta.masked_tensors():
-        for module, leaf in state.slots[name]:
-            overrides.setdefault(module, {})[leaf] = partial(_masked_value, state, part, name)
+        for place in state.slots[name]:
+            changes[place] = name, [part]
+    for name, edit in delta.weight_edits():
+        module, leaf = state.model.get_submodule(edit.place.target.path), name.rpartition(".")[2]
+        changes.setdefault((module, leaf), (name, []))[1].append(edit)
+    for (module, leaf), (name, parts) in changes.items():
+        unchanged = overrides.setdefault(module, {}).get(leaf, partial(state.base_value, name))
+        overrides[module][leaf] = partial(_changed_value, unchanged, parts)
     return {**overrides}
 
 
-def _masked_value(state: ModelState, part: Any, name: str) -> torch.Tensor:
-    value: torch.Tensor = part.on(state.base_value(name).detach())
-    return value
+def _changed_value(unchanged: Callable[[], torch.Tensor], parts: Sequence[Any]) -> torch.Tensor:
+    return changed_tensor(unchanged(), parts)

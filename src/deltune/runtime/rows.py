@@ -260,19 +260,27 @@ def runs_class_forward(module: nn.Module) -> bool:
     return forward is None or isinstance(forward, ForwardOverride | LinearForward)
 
 
-class MaskedOverride:
-    """Runs a module with partly trained tensors: its own, with the trained entries replaced."""
+class ChangedTensors:
+    """Runs a module with changed tensors: its own, with trained entries replaced, or with a change of an edit added."""
 
-    def __init__(self, parts: Mapping[str, SparseParameter | GatedDifference]) -> None:
-        self.parts = dict(parts)
+    def __init__(self, parts: Mapping[str, Sequence[SparseParameter | GatedDifference | Edit]]) -> None:
+        self.parts = {leaf: tuple(changes) for leaf, changes in parts.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {}
-        for leaf, part in self.parts.items():
+        for leaf, changes in self.parts.items():
             base = parameters_of(module)[leaf]
             assert base is not None
-            tensors[leaf] = part.on(base.detach())
+            tensors[leaf] = changed_tensor(base, changes)
         return forward_with(module, tensors, *args, **kwargs)
+
+
+def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | GatedDifference | Edit]) -> torch.Tensor:
+    """Return a tensor with changes applied one after another; a delta's own value of it is trained through edits."""
+    value = base
+    for change in changes:
+        value = change.on(value if isinstance(change, Edit) else value.detach())
+    return value
 
 
 RowNumbers = dict[tuple[int, torch.device], torch.Tensor]
@@ -326,25 +334,27 @@ class ModuleByRow:
             self.groups.append(DeltaRows(groups[0].delta, rest, size))  # without overrides
         self._orders: RowNumbers = {}
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its tensor arguments have the rows of the batch."""
-        size, device = next(
-            ((a.shape[0], a.device) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), (0, None)
-        )
-        parts: list[torch.Tensor] = []
+        parts: list[Any] = []
         for group in self.groups:
             positional = [group.select(a) if isinstance(a, torch.Tensor) else a for a in args]
             keywords = {k: group.select(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-            part = group.forward_of(module)(*positional, **keywords)
-            if not isinstance(part, torch.Tensor):
-                raise DeltuneError(
-                    "rows() needs modules that return one tensor where deltas have their own, and "
-                    f"{type(module).__name__} does not"
-                )
-            parts.append(part)
+            parts.append(group.forward_of(module)(*positional, **keywords))
+        if all(isinstance(part, torch.Tensor) for part in parts):
+            return self._join(parts)
+        if all(isinstance(part, tuple) and all(isinstance(value, torch.Tensor) for value in part) for part in parts):
+            return tuple(self._join(column) for column in zip(*parts, strict=True))
+        raise DeltuneError(
+            "rows() needs modules that return tensors where deltas have their own, and "
+            f"{type(module).__name__} does not"
+        )
+
+    def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the output of all rows; where deltas have heads of other numbers of labels, padded to the widest."""
         width = max(part.shape[-1] for part in parts)
-        assert device is not None
-        return torch.cat([_pad_logits(part, width) for part in parts]).index_select(0, self._order(size, device))
+        order = self._order(sum(part.shape[0] for part in parts), parts[0].device)
+        return torch.cat([_pad_logits(part, width) for part in parts]).index_select(0, order)
 
     def _order(self, size: int, device: torch.device) -> torch.Tensor:
         """Where each row of the batch stands among those of the groups."""
@@ -368,7 +378,7 @@ class BiasByRow:
         self._numbers = known.numbers(self.groups)
         self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if known.constant else None
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply the layer once to the batch, with each row's own bias."""
         x: torch.Tensor = args[0] if args else kwargs["input"]
         base = parameters_of(module)["bias"]

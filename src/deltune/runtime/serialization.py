@@ -9,7 +9,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from transformers import PreTrainedModel
 
 from .. import tensor_files
 from .._version import __version__
-from ..anatomy.types import Anatomy
-from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt
+from ..anatomy.quantization import quantization_of
+from ..anatomy.types import Anatomy, Tensor
+from ..compat import config_revision
+from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt, unknown_name
 from ..filesystem import (
     MAX_JSON_BYTES,
     atomic_folder,
@@ -32,17 +35,21 @@ from ..filesystem import (
     user_path,
     write_error,
 )
+from ..methods.masks import RowMask
 from ..methods.registry import check_registered
 from ..methods.spec import explicit_expression
 from ..models import portable_name
 from ..tensor_files import TensorInfo
-from .delta_schema import FORMAT, DeltaMetadata, check_against_metadata, read_metadata_file
+from .delta_schema import FORMAT, BaseFacts, DeltaMetadata, check_against_metadata, read_metadata_file
 from .modules import Delta
 
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
 ALWAYS = ("embedding", "layers")
 """The areas that every model has, whatever its class, so that every fingerprint contains them."""
+
+BASES = ("same", "any")
+"""Which base models a delta is loaded on: the one that it was tuned on, or any with the same tensors."""
 
 
 def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
@@ -100,30 +107,97 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_metadata(model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, Any]:
-    """Return what identifies a base model; `original` returns the base's own value of a tensor."""
+def base_metadata(
+    model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None
+) -> dict[str, Any]:
+    """Return what identifies a base model.
+
+    Args:
+        model: The model.
+        anatomy: Its anatomy.
+        original: Returns the base's own value of a tensor.
+        tokens: How many rows of the word embeddings are compared, from the first; None for all.
+    """
+    words = word_embeddings(anatomy)
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
         "name": portable_name(model.config.name_or_path or ""),
-        "fingerprint": fingerprint(anatomy, original),
+        "revision": config_revision(model.config),
+        "quantization": quantization_of(model),
+        "structure": structure_digest(anatomy, tokens),
+        "fingerprint": fingerprint(anatomy, original, tokens),
+        "tokens": words[0].shape[0] if words else None,
+        "compared_tokens": tokens if words else None,
     }
 
 
-def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> dict[str, str]:
+def structure_digest(anatomy: Anatomy, tokens: int | None = None) -> str:
+    """Return a digest of the names and shapes of the tensors that every class of a family has.
+
+    Args:
+        anatomy: The model's anatomy.
+        tokens: How many rows the word embeddings count as having, if they have more; None: all.
+    """
+    prefix, cut = f"{anatomy.base}." if anatomy.base else "", _cut_embeddings(anatomy, tokens)
+    lines = [
+        f"{t.name.removeprefix(prefix)} {(tokens, *t.shape[1:]) if t.name in cut else t.shape}"
+        for t in anatomy.tensors
+        if t.area in (*ALWAYS, "final")
+    ]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+def _cut_embeddings(anatomy: Anatomy, tokens: int | None) -> set[str]:
+    """The names of the word embeddings that have more rows than so many tokens."""
+    return {t.name for t in word_embeddings(anatomy) if tokens is not None and tokens < t.shape[0]}
+
+
+def word_embeddings(anatomy: Anatomy) -> list[Tensor]:
+    """Return the tables with a row for each token that stacks read."""
+    names = {f"{stack.words}.weight" for stack in anatomy.stacks if stack.words is not None}
+    return [t for t in anatomy.tensors if not names.isdisjoint((t.name, *t.aliases))]
+
+
+def tokens_of_base(anatomy: Anatomy, delta: Delta) -> int | None:
+    """Return how many rows of the word embeddings are the base's own, where a delta trains all rows after them.
+
+    The rows of tokens that were added to a model differ each time that they are added. None: all rows are the base's.
+    """
+    chosen = {row for _, mask in delta.planned.masked if isinstance(mask, RowMask) for row in mask.rows}
+    words = word_embeddings(anatomy)
+    rows = end = words[0].shape[0] if words else 0
+    while end - 1 in chosen:
+        end -= 1
+    return end if end < rows else None
+
+
+def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None) -> dict[str, str]:
     """Return a digest for each area of the base model, of the names, shapes and 64 values of every tensor in bfloat16.
 
-    It is the same in float32 and bfloat16, with any head, and with any delta in use.
+    It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has the
+    name and the shape: what its numbers are depends on the device, and reading them takes long.
+
+    Args:
+        anatomy: The model's anatomy.
+        original: Returns the base's own value of a tensor.
+        tokens: How many rows of the word embeddings are read, from the first, as if there were no others; None: all.
     """
+    cut = _cut_embeddings(anatomy, tokens)
     areas: dict[str, Any] = {}
     prefix = f"{anatomy.base}." if anatomy.base else ""
     tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
     samples: dict[torch.device, list[torch.Tensor]] = {}
-    places = []  # of each tensor's sample: its device, and its first and last byte among the samples there
+    # of each tensor's sample: its device, and its first and last byte among the samples there
+    places: list[tuple[torch.device | None, int, int]] = []
     ends: dict[torch.device, int] = {}
     with torch.no_grad():
         for tensor in tensors:
+            if tensor.quantized:
+                places.append((None, 0, 0))
+                continue
             values = original(tensor.name)
+            values = values[:tokens] if tensor.name in cut else values
             device = values.device
             if device.type == "meta":
                 return {}
@@ -137,11 +211,13 @@ def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor]) -> di
             device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
             for device, of_device in samples.items()
         }
-    for tensor, (device, start, end) in zip(tensors, places, strict=True):
+    for tensor, (place, start, end) in zip(tensors, places, strict=True):
         digest = areas.get(tensor.area)
         if digest is None:
             digest = areas[tensor.area] = hashlib.sha256()
-        digest.update(f"{tensor.name.removeprefix(prefix)} {tensor.shape} ".encode() + joined[device][start:end])
+        sample = b"" if place is None else joined[place][start:end]
+        shape = (tokens, *tensor.shape[1:]) if tensor.name in cut else tensor.shape
+        digest.update(f"{tensor.name.removeprefix(prefix)} {shape} ".encode() + sample)
     return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
 
 
@@ -262,16 +338,23 @@ def open_delta(folder: str | Path) -> SavedDelta:
     return SavedDelta(where, facts, tensors)
 
 
-def check_base(saved: SavedDelta, model_metadata: dict[str, Any]) -> None:
+def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str = "same") -> None:
     """Compare the base model of a delta with the model that it is loaded on, which `model_metadata` describes.
 
     A pooler may be missing on one side, since some classes of a family have none.
+
+    Args:
+        saved: The delta.
+        model_metadata: What `base_metadata` returns of the model.
+        allowed: One of `BASES`. "any" needs the same names and shapes of tensors, and warns of everything that differs.
 
     Raises:
         DeltuneError: It is another one, or nothing could be compared: the file does not say which one it is, or the
             model has no numbers yet.
     """
     base, where = saved.facts.base, saved.where
+    if allowed not in BASES:
+        raise DeltuneError(unknown_name("base", allowed, BASES))
     if base.family != model_metadata["family"]:
         raise DeltuneError(
             f"{where} was tuned on a {base.family} model ({base.name or base.model}); this is a "
@@ -288,11 +371,73 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any]) -> None:
             f"{where / FACTS} has no fingerprint of the {' and the '.join(missing)} of its base model, so it "
             "cannot be compared with this model: use the file as it was saved"
         )
-    differing = [
-        area for area, digest in base.fingerprint.items() if area in fingerprint and fingerprint[area] != digest
-    ]
-    if differing:
+    if base.structure and base.structure != model_metadata["structure"]:
         raise DeltuneError(
-            f"{where} was tuned on another base model ({base.name or base.model}): "
-            f"the {' and '.join(differing)} of this one ({model_metadata['name'] or model_metadata['model']}) differ"
+            f"{where} was tuned on another base model ({base.name or base.model}): the names or shapes of the tensors "
+            f"of this one ({model_metadata['name'] or model_metadata['model']}) differ"
+            f"{_too_few_tokens(base, model_metadata)}"
         )
+    differences = list(_base_differences(saved, model_metadata))
+    if differences and allowed == "any":
+        warnings.warn(
+            f"{where} is used on another base model than the one that it was tuned on: {'; '.join(differences)}. Its "
+            "outputs differ from those that it was tuned to give: evaluate it on this model before you rely on it",
+            stacklevel=5,
+        )
+    elif differences:
+        raise DeltuneError(
+            f"{where} was tuned on another base model: {'; '.join(differences)}{_advice(base, model_metadata)}"
+        )
+
+
+def _base_differences(saved: SavedDelta, model_metadata: dict[str, Any]) -> Iterator[str]:
+    """Yield in which respects a model is another one than a delta was tuned on."""
+    base, here = saved.facts.base, model_metadata["name"] or model_metadata["model"]
+    if base.quantization != model_metadata["quantization"]:
+        yield f"it had {_held(base.quantization)}, and {here} has {_held(model_metadata['quantization'])}"
+    elif base.quantization and base.revision and model_metadata["revision"] not in ("", base.revision):
+        yield f"it was revision {base.revision[:12]}, and {here} is revision {model_metadata['revision'][:12]}"
+    fingerprint = model_metadata["fingerprint"]
+    # beside another quantisation, only the areas say something that have no quantised numbers
+    comparable = [
+        a for a in base.fingerprint if base.quantization == model_metadata["quantization"] or a == "embedding"
+    ]
+    differing = [area for area in comparable if area in fingerprint and fingerprint[area] != base.fingerprint[area]]
+    if differing:
+        advice = _about_added_tokens(base, model_metadata) if differing == ["embedding"] else ""
+        yield f"it was {base.name or base.model}, and the {' and '.join(differing)} of this one ({here}) differ{advice}"
+
+
+def _too_few_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
+    """What to do where a model has fewer token embeddings than the one that a delta was tuned on; else ""."""
+    tokens, here = base.tokens, model_metadata["tokens"]
+    if tokens is None or here is None or here >= tokens:
+        return ""
+    return (
+        f". It has {tokens:,} token embeddings and this one {here:,}: call model.resize_token_embeddings({tokens}) "
+        "before the delta is loaded"
+    )
+
+
+def _about_added_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
+    """What to do where other token embeddings are all that differs."""
+    advice = _too_few_tokens(base, model_metadata)
+    if not advice and base.compared_tokens is None and model_metadata["tokens"] in (base.tokens, None):
+        return (
+            ". If tokens were added to it, their rows are other ones each time that they are added, and this delta "
+            "does not hold them: tune with … + trainable_tokens(tokens=(…)), or save the resized model itself"
+        )
+    return advice
+
+
+def _held(quantization: str) -> str:
+    return f"weights quantised by {quantization}" if quantization else "weights in floating point"
+
+
+def _advice(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
+    if base.quantization == model_metadata["quantization"]:
+        return ""
+    return (
+        '. Load the model in that form; or load(model, folder, base="any") uses the delta on this form too, with a '
+        "warning"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -14,7 +15,7 @@ class SaveDeltaCallback(TrainerCallback):
 
     `deltune.load(model, "checkpoint-18")` loads the delta that was in use. `model.safetensors` beside it has the
     tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint; `from_pretrained`
-    refuses the folder. After training `save_pretrained` writes what it always writes.
+    refuses the folder. Into any other folder, and after training, `save_pretrained` writes what it always writes.
 
         Trainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
     """
@@ -22,11 +23,11 @@ class SaveDeltaCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let `save_pretrained` of the model write its deltas alone until training ends."""
-        tuned(kwargs["model"])._passes.saves_deltas_alone = True
+        """Let `save_pretrained` of the model write its deltas alone into the checkpoints of this training."""
+        tuned(kwargs["model"])._passes.saves_deltas_alone_below = Path(args.output_dir or ".").resolve()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let `save_pretrained` write the base model again."""
-        tuned(kwargs["model"])._passes.saves_deltas_alone = False
+        """Let `save_pretrained` write the base model everywhere again."""
+        tuned(kwargs["model"])._passes.saves_deltas_alone_below = None

@@ -373,12 +373,12 @@ def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:
     for path, module in base_modules(target, remove_duplicate=False):
         other = sources.get(path)
         for leaf, parameter in list(parameters_of(module).items()):
-            own = None if other is None else parameters_of(other).get(leaf)
-            if parameter is not None and (own is None or own.shape != parameter.shape):
+            counterpart = None if other is None else parameters_of(other).get(leaf)
+            if parameter is not None and (counterpart is None or counterpart.shape != parameter.shape):
                 missing.append(f"{path}.{leaf}".strip("."))
-            elif parameter is not None and own is not None:
-                name = names.get(id(own))
-                parameters_of(module)[leaf] = own if name is None else base_value(first.handle, name)
+            elif parameter is not None and counterpart is not None:
+                name = names.get(id(counterpart))
+                parameters_of(module)[leaf] = counterpart if name is None else base_value(first.handle, name)
         for leaf, buffer in list(buffers_of(module).items()):
             if buffer is not None and other is not None:
                 buffers_of(module)[leaf] = buffers_of(other).get(leaf)

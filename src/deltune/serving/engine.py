@@ -215,6 +215,9 @@ class Server:
         Args:
             request: The request.
 
+        Returns:
+            The future of the answer.
+
         Raises:
             UnknownDelta: There is no such delta.
             InvalidRequest: The request cannot be answered.
@@ -248,6 +251,9 @@ class Server:
         Args:
             request: The request.
 
+        Returns:
+            The answer.
+
         Raises:
             DeltuneError: As `submit`, or why the request has no answer.
         """
@@ -260,6 +266,9 @@ class Server:
 
         Args:
             request: The request, to generate.
+
+        Returns:
+            An asynchronous iterator over `TokenChoice`, and at last the `Answer`.
 
         Raises:
             DeltuneError: As `submit`, or why the request has no answer.
@@ -456,12 +465,12 @@ class Server:
     def _scan(self) -> list[Entry]:
         """Find new and gone folders, and return the entries in memory whose files changed."""
         assert self.root is not None
-        found = scan(self.root)
+        folders = scan(self.root)
         changed: list[Entry] = []
         with self._lock:
-            for name in [name for name in self._gone if name not in found]:
+            for name in [name for name in self._gone if name not in folders]:
                 del self._gone[name]
-            for name, folder in found.items():
+            for name, folder in folders.items():
                 entry = self._entries.get(name)
                 if entry is None and name not in self._gone:
                     self._entries[name] = Entry(name, folder, listed=True)
@@ -471,7 +480,7 @@ class Server:
                         changed.append(entry)
                     elif entry.current is None and now != entry.seen:
                         entry.facts, entry.error = None, ""
-            lost = [e for e in self._entries.values() if e.listed and e.name not in found]
+            lost = [e for e in self._entries.values() if e.listed and e.name not in folders]
             for entry in lost:
                 self._entries.pop(entry.name, None)
         for entry in lost:
@@ -489,7 +498,11 @@ class Server:
                 logger.warning("the folder of deltas could not be looked at: %s", error_summary(error))
 
     def deltas(self) -> list[DeltaInfo]:
-        """Return what is known of each delta, by name."""
+        """Return what is known of each delta.
+
+        Returns:
+            A fact sheet for each, sorted by name.
+        """
         with self._lock:
             entries = sorted(self._entries.items())
         infos = []
@@ -570,13 +583,17 @@ class Server:
 
     def _head(self, facts: FolderFacts) -> str:
         """The head of the model that a delta is loaded on: without one of its own it may use the server's model."""
-        own = self._backbones.first.head
-        return own if facts.head == own or (not facts.has_head and facts.head == "base") else facts.head
+        server_head = self._backbones.first.head
+        return server_head if facts.head == server_head or (not facts.has_head and facts.head == "base") else facts.head
 
     # -- numbers, and the end
 
     def stats(self) -> EngineStats:
-        """Return how busy the server is."""
+        """Return how busy the server is.
+
+        Returns:
+            The numbers since the start, and what waits and runs now.
+        """
         with self._lock:
             return EngineStats(
                 queued={tenant: n for tenant, n in self._queued.items() if n},
@@ -810,9 +827,9 @@ class Server:
         loading = sum(entry.loading for entry in self._entries.values())
         if loading >= LOADS_AT_ONCE:
             return
-        wanted = [e for e in self._entries.values() if e.waiting and not e.loading and e.current is None]
-        wanted.sort(key=lambda e: (self._share.of(e.waiting[0].tenant), e.waiting[0].submitted))
-        for entry in wanted[: LOADS_AT_ONCE - loading]:
+        waiting_entries = [e for e in self._entries.values() if e.waiting and not e.loading and e.current is None]
+        waiting_entries.sort(key=lambda e: (self._share.of(e.waiting[0].tenant), e.waiting[0].submitted))
+        for entry in waiting_entries[: LOADS_AT_ONCE - loading]:
             entry.loading = True
             assert entry.folder is not None
             try:

@@ -461,12 +461,12 @@ class DecoderRunner:
             return torch.cat(logits) if len(groups) == 1 else torch.cat([*logits[::2], *logits[1::2]])
 
         try:
-            together, alone = answers([prompts]), answers([[prompts[0]], [prompts[1]]])
+            joint, alone = answers([prompts]), answers([[prompts[0]], [prompts[1]]])
         except Exception:
             return False
         precise = self.model.dtype in (torch.float32, torch.float64)
         scale = float(alone.std()) or 1.0
-        return float((together - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+        return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         """Return newcomers in groups that read their prompts in one pass.
@@ -610,7 +610,7 @@ class EncoderDecoderRunner:
             first.generated.append(last // 5)
             other, _ = self.read([second])
             second.generated.append(last // 6)
-            together = self.step(self.selected([(one, [0]), (other, [0])]))
+            joint = self.step(self.selected([(one, [0]), (other, [0])]))
             first.length -= 1
             second.length -= 1
             set_columns(one.cache, 2)
@@ -619,7 +619,7 @@ class EncoderDecoderRunner:
             return False
         precise = self.model.dtype in (torch.float32, torch.float64)
         scale = float(alone.std()) or 1.0
-        return float((together - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+        return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         """Return newcomers in groups that the encoder reads in one pass.

@@ -193,15 +193,15 @@ _FILES = (
 
 def signature(folder: Path) -> Signature:
     """Return by what a changed folder is noticed, without reading its files; empty for a folder without a delta."""
-    found: list[tuple[str, int, int, int]] = []
+    stamps: list[tuple[str, int, int, int]] = []
     for inside in _RELEVANT:
         for name in _FILES:
             try:
                 facts = os.stat(os.path.join(folder, inside, name))
             except (OSError, ValueError):
                 continue
-            found.append((f"{inside}/{name}", facts.st_size, facts.st_mtime_ns, facts.st_ino))
-    return tuple(found)
+            stamps.append((f"{inside}/{name}", facts.st_size, facts.st_mtime_ns, facts.st_ino))
+    return tuple(stamps)
 
 
 def scan(root: Path) -> dict[str, Path]:

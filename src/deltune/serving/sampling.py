@@ -15,6 +15,8 @@ from .errors import InvalidRequest
 from .requests import Sampling, TokenChoice
 
 MAX_LOGPROBS = 100
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most likely token: scores divided by them would not be finite."""
 
 
 def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
@@ -97,13 +99,16 @@ class TokenChooser:
 
     def _draw(self, scores: torch.Tensor) -> int:
         sampling = self.sampling
+        if sampling.temperature < GREEDY_BELOW:
+            return int(scores.argmax())
         scores = scores / sampling.temperature
         if 0 < sampling.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
         probabilities = scores.softmax(-1)
         if sampling.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
-            outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the first one is always inside
+            outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+            outside[0] = False  # also where top_p is so small that it is 0 in float32
             probabilities = probabilities.index_fill(0, order[outside], 0.0)
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
 
@@ -127,8 +132,8 @@ def config_processors(
     eos = config.eos_token_id
 
     def value(name: str, neutral: Any = None) -> Any:
-        found = (forced or {}).get(name, getattr(config, name, None))
-        return None if found == neutral else found
+        matches = (forced or {}).get(name, getattr(config, name, None))
+        return None if matches == neutral else matches
 
     if (penalty := value("repetition_penalty", 1.0)) is not None:
         made.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
@@ -195,9 +200,9 @@ class TextBuilder:
         longest = max((len(stop) for stop in self.stop), default=0)
         if self.stop:
             start = max(0, before - longest + 1)
-            found = [at for stop in self.stop if (at := self.text.find(stop, start)) >= 0]
-            if found:
-                self.text, self.stopped = self.text[: min(found)], True
+            matches = [at for stop in self.stop if (at := self.text.find(stop, start)) >= 0]
+            if matches:
+                self.text, self.stopped = self.text[: min(matches)], True
 
     def end(self) -> None:
         """Take what waits for further tokens as it is."""

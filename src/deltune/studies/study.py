@@ -55,6 +55,9 @@ class Sweep(BaseModel):
     field, the axes win over methods, methods over tasks, tasks over models, and models over options. A list is short
     for labels that are the values themselves: models: [minilm], tasks: [sick, cb], methods: [bitfit, "lora(rank=8)"].
     In a method {seed} stands for the seed of the run, as in "apet(lora, parameters=1000, seed={seed})".
+
+    A run without lr has the method's default for long runs, whatever its number of steps, and not the higher one that
+    `deltune train` takes for short runs. Give lr in options or methods for another.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -25,6 +25,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ..anatomy.quantization import quantization_of
 from ..compat import NAME_SETTINGS
 from ..errors import DeltuneError
 from ..filesystem import CACHE_VARIABLE, cache_folder
@@ -107,6 +108,8 @@ def with_cached_activations(
     folder = cache_folder()
     if folder is None or not max_gib:
         return _uncached(encoded, f"{CACHE_VARIABLE}=off" if folder is None else "trunk_cache=0")
+    if quantization_of(frozen_layers.model):
+        return _uncached(encoded, "the weights are quantised, so that training computes other products than evaluation")
     folder = folder / token_cache.ACTIVATIONS
     probed = _probe(frozen_layers, context, encoded["train"])
     if isinstance(probed, str):

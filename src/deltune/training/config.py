@@ -34,9 +34,10 @@ from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..metrics.registry import METRICS
+from ..models import Quantization
 from ..runtime.linear_backend import LinearBackend
 from ..tasks.registry import TASKS
-from .presets import AUTO, DEFAULT, apply_preset, merge_values
+from .presets import AUTO, DEFAULT, FLAT_NAMES, apply_preset, merge_values
 
 MAX_BYTES = 2**18
 """The largest file: the config of a run has two thousand bytes, a study a few times as many."""
@@ -110,6 +111,11 @@ class ModelSection(Section):
 
     name: str = Field(
         min_length=1, description="hub id, folder, or minilm (the packaged one)", json_schema_extra={"common": True}
+    )
+    quantize: Quantization | None = _option(
+        None,
+        "quantise the linears while loading: nf4 and int8 by bitsandbytes, torchao-int8, … (extra quant)",
+        common=True,
     )
 
 
@@ -339,9 +345,6 @@ SECTIONS: Mapping[str, type[Section]] = {
 }
 """The sections of a run's configuration, by name."""
 
-FLAT_NAMES = {"model.name": "model", "data.source": "data", "method.expression": "method"}
-"""The fields whose flat name is not their own: the main field of a section is called like the section."""
-
 PLACES: Mapping[str, tuple[str, str]] = {
     FLAT_NAMES.get(f"{section}.{field}", field): (section, field)
     for section, kind in SECTIONS.items()
@@ -471,13 +474,17 @@ class RunConfig(BaseModel):
     def single(self, **changes: Any) -> RunConfig:
         """Return one run of a series, with these values by flat name; a config of a single run is its own.
 
+        The values take the place of others as in `replace`, but a learning rate that was given is that of all runs.
+
         Raises:
             DeltuneError: A field does not take its value.
         """
         if not self.is_series:
             return self
         values = {n: v for n, v in self.flat().items() if n not in ("seeds", "search", "aggregate", "protocol")}
-        return type(self).from_flat(**{**values, **changes})
+        if values["lr_source"] is None:
+            changes = {"lr": values["lr"], **changes}
+        return type(self).from_flat(**merge_values(values, changes))
 
     def adds_seeds_to(self, other: RunConfig) -> bool:
         """Whether this is the other config with further seeds behind its seeds, and is the same in all else."""

@@ -240,7 +240,9 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
     head_labels = labels[name] if kind.name in HEADS_WITH_LABELS else None
-    model = load_model(config.model.name, kind.head, head_labels, "float32", config.runtime.seed)
+    model = load_model(
+        config.model.name, kind.head, head_labels, "float32", config.runtime.seed, quantize=config.model.quantize
+    )
     align_padding_token(model, tokenizer)
     for delta, folder in runs.items():
         if not folder.finished:
@@ -374,7 +376,7 @@ def evaluate_model(
         labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
         setup = set_up_task(*arguments, labels)
     tokenizer = load_task_tokenizer(name, config.data)
-    backbone = load_model(name, head, labels, "float32")
+    backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)
@@ -684,12 +686,13 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
 
 
-def merge_run(run: str | Path, to: str | Path) -> Path:
+def merge_run(run: str | Path, to: str | Path, dequantize: bool = False) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
 
     Args:
         run: The folder of the run.
         to: A new folder, which transformers loads without deltune.
+        dequantize: Write a quantised model in floating point, so that the merged weights are not rounded.
 
     Returns:
         The new folder.
@@ -700,7 +703,7 @@ def merge_run(run: str | Path, to: str | Path) -> Path:
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
         loaded = load_run(run)
-        tuned(loaded.model).merge().save_pretrained(fresh)
+        tuned(loaded.model).merge(dequantize=dequantize).save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
     return to
 

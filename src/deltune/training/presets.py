@@ -19,6 +19,9 @@ EXCLUDES = {
 """Flat name of a field -> the fields that it takes the place of."""
 
 
+FLAT_NAMES = {"model.name": "model", "data.source": "data", "method.expression": "method"}
+"""The fields whose flat name is not their own: the main field of a section is called like the section."""
+
 DEFAULT, AUTO = "default", "auto"
 """Where a learning rate comes from that is not given: the method and the number of steps, or a search."""
 
@@ -217,17 +220,28 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
 
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
     learning rate that a run found, or that was the default of the base's method, does not outlive a change of what it
-    depends on.
+    depends on, nor a search over that or over rates.
     """
-    if "lr" not in values and base.get("lr_source") is not None and any(field in values for field in DECIDES_RATE):
+    searched = _searched_fields(values)
+    changed = {field for field, value in values.items() if field != "method" or value is not None} | searched
+    if "lr" in searched - values.keys() and (base.get("lr_source") is not None or base.get("lr") == AUTO):
+        base = {field: value for field, value in base.items() if field not in ("lr", "lr_source")}
+    if "lr" not in values and base.get("lr_source") is not None and not changed.isdisjoint(DECIDES_RATE):
         base = {**base, "lr": base["lr_source"], "lr_source": None}
-    if values.get("method") is not None and base.get("method") is not None and "lr" not in values:
+    if "method" in changed and base.get("method") is not None and "lr" not in values:
         base = {field: value for field, value in base.items() if field != "lr" or value != default_rate(base["method"])}
     replaced = {other for field in values for other in EXCLUDES.get(field, ()) if other not in values}
     merged = {field: value for field, value in base.items() if field not in replaced} | dict(values)
     if isinstance(merged.get("search"), Mapping) and "search" not in values:
         merged["search"] = {field: choices for field, choices in merged["search"].items() if field not in values}
     return merged
+
+
+def _searched_fields(values: Values) -> set[str]:
+    """Return the flat names of the fields for which values to try are given; a wrong search is reported elsewhere."""
+    search = values.get("search")
+    names = [name for name in search if isinstance(name, str)] if isinstance(search, Mapping) else []
+    return {FLAT_NAMES.get(name, name.rpartition(".")[2]) for name in names}
 
 
 def apply_preset(values: Values) -> dict[str, Any]:

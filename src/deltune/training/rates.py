@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ..data.loading import TaskData
 from ..errors import DeltuneError, DivergedError
 from ..methods.registry import default_learning_rate
+from . import distributed
 from .config import RunConfig
 from .presets import AUTO, DEFAULT
 from .run_dir import Number, RateSearch, RateTry, RunDir
@@ -27,6 +28,8 @@ CLEARLY_BETTER = 0.99
 """A loss below that share of the default's is clearly better; otherwise the default stays."""
 MIN_STEPS = 6
 """The least steps from which a rate can be judged."""
+MAX_WARMUP = 0.5
+"""A run that warms up for that share of its steps, or more, cannot be judged by short tries."""
 MAX_HELD_OUT = 200
 """The most training rows on which the rates are compared."""
 MAX_HELD_OUT_SHARE = 0.2
@@ -73,6 +76,7 @@ class SearchPlan:
         steps: How many steps each is trained.
         part: The rows that are used.
         share: The work of the search, as a share of the run's.
+        warmup: The share of its steps in which a try warms up, which is that of the run.
     """
 
     rates: tuple[float, ...]
@@ -80,6 +84,7 @@ class SearchPlan:
     steps: int
     part: Slice
     share: float
+    warmup: float
 
 
 def with_default_rate(config: RunConfig, steps: int) -> RunConfig:
@@ -99,8 +104,16 @@ def plan_search(config: RunConfig, rows: int, steps: int, steps_per_epoch: int) 
         steps_per_epoch: Its steps in a pass over the rows.
 
     Raises:
-        DeltuneError: The run is too short for a search of less than a quarter of its work.
+        DeltuneError: The run is too short for a search of less than a quarter of its work, or warms up for half of its
+            steps or more.
     """
+    warmup = config.optim.warmup if config.optim.warmup < 1 else config.optim.warmup / steps
+    if warmup >= MAX_WARMUP:
+        raise DeltuneError(
+            f"lr auto: a run of {steps} steps that warms up for {warmup:.0%} of them (warmup {config.optim.warmup:g}) "
+            f"has its rate too late for short tries to judge it: give less than {MAX_WARMUP:.0%}, such as --warmup "
+            "0.1, train longer, or give a rate (--lr)"
+        )
     rows_of_step = rows / steps_per_epoch
     held_out = min(MAX_HELD_OUT, int(MAX_HELD_OUT_SHARE * rows))
     scoring = held_out / PASSES_OF_A_STEP / rows_of_step  # in steps of training
@@ -120,7 +133,7 @@ def plan_search(config: RunConfig, rows: int, steps: int, steps_per_epoch: int) 
     rates = tuple(float(f"{default * factor:.2g}") for factor in FACTORS)
     boost = default_learning_rate(method, tried) / default
     part = Slice(min(rows - held_out, math.ceil(tried * rows_of_step)), held_out, config.runtime.seed)
-    return SearchPlan(rates, boost, tried, part, len(rates) * (tried + scoring) / steps)
+    return SearchPlan(rates, boost, tried, part, len(rates) * (tried + scoring) / steps, warmup)
 
 
 def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, loss_of: Loss) -> RunConfig:
@@ -141,7 +154,7 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
     record = RateSearch(
         config=config.name, data=data, steps=plan.steps, rows=plan.part.rows, held_out=plan.part.held_out
     )
-    before = run.rate_search
+    before = distributed.broadcast_from_main(lambda: run.rate_search)
     if before is not None and before.model_copy(update={"tries": [], "lr": None}) == record:
         record = before
     logger.info(
@@ -177,8 +190,9 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
 def _loss_or_none(config: RunConfig, plan: SearchPlan, rate: float, loss_of: Loss) -> float | None:
     """Train one try and return its loss on the held-out rows; None if it diverged."""
     one = config.replace(
-        lr=float(f"{rate * plan.boost:.2g}"), steps=plan.steps, metric="loss", patience=None, report_to=()
-    )
+        lr=float(f"{rate * plan.boost:.2g}"), steps=plan.steps, warmup=plan.warmup, metric="loss", patience=None,
+        report_to=(),
+    )  # fmt: skip
     try:
         return loss_of(one, plan.part)
     except DivergedError:

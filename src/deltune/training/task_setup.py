@@ -362,7 +362,9 @@ class ModelCache:
         self._data: OrderedDict[str, TaskData] = OrderedDict()
         self.read = {"models": 0, "data": 0}
 
-    def model(self, name: str, loads: str, labels: tuple[str, ...] | None, seed: int) -> PreTrainedModel:
+    def model(
+        self, name: str, loads: str, labels: tuple[str, ...] | None, seed: int, quantize: str | None = None
+    ) -> PreTrainedModel:
         """Return a model in float32, as `models.load_model` does.
 
         Args:
@@ -370,8 +372,9 @@ class ModelCache:
             loads: What it is loaded as (`TaskKind.loads`).
             labels: The label names of its head.
             seed: Initialises a new head.
+            quantize: How its linears are quantised, or None.
         """
-        backbone = (name, loads, labels)
+        backbone = (name, loads, labels, quantize)
         key = (*backbone, seed if loads in (*HEADS_WITH_LABELS, "choice") else None)
         if self._model is not None and self._model[0] == key:
             return self._model[1]
@@ -379,7 +382,7 @@ class ModelCache:
         if self._weights is None or self._weights[0] != backbone:
             self._weights = (backbone, WeightsCache())
             self.read["models"] += 1
-        model = load_model(name, loads, labels, "float32", seed, cache=self._weights[1])
+        model = load_model(name, loads, labels, "float32", seed, cache=self._weights[1], quantize=quantize)
         self._model = (key, model)
         return model
 

@@ -25,7 +25,7 @@ from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from . import activation_cache, checkpoints, distributed, task_setup
-from .config import OptimSection, RunConfig
+from .config import ModelSection, OptimSection, RunConfig
 from .inference import SPLITS
 from .presets import AUTO, DEFAULT
 from .progress import ProgressDisplay
@@ -246,7 +246,7 @@ def _prepare(
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
-    model = _base_model(config.model.name, setup, tokenizer, seed, cache)
+    model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
     set_seed(seed)
@@ -269,10 +269,10 @@ def _prepare(
 
 
 def _base_model(
-    name: str, setup: TaskSetup, tokenizer: PreTrainedTokenizerBase, seed: int, cache: ModelCache
+    section: ModelSection, setup: TaskSetup, tokenizer: PreTrainedTokenizerBase, seed: int, cache: ModelCache
 ) -> PreTrainedModel:
     """Load a model as it is before any tuning."""
-    model = cache.model(name, setup.kind.head, setup.data.labels or None, seed)
+    model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
     align_padding_token(model, tokenizer)
     return model
 
@@ -426,9 +426,8 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
     count = state.tuned.count().as_dict()
     sharded, device = distributed.is_sharded(state.model), state.model.device
     if sharded:
-        name, seed = state.config.model.name, state.config.runtime.seed
-        setup = TaskSetup(state.data, state.kind, state.metrics)
-        model = _base_model(name, setup, state.tokenizer, seed, ModelCache())
+        seed, setup = state.config.runtime.seed, TaskSetup(state.data, state.kind, state.metrics)
+        model = _base_model(state.config.model, setup, state.tokenizer, seed, ModelCache())
     else:
         model = state.tuned.detach()
     state.tuned = load(model, state.run.delta)

@@ -51,6 +51,7 @@ class ComparisonResult:
         subject: What was measured.
         is_difference: Whether the effect is a difference, as opposed to a number of one side or a ratio.
         by_setting: The same in each setting, if there are several.
+        closed: Whether the upper end of the region belongs to it, as for a number of parameters.
     """
 
     text: str
@@ -61,12 +62,13 @@ class ComparisonResult:
     subject: str = ""
     is_difference: bool = True
     by_setting: tuple[SettingResult, ...] = ()
+    closed: bool = False
 
     @property
     def agrees(self) -> bool:
-        """Whether the effect lies where the claim is true; an exact number may lie on the border."""
+        """Whether the effect lies where the claim is true; a number of parameters may lie on the border."""
         low, high = self.region
-        return low < self.effect < high or (self.interval is None and self.effect == high)
+        return low < self.effect < high or (self.closed and self.effect == high)
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,9 @@ def _room(result: ComparisonResult) -> float:
 
 def _exact_result(check: Exact) -> ComparisonResult:
     region = (-math.inf, check.maximum)
-    return ComparisonResult(check.text, check.value, None, check.unit, region, check.subject, is_difference=False)
+    return ComparisonResult(
+        check.text, check.value, None, check.unit, region, check.subject, is_difference=False, closed=True
+    )
 
 
 @dataclass(frozen=True)

@@ -286,8 +286,17 @@ def run_folder(runs: Path, spec: RunConfig) -> Path:
     return runs / spec.name
 
 
+def config_of(job: Job) -> RunConfig:
+    """Return the configuration that a job of kind "run" trains, with the folders of this machine in it.
+
+    Raises:
+        DeltuneError: The job's spec is no configuration.
+    """
+    return RunConfig.from_canonical(job.roots.locate(job.spec))
+
+
 def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunResult:
-    spec = RunConfig.from_canonical(values)
+    spec = RunConfig.from_canonical(values)  # as in config_of: execute() has located the values
     folder = run_folder(runs, spec)
     metrics = train(spec, folder, progress=False, cache=model_cache, report=False)
     run = RunDir(folder).best_run

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ...errors import DeltuneError
 from ...training import checkpoints
-from ...training.config import RunConfig
 from ...training.run_dir import RunDir
-from .jobs import Job, run_folder
+from .jobs import Job, config_of, run_folder
 
 TAIL = 2**16
 """Bytes at the end of a log in which its last line is looked for."""
@@ -60,7 +59,7 @@ def seconds_before(job: Job, runs: Path) -> float:
 
 def _run_of(job: Job, runs: Path) -> RunDir | None:
     """Return the run that a job trains, where that is what it does and the run has begun."""
-    run = RunDir(run_folder(runs, RunConfig.from_flat(**job.spec))) if job.kind == "run" else None
+    run = RunDir(run_folder(runs, config_of(job))) if job.kind == "run" else None
     return run if run is not None and run.exists else None
 
 

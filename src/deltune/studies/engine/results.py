@@ -56,7 +56,7 @@ def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Pat
 
 
 def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
-    """Return the records that are stored in a folder of results, each job once.
+    """Return the records that are stored in a folder of results, each job once, with a result wherever one has it.
 
     Args:
         folder: The folder of results.
@@ -78,8 +78,19 @@ def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
                 raise DeltuneError(
                     f"{file} line {number} is not as `deltune study export` wrote it ({type(error).__name__}: {error})"
                 ) from error
-            records.setdefault(record.name, record)
+            if replaces(record, records.get(record.name)):
+                records[record.name] = record
     return list(records.values())
+
+
+def replaces(record: JobRecord, before: JobRecord | None) -> bool:
+    """Return whether a record says more than the one that is there: it is the first, or a result after an error.
+
+    Args:
+        record: The record.
+        before: What is there of the same job; None if nothing is.
+    """
+    return before is None or (before.result is None and record.result is not None)
 
 
 def exported_studies(folder: Path) -> list[str]:

@@ -1,0 +1,220 @@
+"""`deltune serve`, its keys, and `deltune bench-serve`, which puts load on it or on another server."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import DeltuneError, check_extra
+from .output import Json, Quiet, console, fast_imports, log_to_stderr
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a model and many deltas on it over HTTP. Each request names its delta; OpenAI's clients can ask."""
+    # A command of its own, built only now: its options come from pydantic models, and `deltune --help` loads none.
+    serve_app()(args=context.args, prog_name=context.command_path)
+
+
+EPILOG = (
+    "A first server: deltune serve MODEL --deltas DIR. DIR has a folder for each delta: what `deltune train` or "
+    "Tuned.save() wrote, or an adapter of PEFT or AdapterHub. The config has more options. --print-config prints all "
+    "of them with their values; set them in SERVE.yaml or by --set SECTION.FIELD=VALUE."
+)
+
+
+@cache
+def serve_app() -> typer.Typer:
+    """Build the command with all of its options: those of `run`, then one for each field of the config."""
+    with fast_imports():
+        from ..serving.config import PLACES, SECTIONS
+        from .options import config_parameters
+
+    def command(**values: Any) -> None:
+        arguments = {name: values.pop(name) for name in signature.parameters}
+        run(**arguments, options={name: value for name, value in values.items() if value is not None})
+
+    signature = inspect.signature(run, eval_str=True)
+    signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "options"])
+    places = {name: place for name, place in PLACES.items() if name != "model"}
+    parameters = [*signature.parameters.values(), *config_parameters(SECTIONS, places)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command(help=serve.__doc__, epilog=EPILOG)(command)
+    return app
+
+
+def run(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Hub id, folder or minilm; needed here or in the file.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with any of the options; options override it.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the whole config as YAML, and serve nothing.")
+    ] = False,
+    quiet: Quiet = False,
+    *,
+    options: Mapping[str, Any],
+) -> None:
+    """Serve as a file and options say.
+
+    Args:
+        model: The base model.
+        config: A YAML file with values of the config.
+        settings: Values of the config as "section.field=value".
+        print_config: Print the config instead.
+        quiet: Say nothing but errors.
+        options: Values of the config by flat name.
+    """
+    check_extra("serve", "deltune serve needs")
+    with fast_imports():
+        from ..serving.config import ServeConfig
+        from ..training.config import read_values
+
+    values = {} if config is None else read_values(config)
+    named_model = {} if model is None else {"model": model}
+    resolved = ServeConfig.from_values(values, _without_null(options), _parse_settings(settings or []), named_model)
+    if print_config:
+        print(resolved.yaml(), end="")
+        return
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..serving.process import serve as start
+
+        start(resolved, quiet)
+
+
+def _without_null(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with None for the text null, which stands for no value."""
+    return {name: None if value == "null" else value for name, value in options.items()}
+
+
+def _parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Return the values of --set by their dotted names."""
+    values: dict[str, Any] = {}
+    for item in settings:
+        name, equals, value = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise DeltuneError(f"--set {item}: give SECTION.FIELD=VALUE, such as limits.timeout=60")
+        values[name] = value
+    return _without_null(values)
+
+
+def serve_key(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of keys; it is made if there is none.")],
+    tenant: Annotated[str | None, typer.Argument(metavar="[TENANT]", help="Whose key it is; new or not.")] = None,
+    deltas: Annotated[
+        list[str] | None, typer.Option(help="Repeatable: a delta it may ask, or a pattern such as 'acme-*'.")
+    ] = None,
+    base: Annotated[bool | None, typer.Option("--base/--no-base", help="Whether it may ask the base model.")] = None,
+    manage: Annotated[
+        bool | None, typer.Option("--manage/--no-manage", help="Whether it may load and unload its deltas.")
+    ] = None,
+    admin: Annotated[
+        bool | None, typer.Option("--admin/--no-admin", help="Whether it may see /metrics and the page.")
+    ] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(help="Its own limit.")] = None,
+    tokens_per_minute: Annotated[float | None, typer.Option(help="Its own limit.")] = None,
+    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Take this key out instead of making one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make an API key for a tenant of `deltune serve --keys FILE`, or list or revoke keys.
+
+    The key is printed once; the file keeps a salted hash. A running server notices within a second.
+    """
+    from ..filesystem import user_path
+
+    check_extra("serve", "deltune serve-key needs")
+    with fast_imports():
+        from ..serving.api import auth
+
+    file = user_path(file, "FILE")
+    if revoke is not None:
+        owner = auth.revoke_key(file, revoke)
+        console.print_json(data={"revoked": revoke, "tenant": owner}) if as_json else console.print(
+            f"revoked a key of {owner}"
+        )
+        return
+    if tenant is None:
+        tenants = auth.read_keys(file).tenants
+        facts = [
+            {**one.model_dump(mode="json", exclude={"keys"}), "keys": [key.id for key in one.keys]} for one in tenants
+        ]
+        console.print_json(data=facts) if as_json else console.print(
+            "\n".join(
+                f"{one['name']}: deltas {', '.join(one['deltas']) or 'none'}; keys {', '.join(one['keys'])}"
+                for one in facts
+            )
+        )
+        return
+    changes = {
+        "deltas": None if deltas is None else tuple(deltas), "base": base, "manage": manage, "admin": admin,
+        "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
+    }  # fmt: skip
+    key = auth.add_key(file, tenant, {name: value for name, value in changes.items() if value is not None})
+    console.print_json(data={"tenant": tenant, "key": key}) if as_json else console.print(key)
+    print(f"this key is shown once; {file} keeps a hash of it", file=sys.stderr)
+
+
+def bench_serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a server that speaks OpenAI's API: http://host:8000.")],
+    models: Annotated[
+        list[str] | None, typer.Option(help="Repeatable: a model to ask, the most frequent first [/v1/models].")
+    ] = None,
+    task: Annotated[str, typer.Option(help="completions, chat, classify or embeddings.")] = "completions",
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 10.0,
+    duration: Annotated[float, typer.Option(help="Seconds in which requests are sent.")] = 30.0,
+    zipf: Annotated[float, typer.Option(help="Exponent of Zipf's law over the models; 0: all alike.")] = 1.0,
+    prompts: Annotated[Path | None, typer.Option(help="Texts, a line each [sentences of random words].")] = None,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a random prompt.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generated answer.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, models and prompts.")] = 0,
+    key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
+    output: Annotated[Path | None, typer.Option(help="Write every request and the summary there, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write a page with latencies as pictures there.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Put load on a server, ours or another with OpenAI's API, and measure how long its answers take.
+
+    Requests arrive at random times that do not wait for answers, so that a slow server does not slow the load down.
+    """
+    from ..filesystem import explain_write_errors, user_path, write_json, write_text
+
+    check_extra("serve", "deltune bench-serve needs")
+    with fast_imports():
+        from ..serving import load_generator
+
+    plan = load_generator.LoadPlan(
+        url=url.rstrip("/"), task=task, models=tuple(models or ()), rate=rate, duration=duration, zipf=zipf,
+        prompts=load_generator.read_prompts(prompts) if prompts else (), prompt_words=prompt_words,
+        max_tokens=max_tokens, timeout=timeout, seed=seed,
+    )  # fmt: skip
+    result = load_generator.measure(plan, os.environ.get(key_variable), progress=not quiet)
+    for option, path, write in (
+        ("--output", output, lambda path: write_json(path, result.as_dict(every_request=True))),
+        ("--picture", picture, lambda path: write_text(path, load_generator.render(result))),
+    ):
+        if path is not None:
+            path = user_path(path, option)
+            with explain_write_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path)
+    console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
+    if result.failed and result.failed == result.sent:
+        raise DeltuneError(f"all {result.sent} requests failed; the first said: {result.first_error}")

@@ -1,0 +1,1 @@
+"""The HTTP layer of a server: OpenAI's API, classification, tagging, deltas, keys, limits, logs and metrics."""

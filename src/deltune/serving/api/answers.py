@@ -1,0 +1,438 @@
+"""From a request's body to requests of the engine, and from answers to JSON and to events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import struct
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ..errors import InvalidRequest
+from ..requests import Answer, Request, Task, TokenChoice
+from .auth import Tenant
+from .errors import ApiError, api_error, error_body
+from .schemas import RequestBody, StreamBody
+from .service import EventStream, Facts, Service, facts_of, gather, merge, service_of, unless_disconnected
+
+MAX_LOGGED = 10_000
+"""Characters of an input or an answer in a log that has contents."""
+
+
+def new_id(kind: str) -> str:
+    """Return an id for an answer, such as "cmpl-…"."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service, Tenant, str | None, Facts]:
+    """Find out who asks and for which delta, and count the request.
+
+    Args:
+        http: The request.
+        model: What it says in `model`.
+        stream: Whether it asks for a stream.
+
+    Returns:
+        The service, the tenant, the delta (None for the base model) and the facts for the log.
+
+    Raises:
+        ApiError: There is no key, the tenant has asked too often, or there is no such delta for it.
+    """
+    service, facts = service_of(http), facts_of(http)
+    tenant = service.tenant(http)
+    facts.tenant, facts.stream = tenant.name, stream
+    service.limits.admit(tenant)
+    delta = service.delta(model, tenant)
+    facts.delta = delta or ""
+    return service, tenant, delta, facts
+
+
+def as_inputs(value: Any, param: str, most: int) -> list[str | tuple[int, ...]]:
+    """Return the inputs of a request, a text or token ids each.
+
+    Args:
+        value: A text, a list of texts, token ids, or lists of them.
+        param: The name of the field.
+        most: How many there may be.
+
+    Raises:
+        ApiError: There are none, one is empty, or there are too many.
+    """
+    if isinstance(value, str):
+        inputs: list[str | tuple[int, ...]] = [value]
+    elif value and isinstance(value[0], int):
+        inputs = [tuple(value)]
+    else:
+        inputs = [one if isinstance(one, str) else tuple(one) for one in value]
+    if not inputs:
+        raise ApiError(400, f"{param} is an empty list; give at least one text", "invalid_value", param)
+    if len(inputs) > most:
+        raise ApiError(413, f"{param} has {len(inputs):,} inputs; one request may have {most:,}", "too_many", param)
+    for i, one in enumerate(inputs):
+        if not one:
+            where = f"input {i} of {param}" if len(inputs) > 1 else param
+            raise ApiError(400, f"{where} is empty; give a text or token ids", "invalid_value", param)
+    return inputs
+
+
+def engine_request(
+    service: Service,
+    body: RequestBody,
+    task: Task,
+    tenant: Tenant,
+    delta: str | None,
+    value: str | tuple[int, ...],
+    **more: Any,
+) -> Request:
+    """Return one input as a request of the engine; `more` are its other fields."""
+    limit = service.config.limits.timeout
+    text, tokens = (value, None) if isinstance(value, str) else (None, value)
+    timeout = limit if body.timeout is None else min(limit, body.timeout)
+    return Request(task, text, tokens, delta=delta, tenant=tenant.name, timeout=timeout, **more)
+
+
+def generation_requests(
+    service: Service,
+    body: StreamBody,
+    tenant: Tenant,
+    delta: str | None,
+    inputs: Sequence[str | tuple[int, ...]],
+    max_tokens: int,
+    logprobs: int | None = None,
+) -> list[Request]:
+    """Return `n` requests for each input.
+
+    Raises:
+        ApiError: They ask for more tokens or answers than one request may.
+    """
+    limits, n = service.config.limits, body.n or 1
+    if max_tokens > limits.max_tokens:
+        raise ApiError(
+            400, f"max_tokens is {max_tokens:,}; this server generates {limits.max_tokens:,} at most", "invalid_value",
+            "max_tokens",
+        )  # fmt: skip
+    if len(inputs) * n > limits.max_inputs:
+        raise ApiError(
+            413, f"{len(inputs):,} inputs with {n} answers each; one request may have {limits.max_inputs:,} answers",
+            "too_many", "n",
+        )  # fmt: skip
+    return [
+        engine_request(
+            service, body, "generate", tenant, delta, one, sampling=body.sampling(max_tokens, logprobs, index)
+        )
+        for one in inputs
+        for index in range(n)
+    ]
+
+
+def default_max_tokens(service: Service) -> int:
+    """Return how many tokens an answer has at most where the request does not say."""
+    return min(service.config.limits.default_max_tokens, service.config.limits.max_tokens)
+
+
+def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
+    """Keep inputs or answers for the log, if it is to have them."""
+    if service.config.log.log_contents:
+        facts.contents |= {name: str(value)[:MAX_LOGGED] for name, value in contents.items()}
+
+
+def count(
+    service: Service, facts: Facts, tenant: Tenant, answers: Sequence[Answer], per_input: int = 1
+) -> dict[str, Any]:
+    """Count the tokens of answers, for the log, the tenant's rate and the client.
+
+    Args:
+        service: The server's parts.
+        facts: The facts of the request.
+        tenant: Who asked.
+        answers: The answers, those to the same input beside each other.
+        per_input: How many answers each input has; its tokens count once.
+
+    Returns:
+        `usage` as OpenAI has it.
+    """
+    firsts = answers[::per_input]
+    facts.inputs = len(firsts)
+    facts.prompt_tokens = sum(answer.prompt_tokens for answer in firsts)
+    facts.cached_tokens = sum(answer.cached_tokens for answer in firsts)
+    facts.generated_tokens = sum(len(answer.tokens) for answer in answers)
+    facts.queued = max((answer.queued for answer in answers), default=0.0)
+    service.limits.charge(tenant, facts.prompt_tokens + facts.generated_tokens)
+    return {
+        "prompt_tokens": facts.prompt_tokens,
+        "completion_tokens": facts.generated_tokens,
+        "total_tokens": facts.prompt_tokens + facts.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": facts.cached_tokens},
+    }
+
+
+async def answer_all(http: HttpRequest, service: Service, requests: Sequence[Request]) -> list[Answer]:
+    """Answer several inputs of one request; when one fails, all do.
+
+    Raises:
+        ClientDisconnected: The client has gone, and the engine has been told.
+    """
+    return await unless_disconnected(http, gather([service.engine.asubmit(request) for request in requests]))
+
+
+# -- generation
+
+
+class Pieces:
+    """How generated text is written in JSON: as a completion, as a chat, or as plain /generate.
+
+    Args:
+        model: What the request says in `model`.
+        logprobs: Whether probabilities are reported.
+    """
+
+    kind = "cmpl"
+    name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, model: str, logprobs: bool = False) -> None:
+        self.model, self.logprobs = model, logprobs
+        self.head = {"id": new_id(self.kind), "created": int(time.time()), "model": model}
+        self.offsets: dict[int, int] = {}
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Return a whole answer."""
+        logprobs = self._logprobs(index, answer.tokens)
+        return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+    def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
+        """Return the next part of an answer."""
+        logprobs = self._logprobs(index, tokens)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Return what comes before the first part of an answer, or None."""
+        return None
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenChoice]) -> dict[str, Any] | None:
+        """Return probabilities as completions have them."""
+        if not self.logprobs or not tokens:
+            return None
+        offsets, at = [], self.offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(at)
+            at += len(token.text)
+        self.offsets[index] = at
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [{text: _finite(value) for text, value in token.top_logprobs} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+class ChatPieces(Pieces):
+    """Generated text as a chat."""
+
+    kind = "chatcmpl"
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Return a whole answer."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        logprobs = self._logprobs(index, answer.tokens)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+    def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
+        """Return the next part of an answer."""
+        delta = {"content": text} if text or not finish else {}
+        return {"index": index, "delta": delta, "logprobs": self._logprobs(index, tokens), "finish_reason": finish}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """Return the event that says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenChoice]) -> dict[str, Any] | None:
+        """Return probabilities as chats have them."""
+        if not self.logprobs or not tokens:
+            return None
+
+        def entry(text: str, value: float | None) -> dict[str, Any]:
+            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8", "replace"))}
+
+        return {
+            "content": [
+                {**entry(t.text, t.logprob), "top_logprobs": [entry(*one) for one in t.top_logprobs]} for t in tokens
+            ],
+            "refusal": None,
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a logarithm as JSON can hold it: OpenAI's clients read -9999 as minus infinity."""
+    return None if value is None else max(value, -9999.0)
+
+
+async def respond(
+    http: HttpRequest,
+    service: Service,
+    tenant: Tenant,
+    facts: Facts,
+    body: StreamBody,
+    requests: Sequence[Request],
+    pieces: Pieces,
+) -> Response:
+    """Generate, and answer at once or as a stream.
+
+    Args:
+        http: The HTTP request.
+        service: The server's parts.
+        tenant: Who asks.
+        facts: The facts of the request.
+        body: What it says.
+        requests: The requests of the engine: `n` for each input.
+        pieces: How answers are written.
+    """
+    log_contents(service, facts, input=[request.text or request.tokens for request in requests])
+    if body.stream:
+        return await _stream(http, service, tenant, facts, body, requests, pieces)
+    answers = await answer_all(http, service, requests)
+    usage = count(service, facts, tenant, answers, body.n or 1)
+    log_contents(service, facts, output=[answer.text for answer in answers])
+    choices = [pieces.choice(i, answer) for i, answer in enumerate(answers)]
+    return JSONResponse({**pieces.head, "object": pieces.name, "choices": choices, "usage": usage})
+
+
+async def _stream(
+    http: HttpRequest,
+    service: Service,
+    tenant: Tenant,
+    facts: Facts,
+    body: StreamBody,
+    requests: Sequence[Request],
+    pieces: Pieces,
+) -> Response:
+    """Answer as a stream. What goes wrong before the first token has a status of its own."""
+    items = merge([service.engine.astream(request) for request in requests])
+    begun = time.monotonic()
+    try:
+        first = await unless_disconnected(http, _next(items))
+    except BaseException:
+        await items.aclose()  # type: ignore[attr-defined]
+        raise
+    service.metrics.observe_first(http.scope["route"].path, time.monotonic() - begun)
+    events = _events(service, tenant, facts, body, len(requests), first, items, pieces)
+    return EventStream(events, service.config.limits.send_timeout)
+
+
+async def _next(items: AsyncIterator[Any]) -> Any:
+    return await anext(items)
+
+
+async def _events(
+    service: Service,
+    tenant: Tenant,
+    facts: Facts,
+    body: StreamBody,
+    number: int,
+    first: tuple[int, TokenChoice | Answer],
+    items: AsyncIterator[tuple[int, TokenChoice | Answer]],
+    pieces: Pieces,
+) -> AsyncIterator[bytes]:
+    """Yield the events of a stream; an error ends it with an event of its own."""
+    head = {**pieces.head, "object": pieces.chunk_name}
+    answers: dict[int, Answer] = {}
+    sent: dict[int, str] = {}
+    waiting: dict[int, list[TokenChoice]] = {}
+    generated = dict.fromkeys(range(number), 0)
+
+    def event(choice: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if body.stream_options and body.stream_options.include_usage else {}
+        return _event({**head, "choices": [choice], **usage})
+
+    try:
+        for index in range(number):
+            if (opening := pieces.opening(index)) is not None:
+                yield event(opening)
+        item: tuple[int, TokenChoice | Answer] | None = first
+        while item is not None:
+            index, part = item
+            if isinstance(part, Answer):
+                answers[index] = part
+                before = sent.get(index, "")
+                rest = part.text[len(before) :] if part.text.startswith(before) else ""
+                yield event(pieces.piece(index, rest, waiting.pop(index, []), part.finish_reason))
+            else:
+                generated[index] += 1
+                waiting.setdefault(index, []).append(part)
+                if part.text:
+                    sent[index] = sent.get(index, "") + part.text
+                    yield event(pieces.piece(index, part.text, waiting.pop(index), None))
+            item = await anext(items, None)
+        usage = count(service, facts, tenant, [answers[i] for i in sorted(answers)], body.n or 1)
+        log_contents(service, facts, output=[answers[i].text for i in sorted(answers)])
+        if body.stream_options and body.stream_options.include_usage:
+            yield _event({**head, "choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+    except (asyncio.CancelledError, GeneratorExit):
+        _charge_partly(service, facts, tenant, answers, generated)
+        raise
+    except Exception as error:
+        _charge_partly(service, facts, tenant, answers, generated)
+        failure = api_error(error)
+        service_error(error, failure)
+        yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
+    finally:
+        await items.aclose()  # type: ignore[attr-defined]
+
+
+def _charge_partly(
+    service: Service, facts: Facts, tenant: Tenant, answers: dict[int, Answer], generated: dict[int, int]
+) -> None:
+    """Count what was generated before a stream was broken off."""
+    facts.generated_tokens = sum(generated.values())
+    facts.prompt_tokens = sum(answer.prompt_tokens for answer in answers.values())
+    service.limits.charge(tenant, facts.generated_tokens + facts.prompt_tokens)
+
+
+def service_error(error: BaseException, failure: ApiError) -> None:
+    """Log an error of ours with its traceback."""
+    if failure.status == 500:
+        import logging
+
+        logging.getLogger("deltune.serving").error("an error of the server", exc_info=error)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n".encode("utf-8", "replace")
+
+
+def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    """Return a chat as tokens, by the model's own template.
+
+    Raises:
+        ApiError: The model has no template, or its template refuses these messages.
+    """
+    tokenizer = service.tokenizer
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ApiError(
+            400,
+            f"{service.config.base_name} has no chat template, so it cannot chat; ask /v1/completions for a "
+            "continuation, or give the tokenizer a chat_template",
+            "no_chat_template",
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # a template may raise anything about what it is given
+        raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
+
+
+def pack_embedding(values: Sequence[float], encoding: str | None) -> list[float] | str:
+    """Return a vector as numbers, or as base64 of 32-bit floats."""
+    if encoding == "base64":
+        return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+    return list(values)

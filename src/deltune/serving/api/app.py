@@ -1,0 +1,187 @@
+"""The application: all routes behind one layer that bounds requests, turns errors into JSON, counts and logs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..._version import __version__
+from ...errors import DeltuneError
+from ..config import ServeConfig
+from . import delta_routes, openai_routes, operation_routes, task_routes
+from .errors import ApiError, ClientDisconnected, api_error, error_response
+from .service import Engine, Facts, Service
+
+logger = logging.getLogger("deltune.serving")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+QUIET = ("/health", "/ready", "/metrics", "/stats")
+"""Endpoints that are asked all the time: only their errors have a line in the log."""
+
+
+def create_app(engine: Engine, tokenizer: Any, config: ServeConfig) -> FastAPI:
+    """Make the application of a server.
+
+    Args:
+        engine: What answers.
+        tokenizer: The model's tokenizer, for chat templates; None if it has none.
+        config: The configuration.
+
+    Raises:
+        DeltuneError: The file of keys is wrong.
+    """
+    service = Service.build(engine, tokenizer, config)
+    # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
+    app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    for module in (openai_routes, task_routes, delta_routes, operation_routes):
+        app.include_router(module.router)
+
+    async def explain(http: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = _of_framework(http, error)
+        failure = api_error(error)
+        return error_response(failure, service.hidden_folder)
+
+    for kind in (ApiError, DeltuneError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, explain)
+    app.add_middleware(Gateway, service=service)
+    if config.http.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(config.http.cors_origins), allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "X-API-Key"],
+        )  # fmt: skip
+    return app
+
+
+def _of_framework(http: Request, error: HTTPException) -> ApiError:
+    """Return our error for one of the framework's: no such path, or another method."""
+    if error.status_code == 404:
+        return ApiError(404, f"there is nothing at {http.url.path[:200]!r}; the API is at /v1", "not_found")
+    if error.status_code == 405:
+        return ApiError(405, f"{http.method[:20]} is not possible at {http.url.path[:200]!r}", "method_not_allowed")
+    return ApiError(error.status_code, str(error.detail))
+
+
+class Gateway:
+    """What every request passes: it has an id, a bounded body that must arrive in time, a line in the log, and no
+    error without an answer.
+
+    Args:
+        app: The routes.
+        service: The server's parts.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        facts = scope["deltune"] = Facts()
+        headers = {name: value for name, value in scope["headers"] if name in (b"x-request-id", b"content-length")}
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        identity = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
+        begun, status, error = time.monotonic(), 0, None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", identity.encode())]}
+            await send(message)
+
+        try:
+            await self.app(scope, self._bounded(headers, receive), send_with_id)
+        except ClientDisconnected:
+            status = 499
+        except asyncio.CancelledError:
+            status = 499
+            raise
+        except Exception as failure:
+            error = failure
+            broken, status = bool(status), 500
+            if not broken:
+                response = error_response(api_error(failure), self.service.hidden_folder)
+                await response(scope, receive, send_with_id)
+        finally:
+            self._finish(scope, facts, identity, status or 499, time.monotonic() - begun, error)
+
+    def _bounded(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Return a `receive` that refuses a body which is too large or does not arrive in time."""
+        limits = self.service.config.limits
+        deadline = time.monotonic() + limits.body_timeout
+        length = headers.get(b"content-length", b"0")
+        declared = int(length) if length.isdigit() else 0
+        received, whole = 0, False
+
+        def too_large() -> ApiError:
+            problem = f"the request has more than {limits.max_body:,} bytes, which is the most that this server reads"
+            return ApiError(413, problem, "request_too_large", close=True)
+
+        async def bounded() -> Message:
+            nonlocal received, whole
+            if whole:
+                return await receive()
+            if declared > limits.max_body:
+                raise too_large()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                problem = f"the request did not arrive within {limits.body_timeout:g} seconds"
+                raise ApiError(408, problem, "timeout", close=True) from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            received += len(message.get("body", b""))
+            if received > limits.max_body:
+                raise too_large()
+            whole = not message.get("more_body", False)
+            return message
+
+        return bounded
+
+    def _finish(
+        self, scope: Scope, facts: Facts, identity: str, status: int, seconds: float, error: Exception | None
+    ) -> None:
+        """Count and log a request that has ended."""
+        route = scope.get("route")
+        endpoint = getattr(route, "path", "none")
+        tokens = facts.prompt_tokens + facts.generated_tokens
+        self.service.metrics.observe(endpoint, status, seconds, facts.delta, tokens)
+        level = logging.ERROR if status == 500 else logging.INFO
+        if not logger.isEnabledFor(level) or (endpoint in QUIET and status < 400):
+            return
+        line: dict[str, Any] = {
+            "id": identity,
+            "method": scope["method"][:20],
+            "endpoint": endpoint,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "tenant": facts.tenant,
+            "delta": facts.delta,
+        }
+        if facts.inputs or facts.stream:
+            line |= {
+                "stream": facts.stream,
+                "inputs": facts.inputs,
+                "prompt_tokens": facts.prompt_tokens,
+                "cached_tokens": facts.cached_tokens,
+                "generated_tokens": facts.generated_tokens,
+                "queued": round(facts.queued, 6),
+            }
+        logger.log(level, "request", exc_info=error, extra={"facts": line | facts.contents})

@@ -1,0 +1,250 @@
+"""API keys: a file of tenants and the salted hashes of their keys, and what each tenant may see and do.
+
+A key is `dt-ID-SECRET`. The secret has 256 random bits, so that a fast hash is enough; the id finds the entry in the
+file and is no secret.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...errors import DeltuneError, error_from_problems, excerpt, unknown_name, validation_problems
+from ...filesystem import atomic_open, explain_write_errors, find_file, parse_json_object, user_path
+from ..config import Rate
+
+logger = logging.getLogger("deltune.serving")
+
+KEY_PATTERN = re.compile(r"dt-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
+TENANT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+MAX_FILE = 64 << 20
+LOOK_AGAIN = 1.0
+"""Seconds after which the file is looked at again, so that a key can be made or revoked while the server runs."""
+
+
+class StoredKey(BaseModel):
+    """A key as the file has it: from this nobody can make the key.
+
+    Attributes:
+        id: The part of the key that is no secret.
+        salt: Random digits that were hashed with the secret.
+        hash: SHA-256 of salt and secret, in hexadecimal digits.
+        created: When it was made, in seconds since the epoch.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    created: float = 0.0
+
+
+class Tenant(BaseModel):
+    """Somebody who asks, and what they may.
+
+    Attributes:
+        name: The name, as logs and metrics have it.
+        deltas: Patterns of the names of deltas that it may see, such as `acme-*`.
+        base: Whether it may ask the base model.
+        manage: Whether it may load and unload the deltas that it may see.
+        admin: Whether it may see the numbers of all tenants and deltas: /metrics, /stats.
+        requests_per_minute: Its own limit in place of the server's.
+        tokens_per_minute: Its own limit in place of the server's.
+        keys: Its keys.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]
+    deltas: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = ()
+    base: bool = True
+    manage: bool = False
+    admin: bool = False
+    requests_per_minute: Rate | None = None
+    tokens_per_minute: Rate | None = None
+    keys: tuple[StoredKey, ...] = ()
+
+    def may_see(self, delta: str) -> bool:
+        """Return whether a delta exists for this tenant."""
+        return any(fnmatch.fnmatchcase(delta, pattern) for pattern in self.deltas)
+
+
+class KeyFileContents(BaseModel):
+    """What the file holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tenants: tuple[Tenant, ...] = ()
+
+
+def everybody(manage: bool) -> Tenant:
+    """Return the tenant of a server without keys: it sees everything.
+
+    Args:
+        manage: Whether it may load and unload deltas.
+    """
+    return Tenant(name="default", deltas=("*",), manage=manage, admin=True)
+
+
+def _digest(salt: str, secret: str) -> str:
+    return hashlib.sha256(bytes.fromhex(salt) + secret.encode()).hexdigest()
+
+
+class KeyFile:
+    """The tenants of a file of keys. The file is read again when it changes.
+
+    Args:
+        path: The file, which must exist.
+
+    Raises:
+        DeltuneError: The file cannot be read or is wrong.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = user_path(path, "keys")
+        self._lock = threading.Lock()
+        self._looked = 0.0
+        self._stamp: tuple[int, int, int] | None = None
+        self._by_id: dict[str, tuple[Tenant, StoredKey]] = {}
+        self._load()
+
+    def tenant(self, key: str) -> Tenant | None:
+        """Return whose key this is, or None if it is nobody's."""
+        self._look()
+        match = KEY_PATTERN.fullmatch(key)
+        if match is None:
+            return None
+        tenant, stored = self._by_id.get(match[1], (None, None))
+        expected = "0" * 64 if stored is None else stored.hash
+        salt = "0" * 32 if stored is None else stored.salt
+        return tenant if hmac.compare_digest(_digest(salt, match[2]), expected) else None
+
+    def _look(self) -> None:
+        """Read the file again if it has changed; one that is wrong changes nothing, and the log says so."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_AGAIN:
+            return
+        with self._lock:
+            if now - self._looked < LOOK_AGAIN:
+                return
+            self._looked = now
+            try:
+                if self._stamp != _stamp(self.path):
+                    self._load()
+                    logger.warning("the keys in %s were read again", self.path)
+            except (DeltuneError, OSError) as error:
+                logger.error("the keys stay as they were: %s", error)
+
+    def _load(self) -> None:
+        stamp = _stamp(self.path)
+        contents = read_keys(self.path)
+        self._by_id = {key.id: (tenant, key) for tenant in contents.tenants for key in tenant.keys}
+        self._stamp, self._looked = stamp, time.monotonic()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+def read_keys(path: Path) -> KeyFileContents:
+    """Read a file of keys.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DeltuneError: There is none, or it is wrong.
+    """
+    if find_file(path.parent, path.name) is None:
+        raise DeltuneError(f"there is no file of keys {path}; make a key with: deltune serve-key {path} TENANT")
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE + 1)
+        if len(text) > MAX_FILE:
+            raise DeltuneError(f"{path} is longer than {MAX_FILE >> 20} MiB, which no file of keys is")
+        contents = KeyFileContents.model_validate(parse_json_object(text))
+    except ValidationError as error:
+        raise error_from_problems(f"{path} is no file of keys", validation_problems(error)) from None
+    except (OSError, ValueError) as error:
+        raise DeltuneError(f"{path} cannot be read as a file of keys: {error}") from error
+    names = [tenant.name for tenant in contents.tenants]
+    ids = [key.id for tenant in contents.tenants for key in tenant.keys]
+    repeated = sorted({name for name in names if names.count(name) > 1} | {one for one in ids if ids.count(one) > 1})
+    if repeated:
+        raise DeltuneError(f"{path} has {', '.join(repeated)} twice; a tenant and an id of a key stand in it once")
+    return contents
+
+
+def add_key(path: Path, name: str, changes: dict[str, Any]) -> str:
+    """Make a key for a tenant, new or not, and return it. Only its salted hash is kept.
+
+    Args:
+        path: The file of keys; it is made if there is none, readable by its owner alone.
+        name: The tenant.
+        changes: New values of the tenant's fields; the others stay.
+
+    Raises:
+        DeltuneError: The file is wrong, or a value is.
+    """
+    contents = read_keys(path) if path.exists() else KeyFileContents()
+    before = next((tenant for tenant in contents.tenants if tenant.name == name), None)
+    identity, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_hex(16)
+    key = StoredKey(id=identity, salt=salt, hash=_digest(salt, secret), created=round(time.time(), 3))
+    values = {"name": name, **({} if before is None else before.model_dump(exclude={"name", "keys"})), **changes}
+    try:
+        tenant = Tenant(**values, keys=(*(() if before is None else before.keys), key))
+    except ValidationError as error:
+        raise error_from_problems(f"tenant {excerpt(name)}", validation_problems(error)) from None
+    others = tuple(one for one in contents.tenants if one.name != name)
+    write_keys(path, KeyFileContents(tenants=(*others, tenant)))
+    return f"dt-{identity}-{secret}"
+
+
+def revoke_key(path: Path, identity: str) -> str:
+    """Take a key out of the file, and return the name of its tenant.
+
+    Args:
+        path: The file of keys.
+        identity: The id of the key, or the key.
+
+    Raises:
+        DeltuneError: No tenant has it.
+    """
+    match = KEY_PATTERN.fullmatch(identity)
+    identity = match[1] if match else identity
+    contents = read_keys(path)
+    owner = next((t for t in contents.tenants if any(key.id == identity for key in t.keys)), None)
+    if owner is None:
+        ids = [key.id for tenant in contents.tenants for key in tenant.keys]
+        raise DeltuneError(unknown_name("key", identity, ids, str(path)))
+    left = owner.model_copy(update={"keys": tuple(key for key in owner.keys if key.id != identity)})
+    write_keys(path, KeyFileContents(tenants=tuple(left if t is owner else t for t in contents.tenants)))
+    return owner.name
+
+
+def write_keys(path: Path, contents: KeyFileContents) -> None:
+    """Replace the file of keys, atomically; only its owner may read it.
+
+    Args:
+        path: The file.
+        contents: What it will hold.
+    """
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_open(path, mode=0o600) as file:
+            file.write(contents.model_dump_json(indent=1).encode() + b"\n")

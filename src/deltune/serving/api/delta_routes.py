@@ -1,0 +1,214 @@
+"""Routes that load, replace and take out deltas while others are served, under vLLM's names and under our own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from ...errors import excerpt
+from ..errors import InvalidRequest
+from ..requests import DeltaInfo
+from .auth import Tenant
+from .errors import ApiError
+from .schemas import DeltaBody, LoadBody, UnloadBody
+from .service import Service, facts_of, read_body, service_of, unknown_model
+
+router = APIRouter()
+
+
+def delta_folder(root: Path | None, path: str) -> Path:
+    """Return a folder below the folder of deltas. Links are not followed, and nothing outside is looked at.
+
+    Args:
+        root: The folder of deltas.
+        path: What a request says: a path from there, or a whole path that leads there.
+
+    Raises:
+        InvalidRequest: It is not below the folder of deltas, leads through a link, or does not exist.
+    """
+    if root is None:
+        raise InvalidRequest(
+            "this server has no folder of deltas, so nothing can be loaded; start it with --deltas DIR"
+        )
+    below = f"{excerpt(path)} is not a folder below the server's folder of deltas"
+    if "\0" in path or path.startswith("~"):
+        raise InvalidRequest(f"{below}; give a path from there")
+    relative = Path(path)
+    if relative.is_absolute():
+        roots = [one for one in (root.absolute(), root.resolve()) if relative.is_relative_to(one)]
+        if not roots:
+            raise InvalidRequest(f"{below}; give a path from there")
+        relative = relative.relative_to(roots[0])
+    parts = relative.parts
+    if not parts or ".." in parts:
+        raise InvalidRequest(f"{below}; give a path from there, without ..")
+    current = root.resolve()
+    for part in parts:
+        current = current / part
+        try:
+            mode = os.lstat(current).st_mode
+        except (OSError, ValueError):
+            raise InvalidRequest(f"{below}: it does not exist") from None
+        if stat.S_ISLNK(mode):
+            raise InvalidRequest(f"{below}: {excerpt(part)} is a link, and links are not followed")
+        if not stat.S_ISDIR(mode):
+            raise InvalidRequest(f"{below}: {excerpt(part)} is not a folder")
+    return current
+
+
+def manager(http: Request) -> tuple[Service, Tenant]:
+    """Return the service and who asks, if they may load and unload deltas.
+
+    Raises:
+        ApiError: They may not.
+    """
+    service = service_of(http)
+    tenant = service.tenant(http)
+    facts_of(http).tenant = tenant.name
+    service.limits.admit(tenant)
+    if not tenant.manage:
+        todo = (
+            "start the server with --manage, or with a file of keys"
+            if service.keys is None
+            else "make a key with: deltune serve-key FILE TENANT --manage"
+        )
+        raise ApiError(403, f"{tenant.name} may not load or unload deltas; {todo}", "not_allowed")
+    return service, tenant
+
+
+def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
+    """Return the facts about a delta, its folder from the folder of deltas."""
+    root, folder = service.hidden_folder, Path(delta.folder)
+    for one in (root, root.resolve()) if root is not None else ():
+        if folder.is_relative_to(one):
+            folder = folder.relative_to(one)
+            break
+    error = delta.error
+    for path in {str(root), str(root.resolve())} if root is not None else ():
+        error = error.replace(f"{path}/", "")
+    return {
+        "name": delta.name,
+        "folder": str(folder),
+        "method": delta.method,
+        "parameters": delta.parameters,
+        "tasks": list(delta.tasks),
+        "labels": list(delta.labels),
+        "version": delta.version,
+        "loaded": delta.loaded,
+        "bytes": delta.bytes,
+        "loaded_at": delta.loaded_at,
+        "error": error or None,
+    }
+
+
+async def load(service: Service, tenant: Tenant, name: str, path: str, replace: bool) -> DeltaInfo:
+    """Load a delta, or replace the one of its name; requests that run end with the old one.
+
+    Args:
+        service: The server's parts.
+        tenant: Who asks.
+        name: What clients will call it.
+        path: Its folder.
+        replace: Whether it may take the place of another.
+
+    Raises:
+        ApiError: The name is not the tenant's, or is taken.
+        DeltuneError: The folder is not below the folder of deltas, or the delta was refused.
+    """
+    if name == service.config.base_name:
+        raise ApiError(400, f"{name} is the name of the base model; give the delta another one", "name_taken")
+    if not tenant.may_see(name):
+        allowed = ", ".join(tenant.deltas) or "no names"
+        raise ApiError(
+            403, f"{tenant.name} may not have a delta {excerpt(name)}; its names are {allowed}", "not_allowed"
+        )
+    folder = delta_folder(service.hidden_folder, path)
+    owner = folder.relative_to((service.hidden_folder or folder).resolve()).parts[0]
+    if not tenant.may_see(owner):  # else a tenant could ask another's delta under a name of its own
+        raise InvalidRequest(f"{excerpt(path)} is not a folder below the server's folder of deltas: it does not exist")
+    if not replace and any(delta.name == name and delta.loaded for delta in service.engine.deltas()):
+        raise ApiError(
+            400, f"the delta {name} is loaded already; give load_inplace: true to replace it", "already_loaded"
+        )
+    return await asyncio.to_thread(service.engine.load, name, folder)
+
+
+async def unload(service: Service, tenant: Tenant, name: str) -> None:
+    """Take a delta out; requests that run end with it.
+
+    Raises:
+        ApiError: It does not exist for this tenant.
+    """
+    known = [delta.name for delta in service.visible(tenant)]
+    if name not in known:
+        raise unknown_model("delta", name, known)
+    await asyncio.to_thread(service.engine.unload, name)
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(http: Request) -> Response:
+    """Load a delta by any method, under the name that vLLM has for it."""
+    service, tenant = manager(http)
+    body = await read_body(http, LoadBody)
+    await load(service, tenant, body.lora_name, body.lora_path, bool(body.load_inplace))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(http: Request) -> Response:
+    """Take a delta out, under the name that vLLM has for it."""
+    service, tenant = manager(http)
+    body = await read_body(http, UnloadBody)
+    await unload(service, tenant, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.get("/v1/deltas")
+async def deltas(http: Request) -> Response:
+    """List the deltas that the tenant may ask, with their methods, tasks and versions."""
+    service = service_of(http)
+    visible = service.visible(service.tenant(http))
+    return JSONResponse({"object": "list", "data": [as_json(service, delta) for delta in visible]})
+
+
+@router.get("/v1/deltas/{name}")
+async def delta(http: Request, name: str) -> Response:
+    """Describe one delta."""
+    service = service_of(http)
+    visible = service.visible(service.tenant(http))
+    for one in visible:
+        if one.name == name:
+            return JSONResponse(as_json(service, one))
+    raise unknown_model("delta", name, [one.name for one in visible])
+
+
+@router.post("/v1/deltas")
+async def add(http: Request) -> Response:
+    """Load a delta, or replace the one of its name."""
+    service, tenant = manager(http)
+    body = await read_body(http, DeltaBody)
+    info = await load(service, tenant, body.name, body.folder or body.name, replace=True)
+    return JSONResponse(as_json(service, info), 201)
+
+
+@router.post("/v1/deltas/refresh")
+async def refresh(http: Request) -> Response:
+    """Look at the folder of deltas now, and list what is there."""
+    service, tenant = manager(http)
+    await asyncio.to_thread(service.engine.refresh)
+    return JSONResponse({"object": "list", "data": [as_json(service, delta) for delta in service.visible(tenant)]})
+
+
+@router.delete("/v1/deltas/{name}")
+async def remove(http: Request, name: str) -> Response:
+    """Take a delta out. Its files stay."""
+    service, tenant = manager(http)
+    await unload(service, tenant, name)
+    return JSONResponse({"name": name, "deleted": True})

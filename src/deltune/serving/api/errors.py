@@ -1,0 +1,104 @@
+"""What goes wrong with a request, as the JSON that OpenAI's clients understand; never more than the client may know."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ...errors import DeltuneError
+from ..errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+    429: "rate_limit_error", 499: "cancelled", 500: "server_error", 503: "server_error",
+}  # fmt: skip
+"""The `type` of an error by its status."""
+MAX_MESSAGE = 2000
+
+
+class ApiError(Exception):
+    """An error with a status. Its message says what was asked, what exists and what to do.
+
+    Args:
+        status: The status of HTTP.
+        message: What the client is told.
+        code: A word for programs, such as "model_not_found".
+        param: The field of the request that is wrong.
+        retry_after: Seconds after which the client may try again.
+        close: Whether the connection ends with the answer, because the request was not read to its end.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after, self.close = status, code, param, retry_after, close
+
+
+class ClientDisconnected(Exception):
+    """The client has gone, so that nobody waits for the answer."""
+
+
+def api_error(error: BaseException) -> ApiError:
+    """Return what a client is told of an error.
+
+    Args:
+        error: An `ApiError`, a `DeltuneError`, or anything else, of which only is said that it happened.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ClientDisconnected):
+        return ApiError(499, "the client has gone")
+    if isinstance(error, UnknownDelta):
+        # The engine's message may name deltas that this client must not know of.
+        return ApiError(
+            404, "there is no such model; /v1/models lists those that there are", "model_not_found", "model"
+        )
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), "queue_full", retry_after=error.retry_after)
+    if isinstance(error, RequestTimeout):
+        return ApiError(408, str(error), "timeout")
+    if isinstance(error, EngineClosed):
+        return ApiError(503, str(error), "shutting_down", retry_after=1.0)
+    if isinstance(error, InvalidRequest | DeltuneError):
+        return ApiError(400, str(error))
+    return ApiError(500, "something went wrong on the server; its log has the reason under the id of this request")
+
+
+def error_body(error: ApiError, hidden: Path | None = None) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it.
+
+    Args:
+        error: The error.
+        hidden: A folder whose path clients need not know; only what follows it is shown.
+    """
+    message = str(error)
+    if hidden is not None:
+        for path in {str(hidden), str(hidden.resolve())}:
+            message = message.replace(f"{path}/", "").replace(path, "the folder of deltas")
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE - 1]}…"
+    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: ApiError, hidden: Path | None = None) -> JSONResponse:
+    """Return the answer to a request that went wrong; arguments as for `error_body`."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.close:
+        headers["Connection"] = "close"
+    return JSONResponse(error_body(error, hidden), error.status, headers)

@@ -1,0 +1,205 @@
+"""What a server counts: Prometheus metrics of its own registry, and the last minutes for the page."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..requests import DeltaInfo, EngineStats
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+HISTORY = 300
+"""Seconds that the page can show."""
+RECENT = 512
+"""Latencies of a delta that its percentiles are computed from."""
+MAX_DELTAS = 10_000
+
+
+@dataclass
+class Second:
+    """What happened within one second."""
+
+    at: int
+    requests: int = 0
+    errors: int = 0
+    tokens: int = 0
+    latency: float = 0.0
+
+
+@dataclass
+class DeltaLoad:
+    """The requests of one delta."""
+
+    requests: int = 0
+    errors: int = 0
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def percentile(self, share: float) -> float | None:
+        """Return the latency that this share of the last requests did not exceed, or None without requests."""
+        ordered = sorted(self.latencies)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+class EngineCollector(Collector):
+    """The numbers of the engine, read when Prometheus asks.
+
+    Args:
+        stats: Returns the engine's numbers.
+        deltas: Returns the deltas.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], deltas: Callable[[], list[DeltaInfo]]) -> None:
+        self._stats, self._deltas = stats, deltas
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        stats, deltas = self._stats(), self._deltas()
+        yield _gauge("deltune_queued", "Requests that wait.", "tenant", stats.queued)
+        yield _gauge("deltune_running", "Requests in the batch; the base model is ''.", "delta", stats.running)
+        yield _counter("deltune_finished", "Requests answered; the base model is ''.", "delta", stats.finished)
+        yield _counter("deltune_failed", "Requests that ended in an error.", "delta", stats.failed)
+        for name, meaning, value in (
+            ("prompt_tokens", "Tokens read.", stats.prompt_tokens),
+            ("generated_tokens", "Tokens generated.", stats.generated_tokens),
+            ("cached_tokens", "Tokens of prompts that came from the cache.", stats.cached_tokens),
+            ("delta_loads", "Deltas read from disk.", stats.loads),
+            ("delta_evictions", "Deltas dropped from memory.", stats.evictions),
+            ("delta_load_seconds", "Time spent reading deltas.", stats.load_seconds),
+        ):
+            yield CounterMetricFamily(f"deltune_{name}", meaning, value=value)
+        loaded = [delta for delta in deltas if delta.loaded]
+        yield GaugeMetricFamily("deltune_deltas", "Deltas that can be asked.", value=len(deltas))
+        yield GaugeMetricFamily("deltune_deltas_loaded", "Deltas in memory.", value=len(loaded))
+        yield GaugeMetricFamily("deltune_deltas_refused", "Deltas whose newest files were refused.",
+                                value=sum(bool(delta.error) for delta in deltas))  # fmt: skip
+        yield GaugeMetricFamily("deltune_delta_bytes", "Memory of deltas.", value=sum(one.bytes for one in loaded))
+
+
+def _gauge(name: str, meaning: str, label: str, values: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, meaning, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _counter(name: str, meaning: str, label: str, values: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(name, meaning, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+class Metrics:
+    """What happened on a server.
+
+    Args:
+        stats: Returns the engine's numbers.
+        deltas: Returns the deltas.
+        clock: The time, in seconds.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        deltas: Callable[[], list[DeltaInfo]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, self.started = clock, clock()
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(stats, deltas))
+        self._requests = Counter(
+            "deltune_requests", "Requests answered over HTTP.", ["endpoint", "status"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "deltune_request_seconds", "From a request's first byte to its answer's last.", ["endpoint"],
+            buckets=BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._first = Histogram(
+            "deltune_first_token_seconds", "From a request to the first part of its stream.", ["endpoint"],
+            buckets=BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._by_delta = Counter(
+            "deltune_delta_requests", "Requests of a delta over HTTP.", ["delta", "status"], registry=self.registry
+        )
+        self._delta_seconds = Counter(
+            "deltune_delta_seconds", "Time that requests of a delta took, summed up.", ["delta"], registry=self.registry
+        )
+        self._seconds_log: deque[Second] = deque(maxlen=HISTORY)
+        self.loads: OrderedDict[str, DeltaLoad] = OrderedDict()
+
+    def observe(self, endpoint: str, status: int, seconds: float, delta: str | None, tokens: int) -> None:
+        """Count an answer.
+
+        Args:
+            endpoint: The path as the server defines it.
+            status: The status of the answer.
+            seconds: How long it took.
+            delta: The name of the delta, "" for the base model, None where there is none or it does not exist.
+            tokens: The tokens read and generated.
+        """
+        self._requests.labels(endpoint, str(status)).inc()
+        self._seconds.labels(endpoint).observe(seconds)
+        if delta is None:
+            return
+        second = self._second()
+        second.requests += 1
+        second.errors += status >= 400
+        second.tokens += tokens
+        second.latency += seconds
+        self._by_delta.labels(delta, str(status)).inc()
+        self._delta_seconds.labels(delta).inc(seconds)
+        load = self.loads.setdefault(delta, DeltaLoad())
+        self.loads.move_to_end(delta)
+        load.requests += 1
+        load.errors += status >= 400
+        load.latencies.append(seconds)
+        while len(self.loads) > MAX_DELTAS:
+            forgotten, _ = self.loads.popitem(last=False)
+            self._delta_seconds.remove(forgotten)
+
+    def observe_first(self, endpoint: str, seconds: float) -> None:
+        """Count the time to the first part of a stream."""
+        self._first.labels(endpoint).observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def history(self, seconds: int) -> list[dict[str, Any]]:
+        """Return requests, errors, tokens and mean latency of each of the last seconds, the current one left out."""
+        now = int(self._clock())
+        by_time = {second.at: second for second in self._seconds_log}
+        return [
+            {
+                "requests": one.requests,
+                "errors": one.errors,
+                "tokens": one.tokens,
+                "latency": one.latency / one.requests if one.requests else None,
+            }
+            for one in (by_time.get(at, Second(at)) for at in range(now - min(seconds, HISTORY), now))
+        ]
+
+    def uptime(self) -> float:
+        """Return the seconds since the start."""
+        return self._clock() - self.started
+
+    def _second(self) -> Second:
+        now = int(self._clock())
+        if not self._seconds_log or self._seconds_log[-1].at != now:
+            self._seconds_log.append(Second(now))
+        return self._seconds_log[-1]
+
+
+def percentiles(values: Iterable[float], shares: Iterable[float]) -> Iterator[tuple[float, float]]:
+    """Yield each share with the value that this share of the values does not exceed; nothing without values."""
+    ordered = sorted(values)
+    for share in shares if ordered else ():
+        yield share, ordered[min(len(ordered) - 1, int(share * len(ordered)))]

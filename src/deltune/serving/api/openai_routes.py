@@ -1,0 +1,108 @@
+"""The routes that OpenAI's clients speak: models, completions, chats and embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from .answers import (
+    ChatPieces,
+    Pieces,
+    answer_all,
+    as_inputs,
+    begin,
+    chat_tokens,
+    count,
+    default_max_tokens,
+    engine_request,
+    generation_requests,
+    log_contents,
+    new_id,
+    pack_embedding,
+    respond,
+)
+from .errors import ApiError
+from .schemas import ChatBody, CompletionBody, EmbeddingBody
+from .service import Service, read_body, service_of
+
+router = APIRouter()
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    base = service.config.base_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "deltune",
+        "root": base,
+        "parent": None if name == base else base,
+    }
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> Response:
+    """List the base model and the deltas that the tenant may ask."""
+    service = service_of(http)
+    names = service.model_names(service.tenant(http))
+    return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(http: Request, name: str) -> Response:
+    """Describe one model."""
+    service = service_of(http)
+    service.delta(name, service.tenant(http))
+    return JSONResponse(_model(service, name))
+
+
+@router.post("/v1/completions")
+async def completions(http: Request) -> Response:
+    """Continue texts."""
+    body = await read_body(http, CompletionBody)
+    service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
+    inputs = as_inputs(body.prompt, "prompt", service.config.limits.max_inputs)
+    requests = generation_requests(service, body, tenant, delta, inputs, body.max_tokens or 16, body.logprobs)
+    pieces = Pieces(body.model, body.logprobs is not None)
+    return await respond(http, service, tenant, facts, body, requests, pieces)
+
+
+@router.post("/v1/chat/completions")
+async def chat(http: Request) -> Response:
+    """Answer a chat."""
+    body = await read_body(http, ChatBody)
+    service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
+    tokens = await asyncio.to_thread(chat_tokens, service, [message.plain() for message in body.messages])
+    most = body.max_completion_tokens or body.max_tokens or default_max_tokens(service)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    requests = generation_requests(service, body, tenant, delta, [tokens], most, logprobs)
+    return await respond(http, service, tenant, facts, body, requests, ChatPieces(body.model, bool(body.logprobs)))
+
+
+@router.post("/v1/embeddings")
+async def embeddings(http: Request) -> Response:
+    """Return the mean of the last hidden states of each input."""
+    body = await read_body(http, EmbeddingBody)
+    service, tenant, delta, facts = begin(http, body.model)
+    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
+    log_contents(service, facts, input=inputs)
+    requests = [engine_request(service, body, "embed", tenant, delta, one) for one in inputs]
+    answers = await answer_all(http, service, requests)
+    width = len(answers[0].embedding)
+    if body.dimensions not in (None, width):
+        raise ApiError(
+            400, f"dimensions is {body.dimensions}; vectors of {body.model} have {width}", "invalid_value", "dimensions"
+        )
+    usage = count(service, facts, tenant, answers)
+    data = [
+        {"object": "embedding", "index": i, "embedding": pack_embedding(answer.embedding, body.encoding_format)}
+        for i, answer in enumerate(answers)
+    ]
+    tokens = {"prompt_tokens": usage["prompt_tokens"], "total_tokens": usage["total_tokens"]}
+    return JSONResponse({"id": new_id("embd"), "object": "list", "data": data, "model": body.model, "usage": tokens})

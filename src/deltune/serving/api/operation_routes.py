@@ -1,0 +1,114 @@
+"""Routes for whoever runs the server: probes, metrics, and a page that shows what happens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from ..._version import __version__
+from .errors import ApiError
+from .service import Service, service_of
+
+router = APIRouter()
+
+PAGE_SECONDS = 120
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def health() -> Response:
+    """Say that the process answers: a liveness probe."""
+    return PlainTextResponse("ok\n")
+
+
+@router.api_route("/ready", methods=["GET", "HEAD"])
+async def ready(http: Request) -> Response:
+    """Say whether requests should be sent here: a readiness probe. It says no as soon as the server is to end."""
+    if service_of(http).draining:
+        return PlainTextResponse("draining\n", 503, {"Retry-After": "1"})
+    return PlainTextResponse("ready\n")
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Return the version of deltune."""
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """Return the metrics for Prometheus. With keys, the key of an admin is needed."""
+    service = _for_admins(http)
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/stats")
+async def stats(http: Request) -> Response:
+    """Return what the page shows. With keys, the key of an admin is needed."""
+    service = _for_admins(http)
+    engine, loads = service.engine.stats(), service.metrics.loads
+    deltas = {delta.name: delta for delta in service.engine.deltas()}
+    rows: list[dict[str, Any]] = []
+    for name in ("", *sorted(deltas)):
+        load, info = loads.get(name), deltas.get(name)
+        rows.append({
+            "name": name or service.config.base_name,
+            "method": info.method if info else "the base model",
+            "loaded": info.loaded if info else True,
+            "bytes": info.bytes if info else 0,
+            "error": bool(info and info.error),
+            "requests": load.requests if load else 0,
+            "errors": load.errors if load else 0,
+            "p50": load.percentile(0.5) if load else None,
+            "p95": load.percentile(0.95) if load else None,
+            "running": engine.running.get(name, 0),
+        })  # fmt: skip
+    return JSONResponse({
+        "model": service.config.base_name,
+        "version": __version__,
+        "time": time.time(),
+        "uptime": service.metrics.uptime(),
+        "draining": service.draining,
+        "queued": engine.queued,
+        "running": sum(engine.running.values()),
+        "prompt_tokens": engine.prompt_tokens,
+        "generated_tokens": engine.generated_tokens,
+        "cached_tokens": engine.cached_tokens,
+        "loads": engine.loads,
+        "evictions": engine.evictions,
+        "deltas": rows,
+        "history": service.metrics.history(PAGE_SECONDS),
+    })  # fmt: skip
+
+
+@router.get("/")
+async def page(http: Request) -> Response:
+    """Show a page with what is loaded, throughput, latencies, queue and errors."""
+    service = service_of(http)
+    if not service.config.http.page:
+        raise ApiError(404, "there is no page here; the server was started with --no-page", "not_found")
+    from ...pages.rendering import render
+
+    html = render("serve.html", title=f"deltune: {service.config.base_name}", with_keys=service.keys is not None)
+    return HTMLResponse(html, headers={"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"})
+
+
+def _for_admins(http: Request) -> Service:
+    """Return the service, if who asks may see the numbers of everybody.
+
+    Raises:
+        ApiError: They may not.
+    """
+    service = service_of(http)
+    tenant = service.tenant(http)
+    if not tenant.admin:
+        todo = "make a key with: deltune serve-key FILE TENANT --admin"
+        raise ApiError(403, f"{tenant.name} may not see the numbers of all tenants; {todo}", "not_allowed")
+    return service

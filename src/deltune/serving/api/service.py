@@ -1,0 +1,391 @@
+"""What all routes share: the engine, who asks, which delta is meant, and how an answer is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...errors import excerpt, unknown_name
+from ..config import ServeConfig
+from ..errors import EngineClosed
+from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from .auth import KeyFile, Tenant, everybody
+from .errors import ApiError, ClientDisconnected
+from .limits import RateLimits
+from .metrics import Metrics
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+
+KNOWN_FOR = 1.0
+"""Seconds for which a list of deltas is used again; the engine itself knows better at once."""
+GIVEN_UP = "the server is ending and has given the request up; send it again"
+MAX_PROBLEMS = 10
+"""Fields of a request whose mistakes its error lists."""
+
+
+class Engine(Protocol):
+    """What the HTTP layer needs of an engine: `deltune.serving.engine.Server`, or replicas of it on Ray."""
+
+    def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]:
+        """Answer a request."""
+        ...
+
+    def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]:
+        """Answer a request token by token; the last item is the answer."""
+        ...
+
+    def load(self, name: str, folder: Path | None = None) -> DeltaInfo:
+        """Load or replace a delta."""
+        ...
+
+    def unload(self, name: str) -> None:
+        """Take a delta out."""
+        ...
+
+    def refresh(self) -> list[DeltaInfo]:
+        """Look at the folder of deltas."""
+        ...
+
+    def deltas(self) -> list[DeltaInfo]:
+        """Return the deltas that can be asked."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the engine's numbers."""
+        ...
+
+    def close(self, drain: float = 30.0) -> None:
+        """End, after the requests that run."""
+        ...
+
+
+@dataclass
+class Facts:
+    """What the log and the metrics say about one request; routes fill it in."""
+
+    tenant: str | None = None
+    delta: str | None = None
+    stream: bool = False
+    inputs: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queued: float = 0.0
+    contents: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Service:
+    """A server's parts.
+
+    Attributes:
+        engine: What answers.
+        tokenizer: The model's, for chat templates; None if it has none.
+        config: The configuration.
+        keys: The tenants, or None if everybody may ask.
+        limits: Their rates.
+        metrics: What is counted.
+        started: When the server started, in seconds since the epoch.
+        draining: Whether the server is about to end.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    config: ServeConfig
+    keys: KeyFile | None
+    limits: RateLimits
+    metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    _known: frozenset[str] = frozenset()
+    _known_since: float = 0.0
+
+    @classmethod
+    def build(cls, engine: Engine, tokenizer: Any, config: ServeConfig) -> Service:
+        """Make a server's parts from its engine and its configuration.
+
+        Args:
+            engine: What answers.
+            tokenizer: The model's tokenizer, or None.
+            config: The configuration.
+
+        Raises:
+            DeltuneError: The file of keys is wrong.
+        """
+        keys = None if config.http.keys is None else KeyFile(config.http.keys)
+        metrics = Metrics(engine.stats, engine.deltas)
+        return cls(engine, tokenizer, config, keys, RateLimits(config.limits), metrics)
+
+    @property
+    def hidden_folder(self) -> Path | None:
+        """The folder whose path clients need not know."""
+        return None if self.config.deltas.folder is None else Path(self.config.deltas.folder)
+
+    def tenant(self, http: HttpRequest) -> Tenant:
+        """Return who asks.
+
+        Args:
+            http: The request.
+
+        Raises:
+            ApiError: There are keys, and the request has none of them.
+        """
+        if self.keys is None:
+            manage = self.config.http.manage
+            return everybody(self.config.is_local if manage is None else manage)
+        scheme, _, value = http.headers.get("authorization", "").partition(" ")
+        key = value.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+        tenant = self.keys.tenant(key) if key else None
+        if tenant is None:
+            problem = "this API key is not known" if key else "there is no API key in the request"
+            raise ApiError(401, f"{problem}; send the header Authorization: Bearer KEY", "invalid_api_key")
+        facts_of(http).tenant = tenant.name
+        return tenant
+
+    def visible(self, tenant: Tenant) -> list[DeltaInfo]:
+        """Return the deltas that exist for a tenant, by name."""
+        base = self.config.base_name
+        seen = (delta for delta in self.engine.deltas() if delta.name != base and tenant.may_see(delta.name))
+        return sorted(seen, key=lambda delta: delta.name)
+
+    def model_names(self, tenant: Tenant) -> list[str]:
+        """Return what a tenant may write for `model`."""
+        return [*([self.config.base_name] if tenant.base else []), *(delta.name for delta in self.visible(tenant))]
+
+    def delta(self, model: str, tenant: Tenant) -> str | None:
+        """Return the name of the delta that `model` means, None for the base model.
+
+        Args:
+            model: What the request says.
+            tenant: Who asks.
+
+        Raises:
+            ApiError: It does not exist, or not for this tenant, which cannot tell the difference.
+        """
+        if model == self.config.base_name and tenant.base:
+            return None
+        if tenant.may_see(model) and self._exists(model):
+            return model
+        raise unknown_model("model", model, self.model_names(tenant))
+
+    def _exists(self, name: str) -> bool:
+        """Return whether there is a delta; one that was there a moment ago is not looked up again."""
+        now = time.monotonic()
+        if name not in self._known or now - self._known_since > KNOWN_FOR:
+            base = self.config.base_name
+            self._known = frozenset(delta.name for delta in self.engine.deltas() if delta.name != base)
+            self._known_since = now
+        return name in self._known
+
+
+def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
+    """Return the error for a model or delta that does not exist for who asks.
+
+    Args:
+        kind: "model" or "delta".
+        name: What was asked for.
+        known: What exists for who asks.
+    """
+    return ApiError(404, unknown_name(kind, name, known), "model_not_found", "model")
+
+
+def facts_of(http: HttpRequest) -> Facts:
+    """Return what the log will say of a request."""
+    facts: Facts = http.scope["deltune"]
+    return facts
+
+
+def service_of(http: HttpRequest) -> Service:
+    """Return the parts of the server that a request is for."""
+    service: Service = http.app.state.service
+    return service
+
+
+async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
+    """Read a request's JSON and check it.
+
+    Args:
+        http: The request.
+        kind: What it must be.
+
+    Raises:
+        ApiError: It is no JSON, too deeply nested, or has wrong values; the message names all of them.
+    """
+    media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        # A web page can post anything else to this server without asking its user.
+        raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
+    try:
+        return kind.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise _body_error(error, kind) from None
+
+
+def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
+    """Return the error for a body that pydantic refused, with a line for each field that is wrong."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    problems = []
+    for top in dict.fromkeys(one["loc"][0] if one["loc"] else None for one in details):
+        problems_there = [one for one in details if (one["loc"][0] if one["loc"] else None) == top]
+        name = excerpt(top)[1:-1] if isinstance(top, str) else None
+        if problems_there[0]["type"] == "extra_forbidden":
+            problems.append(unknown_name("option", name, kind.model_fields))
+        elif name is None:
+            problems.append(f"the request is no JSON object of options: {problems_there[0]['msg']}")
+        elif problems_there[0]["type"] == "missing" and len(problems_there[0]["loc"]) == 1:
+            problems.append(f"{name} is missing: {kind.model_fields[name].description}")
+        else:
+            path = ".".join([name, *(str(part)[:40] for part in problems_there[0]["loc"][1:] if isinstance(part, int))])
+            reason = problems_there[0]["msg"].removeprefix("Value error, ")
+            description = kind.model_fields[name].description
+            problems.append(
+                f"{path}: {description}" if len(problems_there) > 1 else f"{path}: {reason} ({description})"
+            )
+    param = next((str(one["loc"][0])[:60] for one in details if one["loc"]), None)
+    return ApiError(400, "; ".join(problems[:MAX_PROBLEMS]), "invalid_value", param)
+
+
+# -- waiting for answers
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has gone. The request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """Await some work, and cancel it when the client has gone.
+
+    Args:
+        http: The request, which has been read.
+        work: What is awaited.
+
+    Raises:
+        ClientDisconnected: The client has gone.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(wait_for_disconnect(http.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        await cancel_all((task, watch))
+
+
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await several things; when one fails, the others are cancelled and its error is raised.
+
+    Raises:
+        EngineClosed: The engine has given one of them up.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        pending = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.cancelled():
+                    raise EngineClosed(GIVEN_UP)
+                if (error := task.exception()) is not None:
+                    raise error
+        return [task.result() for task in tasks]
+    finally:
+        await cancel_all(tasks)
+
+
+async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Yield the items of several streams as they come, each with the index of its stream.
+
+    When this is closed, so are the streams; the error of one ends all.
+    """
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=64)
+
+    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
+                async for item in items:
+                    await queue.put((index, item))
+            await queue.put(None)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            await queue.put(EngineClosed(GIVEN_UP))  # not this task was cancelled, but what it waits for
+        except BaseException as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        await cancel_all(tasks)
+
+
+class EventStream(Response):
+    """Server-sent events. When the client goes, the source of the events is closed at once.
+
+    Args:
+        events: The events, as bytes that are sent as they are.
+        send_timeout: Seconds in which the client must take an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], send_timeout: float) -> None:
+        self.events, self.send_timeout = events, send_timeout
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        pump = asyncio.ensure_future(self._pump(send))
+        watch = asyncio.ensure_future(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not pump.done():
+                raise ClientDisconnected
+            pump.result()
+        finally:
+            await cancel_all((pump, watch))
+            close: Callable[[], Awaitable[None]] | None = getattr(self.events, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _pump(self, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self.events:
+                async with asyncio.timeout(self.send_timeout):  # wait_for may swallow that it is cancelled
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (OSError, TimeoutError):
+            raise ClientDisconnected from None

@@ -1,0 +1,274 @@
+"""The configuration of a server: sections of checked values, from one YAML file and options over it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ..errors import error_from_problems, unknown_name, validation_problems
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def _parse_bytes(value: Any) -> Any:
+    """Turn "512MiB" or "2 GB" into a number of bytes; leave other values alone."""
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    )
+    return math.floor(float(match[1]) * UNITS[(match[2] or "").lower()]) if match else value
+
+
+def _split_commas(value: Any) -> Any:
+    """Turn the text "a, b" into a tuple; leave other values alone."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=2**50)]
+BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, le=10**7, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
+
+
+def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
+    """A field with a default. `common` fields are listed by `deltune serve --help`."""
+    return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
+
+
+class Section(BaseModel):
+    """One part of a server's configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """The frozen model that all deltas share."""
+
+    name: str = Field(min_length=1, description="hub id, folder or minilm", json_schema_extra={"common": True})
+    served_name: str | None = _option(
+        None, "what clients call the base model [the last part of its name]", common=True, min_length=1, max_length=200
+    )
+    head: Literal["auto", "causal-lm", "seq2seq-lm", "classification", "tagging", "base"] = _option(
+        "auto", "the head that the base model is loaded with; auto: what the checkpoint was saved with"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+        "auto", "type of the weights; auto: as they are stored"
+    )
+    device: str = _option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps", common=True)
+
+
+class DeltasSection(Section):
+    """Where the deltas are, and how many are in memory."""
+
+    folder: str | None = _option(
+        None, "folder with a folder for each delta: a delta, a run, or one of PEFT or AdapterHub", common=True
+    )
+    watch: Duration = _option(2.0, "seconds between looks at the folder; 0: only when told", common=True)
+    max_loaded: Size = _option(64, "deltas in memory, at most; the least recently used one goes first", common=True)
+    max_loaded_bytes: Bytes | None = _option(None, "memory for deltas, such as 2GiB [no limit]")
+
+
+class BatchingSection(Section):
+    """How requests are put together, and how many may wait."""
+
+    max_batch_tokens: Size | None = _option(None, "tokens of a batch, at most [the engine's default]")
+    max_batch_size: Size | None = _option(None, "rows of a batch, at most [the engine's default]")
+    max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
+    max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]")
+    max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [the engine's default]")
+    max_length: Size | None = _option(None, "tokens of a request, its answer included [what the model can]")
+    prompt_cache: BytesOrNone = _option(64 << 20, "memory for beginnings of prompts, such as 64MiB; 0: none")
+
+
+class HttpSection(Section):
+    """The address and what is served there."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all", common=True, min_length=1)
+    port: int = _option(8000, "port to listen on; 0: any that is free", common=True, ge=0, le=65535)
+    keys: str | None = _option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)
+    manage: bool | None = _option(
+        None, "without keys: whether requests may load and unload deltas [only on a local address]"
+    )
+    page: bool = _option(True, "show a page about the server at /")
+    ssl_certfile: str | None = _option(None, "certificate, for HTTPS")
+    ssl_keyfile: str | None = _option(None, "key of the certificate")
+    cors_origins: Names = _option((), "web origins whose pages may ask: https://a.example,…")
+    drain: Duration = _option(30.0, "seconds in which running requests may end after SIGTERM", common=True)
+    drain_delay: Duration = _option(
+        0.0, "seconds between /ready saying no and the end of accepting requests, for load balancers"
+    )
+
+
+class LimitsSection(Section):
+    """What a request and a tenant may ask. A key's own rates are in the file of keys."""
+
+    max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB")
+    max_inputs: Size = _option(256, "texts in one request")
+    max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
+    default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say")
+    timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)
+    body_timeout: Seconds = _option(30.0, "seconds in which a client must have sent its request")
+    send_timeout: Seconds = _option(60.0, "seconds in which a client must take the next part of a stream")
+    requests_per_minute: Rate | None = _option(None, "of each tenant [no limit]", common=True)
+    tokens_per_minute: Rate | None = _option(None, "read and generated, of each tenant [no limit]", common=True)
+
+
+class LogSection(Section):
+    """What is written on standard error, a line of JSON for each request."""
+
+    log: Literal["requests", "errors", "off"] = _option("requests", "which requests have a line")
+    log_contents: bool = _option(False, "write inputs and answers too")
+
+
+class RaySection(Section):
+    """Replicas on Ray Serve."""
+
+    ray: bool = _option(False, "run replicas of the model on a Ray cluster", common=True)
+    replicas: Size = _option(1, "replicas at the start and at least")
+    max_replicas: Size | None = _option(None, "replicas at most, by load [as many as at the start]")
+    cpus: Rate = _option(1.0, "cores of a replica")
+    gpus: Duration = _option(0.0, "accelerators of a replica")
+    ongoing: Size = _option(32, "requests that a replica works on before another one is started")
+    address: str | None = _option(None, "of the Ray cluster [$RAY_ADDRESS, else one on this machine]")
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "model": ModelSection,
+    "deltas": DeltasSection,
+    "batching": BatchingSection,
+    "http": HttpSection,
+    "limits": LimitsSection,
+    "log": LogSection,
+    "ray": RaySection,
+}
+"""The sections of a server's configuration, by name."""
+
+FLAT_NAMES = {
+    "model.name": "model", "deltas.folder": "deltas", "ray.address": "ray_address", "ray.cpus": "ray_cpus",
+    "ray.gpus": "ray_gpus", "ray.ongoing": "ray_ongoing",
+}  # fmt: skip
+"""The fields whose flat name is not their own."""
+
+PLACES: Mapping[str, tuple[str, str]] = {
+    FLAT_NAMES.get(f"{section}.{field}", field): (section, field)
+    for section, kind in SECTIONS.items()
+    for field in kind.model_fields
+}
+"""Flat name -> section and field. Flat names are those of command-line options."""
+
+DOTTED: Mapping[str, str] = {f"{section}.{field}": name for name, (section, field) in PLACES.items()}
+"""Dotted name (section.field) -> flat name."""
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class ServeConfig(BaseModel):
+    """Everything that `deltune serve` can be told.
+
+    Raises:
+        DeltuneError: Some values are wrong; the message lists every problem at once (`from_values`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelSection
+    deltas: DeltasSection = DeltasSection()
+    batching: BatchingSection = BatchingSection()
+    http: HttpSection = HttpSection()
+    limits: LimitsSection = LimitsSection()
+    log: LogSection = LogSection()
+    ray: RaySection = RaySection()
+
+    @classmethod
+    def from_values(cls, *sources: Mapping[str, Any]) -> ServeConfig:
+        """Make a config from values by flat names, by section.field, or in sections; later sources win.
+
+        Args:
+            sources: Such as the values of a file and those of options.
+
+        Raises:
+            DeltuneError: Some values are wrong; the message lists every problem at once.
+        """
+        problems: list[str] = []
+        merged: dict[str, Any] = {}
+        for source in sources:
+            merged |= _flatten(source, problems)
+        nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for name, value in merged.items():
+            section, field = PLACES[name]
+            nested[section][field] = value
+        if "model" not in merged:
+            problems.append(f"model is missing: {ModelSection.model_fields['name'].description}")
+            nested["model"]["name"] = "missing"
+        try:
+            config = cls.model_validate(nested)
+        except ValidationError as error:
+            problems += validation_problems(error)
+        else:
+            problems += _contradictions(config)
+        if problems:
+            raise error_from_problems("the config of the server is wrong", problems)
+        return config
+
+    def yaml(self) -> str:
+        """Write out every value, defaults included, as nested YAML."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+    @property
+    def base_name(self) -> str:
+        """What clients call the base model."""
+        return self.model.served_name or Path(self.model.name).name or self.model.name
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the address."""
+        return self.http.host in LOCAL_HOSTS
+
+
+def _flatten(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return values by flat name, from nested, dotted and flat names in any mixture; what is wrong joins `problems`."""
+    entries: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            entries += [(f"{key}.{field}", item) for field, item in value.items()]
+        elif key in SECTIONS and value is None and key not in PLACES:
+            continue  # a section of a file with nothing in it
+        else:
+            entries.append((str(key), value))
+    flat: dict[str, Any] = {}
+    for key, value in entries:
+        name = DOTTED.get(key, key)
+        section, dot, field = key.partition(".")
+        if name in flat:
+            problems.append(f"{key} is given twice")
+        elif name in PLACES:
+            flat[name] = value
+        elif dot and section in SECTIONS:
+            problems.append(unknown_name("option", field, SECTIONS[section].model_fields, section))
+        elif key in SECTIONS:
+            problems.append(
+                f"{key} is a section: give a mapping of its options, {', '.join(SECTIONS[key].model_fields)}"
+            )
+        else:
+            problems.append(unknown_name("option", key, PLACES))
+    return flat
+
+
+def _contradictions(config: ServeConfig) -> list[str]:
+    """List values that do not fit together."""
+    problems = []
+    if bool(config.http.ssl_certfile) != bool(config.http.ssl_keyfile):
+        problems.append("http.ssl_certfile and http.ssl_keyfile belong together; give both or none")
+    if config.http.manage is not None and config.http.keys is not None:
+        problems.append("http.manage is for a server without keys; a key says itself what it may do")
+    if config.ray.max_replicas is not None and config.ray.max_replicas < config.ray.replicas:
+        problems.append(f"ray.max_replicas: {config.ray.max_replicas} is less than ray.replicas, {config.ray.replicas}")
+    return problems

@@ -1,0 +1,92 @@
+"""The model of a server, loaded as its configuration says, and the engine over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DeltuneError
+from ..filesystem import user_path
+from .config import ServeConfig
+
+if TYPE_CHECKING:
+    from .engine import Server
+
+
+def load_server(config: ServeConfig) -> tuple[Server, Any]:
+    """Load the base model and its tokenizer, and start the engine.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The engine and the tokenizer.
+
+    Raises:
+        DeltuneError: The model or the folder of deltas is wrong.
+    """
+    folder = deltas_folder(config)
+    import torch
+    from torch import nn
+
+    from .. import models
+    from .engine import Server
+
+    model_config = models.load_config(config.model.name)
+    head = config.model.head if config.model.head != "auto" else auto_head(model_config)
+    tokenizer = models.load_tokenizer(config.model.name)
+    dtype = None if config.model.dtype == "auto" else config.model.dtype
+    model = models.load_model(config.model.name, head, dtype=dtype)
+    models.align_padding_token(model, tokenizer)
+    device = config.model.device
+    if device == "auto":
+        device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
+    overrides = {
+        "max_loaded_bytes": config.deltas.max_loaded_bytes,
+        "max_batch_tokens": config.batching.max_batch_tokens,
+        "max_batch_size": config.batching.max_batch_size,
+        "max_queue": config.batching.max_queue,
+        "max_queue_per_tenant": config.batching.max_queue_per_tenant,
+        "max_length": config.batching.max_length,
+    }
+    server = Server(
+        model,
+        tokenizer,
+        deltas=folder,
+        max_loaded=config.deltas.max_loaded,
+        max_wait=config.batching.max_wait,
+        prompt_cache_bytes=config.batching.prompt_cache,
+        watch=config.deltas.watch or None,
+        **{name: value for name, value in overrides.items() if value is not None},
+    )
+    return server, tokenizer
+
+
+def deltas_folder(config: ServeConfig) -> Path | None:
+    """Return the folder of deltas, or None if there is none.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        DeltuneError: The folder that is named does not exist.
+    """
+    folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas")
+    if folder is not None and not folder.is_dir():
+        raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")
+    return folder
+
+
+def auto_head(model_config: Any) -> str:
+    """Return the head with which a checkpoint was saved, "base" if with none.
+
+    Args:
+        model_config: The model's configuration.
+    """
+    from ..models import has_trained_head
+
+    saved = next(
+        (h for h in ("seq2seq-lm", "causal-lm", "classification", "tagging") if has_trained_head(model_config, h)), None
+    )
+    return saved or "base"

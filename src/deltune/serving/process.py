@@ -1,0 +1,177 @@
+"""A server as a process: the address is taken first, then the model is loaded, and a signal ends it without loss."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from ..errors import DeltuneError, check_extra
+from .api.app import create_app
+from .api.logs import configure_logs
+from .config import ServeConfig
+
+if TYPE_CHECKING:
+    from .api.service import Engine, Service
+
+logger = logging.getLogger("deltune.serving")
+
+BACKLOG = 2048
+
+
+def serve(config: ServeConfig, quiet: bool = False) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        config: The configuration.
+        quiet: Do not say on standard error where it serves.
+
+    Raises:
+        DeltuneError: The address is taken, or the model, the folder of deltas or the file of keys is wrong.
+    """
+    if config.ray.ray:
+        check_extra("ray", "deltune serve --ray needs")
+    listener = bind(config.http.host, config.http.port)
+    try:
+        engine, tokenizer = build_engine(config)
+        try:
+            app = create_app(engine, tokenizer, config)
+        except BaseException:
+            engine.close(0.0)
+            raise
+        configure_logs(config.log.log)
+        greeting = "" if quiet else _greeting(config, engine, listener)
+        server = DrainingServer(app.state.service, uvicorn_config(app, config), greeting)
+        try:
+            server.run(sockets=[listener])
+        finally:
+            engine.close(0.0 if server.force_exit else config.http.drain)
+    finally:
+        listener.close()
+
+
+def build_engine(config: ServeConfig) -> tuple[Engine, Any]:
+    """Load the model, and make the engine over it or over its replicas.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The engine and the tokenizer.
+    """
+    if config.ray.ray:
+        from .replicas import Replicas
+
+        replicas = Replicas(config)
+        return replicas, replicas.tokenizer
+    from .loading import load_server
+
+    return load_server(config)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address, before anything else is done.
+
+    Args:
+        host: A name or an address.
+        port: The port; 0 for any that is free.
+
+    Raises:
+        DeltuneError: It is taken, or is none of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise DeltuneError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; give another --port"
+        ) from error
+    return listener
+
+
+def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
+    """Return how uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        date_header=True,
+        backlog=BACKLOG,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(config.http.drain)),
+        ssl_certfile=config.http.ssl_certfile,
+        ssl_keyfile=config.http.ssl_keyfile,
+        proxy_headers=False,
+        ws="none",
+    )
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that a signal ends in three steps: /ready says no, no new request is taken, the running ones end.
+
+    A second signal ends it at once.
+
+    Args:
+        service: The parts of the server, which say that it is ready.
+        config: uvicorn's configuration.
+        greeting: What is said on standard error once requests are taken.
+    """
+
+    def __init__(self, service: Service, config: uvicorn.Config, greeting: str = "") -> None:
+        super().__init__(config)
+        self.service, self.greeting = service, greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take requests, and say so."""
+        await super().startup(sockets)
+        if self.greeting:
+            print(self.greeting, file=sys.stderr, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end. The signal is not raised again afterwards, so that the exit code is 0."""
+        if self.service.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.service.draining = True
+        logger.warning("ending after %s: running requests are finished first", signal.Signals(sig).name)
+        delay = self.service.config.http.drain_delay
+        if delay:
+            timer = threading.Timer(delay, self._stop_accepting)
+            timer.daemon = True
+            timer.start()
+        else:
+            self._stop_accepting()
+
+    def _stop_accepting(self) -> None:
+        self.should_exit = True
+
+
+def _greeting(config: ServeConfig, engine: Engine, listener: socket.socket) -> str:
+    """Return the line that says where the server is and what it has."""
+    address = listener.getsockname()
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    scheme = "https" if config.http.ssl_certfile else "http"
+    deltas = engine.deltas()
+    refused = sum(bool(delta.error) for delta in deltas)
+    line = f"serving {config.base_name} with {len(deltas):,} deltas at {scheme}://{host}:{address[1]}"
+    if refused:
+        line += f"; {refused} of them have files that were refused: GET /v1/deltas says why"
+    if config.http.keys is None and not config.is_local:
+        line += "\nnote: everybody who reaches this address may ask; --keys FILE makes a key necessary"
+    return line

@@ -1,0 +1,353 @@
+"""Replicas of a server on Ray Serve: an engine each, and a front that sends each delta where it is in memory.
+
+The front is the process of `deltune serve --ray`: it has the HTTP layer and no weights. Every replica has the model and
+an engine over the same folder of deltas, which all machines must see under the same path. Ray Serve's multiplexing
+knows which replica has which delta in memory and prefers it; its autoscaler starts and stops replicas by load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeltuneError, check_extra, error_summary
+from .config import ServeConfig
+from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from .loading import deltas_folder
+from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+
+logger = logging.getLogger("deltune.serving")
+
+BASE = "\0base"
+"""What multiplexing calls the base model, which every replica has."""
+LOOK = 1.0
+"""Seconds between looks at what the replicas have."""
+CONTROL_TIMEOUT = 120.0
+"""Seconds in which replicas must have loaded a delta or started."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a replica, as a value: an exception with arguments of its own does not survive the way to the front.
+
+    Attributes:
+        kind: The name of the class.
+        message: What it says.
+        retry_after: Of a `QueueFull`.
+    """
+
+    kind: str
+    message: str
+    retry_after: float = 0.0
+
+    @classmethod
+    def of(cls, error: DeltuneError) -> Failure:
+        """Return an error as a value."""
+        return cls(type(error).__name__, str(error), getattr(error, "retry_after", 0.0))
+
+    def error(self) -> DeltuneError:
+        """Return it as an error again."""
+        if self.kind == "QueueFull":
+            return QueueFull(self.message, self.retry_after)
+        kinds = {kind.__name__: kind for kind in (UnknownDelta, InvalidRequest, RequestTimeout, EngineClosed)}
+        return kinds.get(self.kind, DeltuneError)(self.message)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a replica has and does."""
+
+    deltas: list[DeltaInfo]
+    stats: EngineStats
+
+
+def replica_class(max_loaded: int) -> type[Any]:
+    """Return the class of a replica.
+
+    Args:
+        max_loaded: How many deltas it keeps in memory, as Ray Serve is told.
+    """
+    from ray import serve
+
+    class Replica:
+        """The model and its engine in a process of the cluster."""
+
+        def __init__(self, values: dict[str, Any]) -> None:
+            from .loading import load_server
+
+            self.config = ServeConfig.from_values(values)
+            self.server, _ = load_server(self.config)
+            self.folders: dict[str, str] = {}
+
+        @serve.multiplexed(max_num_models_per_replica=max_loaded)
+        async def holds(self, name: str) -> str:
+            """Tell Ray Serve that this replica has a delta in memory; the engine loads it with its first request."""
+            return name
+
+        async def answer(self, request: Request, folder: str | None) -> Answer | Failure:
+            """Answer a request, about a delta that may lie in a folder of another name."""
+            try:
+                await self._prepare(request, folder)
+                return await self.server.asubmit(request)
+            except DeltuneError as error:
+                return Failure.of(error)
+
+        async def stream(self, request: Request, folder: str | None) -> AsyncIterator[TokenChoice | Answer | Failure]:
+            """Answer a request token by token."""
+            try:
+                await self._prepare(request, folder)
+                async for item in self.server.astream(request):
+                    yield item
+            except DeltuneError as error:
+                yield Failure.of(error)
+
+        async def _prepare(self, request: Request, folder: str | None) -> None:
+            await self.holds(serve.get_multiplexed_model_id())
+            if request.delta is not None and folder is not None and self.folders.get(request.delta) != folder:
+                await asyncio.to_thread(self.server.load, request.delta, Path(folder))
+                self.folders[request.delta] = folder
+
+        async def load(self, name: str, folder: str | None) -> DeltaInfo | Failure:
+            """Load or replace a delta."""
+            try:
+                info = await asyncio.to_thread(self.server.load, name, None if folder is None else Path(folder))
+            except DeltuneError as error:
+                return Failure.of(error)
+            if folder is not None:
+                self.folders[name] = folder
+            return info
+
+        async def unload(self, name: str) -> Failure | None:
+            """Take a delta out."""
+            self.folders.pop(name, None)
+            try:
+                await asyncio.to_thread(self.server.unload, name)
+            except UnknownDelta:
+                return None  # this replica has not met it
+            except DeltuneError as error:
+                return Failure.of(error)
+            return None
+
+        async def snapshot(self, look: bool) -> Snapshot:
+            """Return what this replica has and does.
+
+            Args:
+                look: Look at the folder of deltas first.
+            """
+            if look:
+                await asyncio.to_thread(self.server.refresh)
+            return Snapshot(self.server.deltas(), self.server.stats())
+
+        def check_health(self) -> None:
+            """Tell Ray Serve that this replica works; it replaces one that raises."""
+            self.server.stats()
+
+        def __del__(self) -> None:
+            server = getattr(self, "server", None)
+            if server is not None:
+                server.close(0.0)
+
+    return Replica
+
+
+class Replicas:
+    """An engine whose work is done by replicas on a Ray cluster.
+
+    Args:
+        config: The configuration of the server.
+
+    Raises:
+        DeltuneError: Ray is missing, or the replicas do not start.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        check_extra("ray", "deltune serve --ray needs")
+        import ray
+        from ray import serve
+
+        from ..models import load_tokenizer
+
+        self.config = config
+        self.folder = deltas_folder(config)
+        self.tokenizer = load_tokenizer(config.model.name)
+        self._serve, self._closed = serve, threading.Event()
+        self._started_ray = not ray.is_initialized()
+        address = config.ray.address or os.environ.get("RAY_ADDRESS")
+        if self._started_ray:
+            options: dict[str, Any] = {"address": address} if address else {"include_dashboard": False}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        self._ray = ray
+        most = config.ray.max_replicas or config.ray.replicas
+        scaling: dict[str, Any] = {"num_replicas": config.ray.replicas}
+        if most > config.ray.replicas:
+            scaling = {
+                "autoscaling_config": {
+                    "min_replicas": config.ray.replicas,
+                    "max_replicas": most,
+                    "target_ongoing_requests": config.ray.ongoing,
+                }
+            }
+        values = config.model_dump(mode="json")
+        self._name = f"deltune-{os.getpid()}"
+        deploy: Any = serve.deployment(
+            name="replica",
+            ray_actor_options={"num_cpus": config.ray.cpus, "num_gpus": config.ray.gpus},
+            max_ongoing_requests=10 * config.ray.ongoing,
+            graceful_shutdown_timeout_s=config.http.drain,
+            **scaling,
+        )
+        deployment = deploy(replica_class(config.deltas.max_loaded))
+        try:
+            serve.start(proxy_location="Disabled")
+            self._handle = serve.run(deployment.bind(values), name=self._name, route_prefix=None)
+        except Exception as error:  # whatever a replica's start raised, wrapped by Ray
+            self._stop()
+            raise DeltuneError(f"the replicas do not start: {error_summary(error)}") from error
+        self._loaded: dict[str, str] = {}
+        self._removed: set[str] = set()
+        self._snapshots: list[Snapshot] = []
+        self._look(first=True)
+        self._watcher = threading.Thread(target=self._watch, name="deltune-replicas", daemon=True)
+        self._watcher.start()
+
+    async def asubmit(self, request: Request) -> Answer:
+        """Answer a request on a replica that has its delta in memory, if there is one."""
+        self._check(request)
+        response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
+        try:
+            result = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        if isinstance(result, Failure):
+            raise result.error()
+        answer: Answer = result
+        return answer
+
+    async def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]:
+        """Answer a request token by token; the last item is the answer."""
+        self._check(request)
+        folder = self._loaded.get(request.delta or "")
+        response = self._route(request).options(stream=True).stream.remote(request, folder)
+        ended = False
+        try:
+            async for item in response:
+                if isinstance(item, Failure):
+                    raise item.error()
+                yield item
+            ended = True
+        finally:
+            if not ended:
+                response.cancel()
+
+    def load(self, name: str, folder: Path | None = None) -> DeltaInfo:
+        """Load or replace a delta on every replica, and on those that start later."""
+        results = self._broadcast("load", name, None if folder is None else str(folder))
+        for result in results:
+            if isinstance(result, Failure):
+                raise result.error()
+        self._removed.discard(name)
+        if folder is not None:
+            self._loaded[name] = str(folder)
+        self._look()
+        info: DeltaInfo = results[0]
+        return info
+
+    def unload(self, name: str) -> None:
+        """Take a delta out on every replica."""
+        if name not in {delta.name for delta in self.deltas()}:
+            raise UnknownDelta(f"there is no delta {name!r}")
+        self._removed.add(name)
+        self._loaded.pop(name, None)
+        for result in self._broadcast("unload", name):
+            if isinstance(result, Failure):
+                raise result.error()
+        self._look()
+
+    def refresh(self) -> list[DeltaInfo]:
+        """Look at the folder of deltas on every replica."""
+        self._look(refresh=True)
+        return self.deltas()
+
+    def deltas(self) -> list[DeltaInfo]:
+        """Return the deltas that can be asked; one is loaded if any replica has it in memory."""
+        merged: dict[str, DeltaInfo] = {}
+        for snapshot in self._snapshots:
+            for delta in snapshot.deltas:
+                known = merged.get(delta.name)
+                if delta.name not in self._removed and (known is None or (delta.loaded and not known.loaded)):
+                    merged[delta.name] = delta
+        return list(merged.values())
+
+    def stats(self) -> EngineStats:
+        """Return the numbers of all replicas, added up."""
+        every = [snapshot.stats for snapshot in self._snapshots]
+
+        def added(name: str) -> dict[str, int]:
+            return dict(sum((Counter(getattr(stats, name)) for stats in every), Counter()))
+
+        return EngineStats(
+            queued=added("queued"),
+            running=added("running"),
+            finished=added("finished"),
+            failed=added("failed"),
+            prompt_tokens=sum(stats.prompt_tokens for stats in every),
+            generated_tokens=sum(stats.generated_tokens for stats in every),
+            cached_tokens=sum(stats.cached_tokens for stats in every),
+            loads=sum(stats.loads for stats in every),
+            evictions=sum(stats.evictions for stats in every),
+            load_seconds=sum(stats.load_seconds for stats in every),
+        )
+
+    def close(self, drain: float = 30.0) -> None:
+        """End the replicas after the requests that run."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._stop()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(Exception):  # the cluster may have gone before us
+            self._serve.delete(self._name)
+            if self._started_ray and not (self.config.ray.address or os.environ.get("RAY_ADDRESS")):
+                self._serve.shutdown()
+        if self._started_ray:
+            self._ray.shutdown()
+
+    def _check(self, request: Request) -> None:
+        if self._closed.is_set():
+            raise EngineClosed("the server is ending and takes no new requests")
+        if request.delta is not None and request.delta in self._removed:
+            raise UnknownDelta(f"there is no delta {request.delta!r}")
+
+    def _route(self, request: Request) -> Any:
+        return self._handle.options(multiplexed_model_id=BASE if request.delta is None else request.delta)
+
+    def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every replica, and return what they return."""
+        response = self._handle.broadcast(method, *arguments)
+        results: list[Any] = response.results(timeout_s=CONTROL_TIMEOUT)
+        if not results:
+            raise DeltuneError("there is no replica at the moment; try again in a while")
+        return results
+
+    def _look(self, first: bool = False, refresh: bool = False) -> None:
+        if first:  # a broadcast finds only replicas that the router knows already
+            self._handle.snapshot.remote(False).result(timeout_s=CONTROL_TIMEOUT)
+        self._snapshots = self._broadcast("snapshot", refresh)
+
+    def _watch(self) -> None:
+        """Keep what the front knows of the replicas fresh."""
+        while not self._closed.wait(LOOK):
+            try:
+                self._look()
+            except Exception as error:
+                if not self._closed.is_set():
+                    logger.warning("the replicas do not say what they have: %s", error_summary(error))

@@ -1,0 +1,199 @@
+"""Loading, replacing and taking out deltas over HTTP, and folders that a request cannot reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deltune.models import load_model
+from deltune.serving.api.delta_routes import delta_folder
+from deltune.serving.errors import InvalidRequest
+
+from .served import METHODS, Served, save_delta, served
+
+ASK = {"prompt": "the old hammer", "max_tokens": 4, "temperature": 0, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def changeable(
+    decoder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Served, Path, Path]]:
+    """A server over a folder of deltas that the tests may change, and the folder of its model."""
+    model, deltas = decoder
+    folder = tmp_path_factory.mktemp("own") / "deltas"
+    shutil.copytree(deltas, folder)
+    with served(model=str(model), deltas=str(folder), served_name="base", watch=0, log="off") as running:
+        yield running, folder, model
+
+
+def probabilities(server: Served, model: str) -> list[float]:
+    answer = server.post("/v1/completions", {"model": model, **ASK})
+    assert answer.status_code == 200, answer.text
+    values: list[float] = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+    return values
+
+
+def test_a_delta_comes_and_goes_under_vllms_names(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
+    shutil.copytree(folder / "mood", folder / "later")
+    assert server.post("/v1/completions", {"model": "later", **ASK}).status_code == 404
+    body = {"lora_name": "later", "lora_path": str(folder / "later")}
+    loaded = server.post("/v1/load_lora_adapter", body)
+    assert loaded.status_code == 200 and loaded.text == "Success: LoRA adapter 'later' added successfully."
+    assert probabilities(server, "later") == pytest.approx(probabilities(server, "mood"), abs=1e-5)
+    again = server.post("/v1/load_lora_adapter", body)
+    assert again.status_code == 400 and again.json()["error"]["code"] == "already_loaded"
+    assert server.post("/v1/load_lora_adapter", {**body, "load_inplace": True}).status_code == 200
+    gone = server.post("/v1/unload_lora_adapter", {"lora_name": "later"})
+    assert gone.status_code == 200 and gone.text == "Success: LoRA adapter 'later' removed successfully."
+    assert server.post("/v1/completions", {"model": "later", **ASK}).status_code == 404
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "later"}).status_code == 404
+    assert (folder / "later" / "delta.json").exists(), "its files stay"
+
+
+def test_a_delta_is_described(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
+    listed = {one["name"]: one for one in server.get("/v1/deltas").json()["data"]}
+    assert set(METHODS) <= set(listed)
+    for name, method in METHODS.items():
+        one = server.get(f"/v1/deltas/{name}").json()
+        assert {**one, "loaded": None, "loaded_at": None} == {**listed[name], "loaded": None, "loaded_at": None}
+        assert one["folder"] == name and str(folder) not in json.dumps(one) and one["parameters"] > 0
+        assert one["method"].partition("(")[0] == method.partition("(")[0] and "generate" in one["tasks"]
+    assert server.get("/v1/deltas/none").status_code == 404
+
+
+def test_a_new_version_takes_over_and_a_bad_one_does_not(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, model = changeable
+    shutil.copytree(folder / "mood", folder / "changing")
+    first = server.post("/v1/deltas", {"name": "changing"})
+    assert first.status_code == 201, first.text
+    before = probabilities(server, "changing")
+    save_delta(load_model(str(model), "causal-lm"), folder / "new", METHODS["mood"], seed=77)
+    for file in ("delta.json", "delta.safetensors"):
+        os.replace(folder / "new" / file, folder / "changing" / file)
+    shutil.rmtree(folder / "new")
+    second = server.post("/v1/deltas", {"name": "changing"})
+    assert second.status_code == 201 and second.json()["version"] != first.json()["version"]
+    after = probabilities(server, "changing")
+    assert after != pytest.approx(before, abs=1e-3)
+
+    broken = folder / "changing" / "delta.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-8])
+    refused = server.post("/v1/deltas", {"name": "changing"})
+    assert refused.status_code == 400 and str(folder) not in refused.text, refused.text
+    assert probabilities(server, "changing") == pytest.approx(after, abs=1e-6), "the old one goes on"
+    assert server.delete("/v1/deltas/changing").json() == {"name": "changing", "deleted": True}
+
+
+def test_refreshing_finds_new_folders(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
+    shutil.copytree(folder / "intent", folder / "found")
+    assert "found" not in {one["id"] for one in server.get("/v1/models").json()["data"]}
+    listed = {one["name"] for one in server.post("/v1/deltas/refresh", {}).json()["data"]}
+    assert "found" in listed and probabilities(server, "found") == pytest.approx(
+        probabilities(server, "intent"), abs=1e-5
+    )
+
+
+def test_the_base_keeps_its_name(changeable: tuple[Served, Path, Path]) -> None:
+    server, _, _ = changeable
+    taken = server.post("/v1/deltas", {"name": "base", "folder": "mood"})
+    assert taken.status_code == 400 and taken.json()["error"]["code"] == "name_taken"
+
+
+def test_others_are_served_while_a_delta_is_replaced(changeable: tuple[Served, Path, Path]) -> None:
+    """Requests for one delta get the same answers all the time while another is loaded again and again."""
+    server, folder, _ = changeable
+    shutil.copytree(folder / "mood", folder / "busy")
+    expected = probabilities(server, "acme-tone")
+
+    def replace(_: int) -> int:
+        return server.post(
+            "/v1/load_lora_adapter", {"lora_name": "busy", "lora_path": "busy", "load_inplace": True}
+        ).status_code
+
+    with ThreadPoolExecutor(3) as pool:
+        loads = pool.map(replace, range(10))
+        answers = list(pool.map(lambda _: probabilities(server, "acme-tone"), range(20)))
+    assert set(loads) == {200}
+    assert all(answer == pytest.approx(expected, abs=1e-5) for answer in answers)
+
+
+# -- folders that a request cannot reach
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of deltas, with ways out of it."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "outside" / "delta").mkdir(parents=True)
+    root = home / "deltas"
+    (root / "good" / "inner").mkdir(parents=True)
+    (root / "file").write_text("x")
+    (root / "link").symlink_to(home / "outside")
+    (root / "good" / "link").symlink_to("/")
+    (root / "self").symlink_to(root / "good")
+    return root
+
+
+def test_folders_below_are_found(root: Path) -> None:
+    for path in ("good", "good/inner", "./good", "good/", "good//inner", str(root / "good")):
+        assert delta_folder(root, path).is_relative_to(root / "good")
+
+
+OUT = (
+    "..", "../outside/delta", "good/../../outside/delta", "link", "link/delta", "good/link/etc", "self", "file", "",
+    ".", "/", "/etc", "~", "~root", "good\0", "none", "good/none", "//etc", "\\..\\..", "x" * 5000, "a/" * 2000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OUT, ids=lambda path: repr(path)[:24])
+def test_folders_outside_are_refused(root: Path, path: str) -> None:
+    with pytest.raises(InvalidRequest, match="folder below the server's folder of deltas"):
+        delta_folder(root, path)
+    with pytest.raises(InvalidRequest):
+        delta_folder(root, str(root.parent / "outside" / "delta"))
+    with pytest.raises(InvalidRequest, match="has no folder of deltas"):
+        delta_folder(None, path)
+
+
+parts = st.sampled_from(
+    ("good", "inner", "link", "self", "..", ".", "", "/", "file", "outside", "delta", "~", "\0", "é")
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(parts, max_size=6), st.booleans())
+def test_no_path_leads_out(root: Path, names: list[str], absolute: bool) -> None:
+    """Whatever is joined, the result is a real folder inside, and no link was followed on the way."""
+    path = ("/" if absolute else "") + "/".join(names)
+    try:
+        inside = delta_folder(root, path)
+    except InvalidRequest:
+        return
+    assert inside.is_dir() and inside.resolve() == inside and inside.is_relative_to(root.resolve()) and inside != root
+
+
+@pytest.mark.parametrize("path", OUT[:8], ids=repr)
+def test_requests_cannot_reach_out(changeable: tuple[Served, Path, Path], path: str) -> None:
+    server, folder, _ = changeable
+    if not (folder / "link").is_symlink():
+        (folder / "link").symlink_to("/etc")
+        (folder / "self").symlink_to(folder / "mood")
+    for body, url in (
+        ({"lora_name": "out", "lora_path": path}, "/v1/load_lora_adapter"),
+        ({"name": "out", "folder": path}, "/v1/deltas"),
+    ):
+        answer: Any = server.post(url, body)
+        assert answer.status_code == 400 and "folder below" in answer.json()["error"]["message"], answer.text
+        assert str(folder) not in answer.text

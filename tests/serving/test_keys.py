@@ -1,0 +1,239 @@
+"""API keys: the file, what it keeps, and that a tenant sees nothing of what is not its own."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltune.errors import DeltuneError
+from deltune.serving.api.auth import KeyFile, add_key, read_keys, revoke_key
+
+from .served import METHODS, Served, served
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_key_is_kept_as_a_salted_hash(tmp_path: Path) -> None:
+    file = tmp_path / "keys" / "keys.json"
+    keys = [add_key(file, "acme", {"deltas": ("acme-*",)}) for _ in range(2)]
+    text = file.read_text()
+    assert all(key not in text and key.rpartition("-")[2] not in text for key in keys)
+    stored = read_keys(file).tenants[0].keys
+    assert len({key.salt for key in stored}) == 2 and len({key.hash for key in stored}) == 2
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    known = KeyFile(file)
+    for key in keys:
+        tenant = known.tenant(key)
+        assert tenant is not None and tenant.name == "acme" and tenant.deltas == ("acme-*",)
+    for wrong in (
+        "",
+        "dt-",
+        keys[0][:-1],
+        keys[0] + "A",
+        keys[0][:-1] + ("A" if keys[0][-1] != "A" else "B"),
+        "é" * 60,
+    ):
+        assert known.tenant(wrong) is None
+
+
+def test_a_second_key_keeps_what_is_not_said_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    add_key(file, "acme", {"deltas": ("acme-*",), "manage": True})
+    add_key(file, "zeta", {})
+    add_key(file, "acme", {"requests_per_minute": 5.0})
+    tenants = {tenant.name: tenant for tenant in read_keys(file).tenants}
+    assert tenants["acme"].manage and tenants["acme"].deltas == ("acme-*",) and len(tenants["acme"].keys) == 2
+    assert tenants["zeta"].deltas == () and not tenants["zeta"].manage
+
+
+def test_a_running_server_notices_new_and_revoked_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltune.serving.api.auth.LOOK_AGAIN", 0.0)
+    file = tmp_path / "keys.json"
+    first = add_key(file, "acme", {})
+    known = KeyFile(file)
+    second = add_key(file, "acme", {})
+    assert known.tenant(second) is not None
+    assert revoke_key(file, first.split("-")[1]) == "acme"
+    assert known.tenant(first) is None and known.tenant(second) is not None
+    file.write_text("{broken")
+    assert known.tenant(second) is not None, "a broken file changes nothing"
+    with pytest.raises(DeltuneError, match="cannot be read as a file of keys"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("contents", "problem"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"tenants": [{"name": "a b"}]}', "name"),
+        ('{"tenants": [{"name": "a", "password": "x"}]}', "password"),
+        ('{"tenants": [{"name": "a"}, {"name": "a"}]}', "a twice"),
+        ('{"tenants": [{"name": "a", "keys": [{"id": "x", "salt": "", "hash": ""}]}]}', "keys.0"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, contents: str, problem: str) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(contents)
+    with pytest.raises(DeltuneError, match=problem):
+        KeyFile(file)
+    with pytest.raises(DeltuneError, match="there is no file of keys"):
+        KeyFile(tmp_path / "none.json")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    made = {
+        "acme": add_key(file, "acme", {"deltas": ("acme-*", "mood"), "base": False}),
+        "zeta": add_key(file, "zeta", {"deltas": ("zeta-*",), "manage": True}),
+        "boss": add_key(file, "boss", {"deltas": ("*",), "manage": True, "admin": True}),
+    }
+    return {**made, "file": str(file)}
+
+
+@pytest.fixture(scope="module")
+def guarded(decoder: tuple[Path, Path], keys: dict[str, str]) -> Iterator[Served]:
+    model, deltas = decoder
+    options = {"model": str(model), "deltas": str(deltas), "keys": keys["file"], "served_name": "base", "watch": 0}
+    with served(**options, log="off") as running:
+        yield running
+
+
+ASKS: tuple[tuple[str, str, Any], ...] = (
+    ("GET", "/v1/models", None), ("GET", "/v1/models/mood", None), ("GET", "/v1/deltas", None), ("GET", "/stats", None),
+    ("GET", "/metrics", None), ("POST", "/v1/completions", {"model": "mood", "prompt": "the"}),
+    ("POST", "/v1/chat/completions", {"model": "mood", "messages": [{"role": "user", "content": "the"}]}),
+    ("POST", "/v1/embeddings", {"model": "mood", "input": "the"}),
+    ("POST", "/classify", {"model": "mood", "input": "a"}), ("POST", "/tag", {"model": "mood", "input": "the"}),
+    ("POST", "/generate", {"model": "mood", "input": "the"}), ("POST", "/v1/deltas", {"name": "mood"}),
+    ("POST", "/v1/load_lora_adapter", {"lora_name": "mood", "lora_path": "mood"}),
+    ("POST", "/v1/unload_lora_adapter", {"lora_name": "mood"}), ("POST", "/v1/deltas/refresh", None),
+    ("DELETE", "/v1/deltas/mood", None), ("GET", "/v1/deltas/mood", None),
+)  # fmt: skip
+
+
+def ask(server: Served, method: str, path: str, body: Any, headers: dict[str, str]) -> Any:
+    import httpx
+
+    return httpx.request(method, server.url + path, json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def test_the_table_has_every_route_that_needs_a_key(guarded: Served) -> None:
+    from deltune.serving.api import delta_routes, openai_routes, operation_routes, task_routes
+
+    open_to_all = {"/health", "/ready", "/version", "/"}
+    routes = {
+        (method, route.path)
+        for module in (openai_routes, task_routes, delta_routes, operation_routes)
+        for route in module.router.routes
+        for method in route.methods  # type: ignore[attr-defined]
+        if route.path not in open_to_all and not route.path.startswith(("/v1/classify", "/v1/tag", "/v1/generate"))  # type: ignore[attr-defined]
+    }
+    named = {(m, p.replace("models/mood", "models/{name:path}").replace("/mood", "/{name}")) for m, p, _ in ASKS}
+    assert named == routes
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ASKS, ids=lambda part: str(part)[:30])
+def test_nothing_is_answered_without_a_key(guarded: Served, method: str, path: str, body: Any) -> None:
+    for headers in ({}, bearer("dt-000000000000-" + "A" * 43), {"Authorization": "Basic YTpi"}, {"X-API-Key": "x"}):
+        answer = ask(guarded, method, path, body, headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_tenant_sees_its_own_deltas_only(guarded: Served, keys: dict[str, str]) -> None:
+    listed = {
+        name: {one["id"] for one in guarded.get("/v1/models", headers=bearer(keys[name])).json()["data"]}
+        for name in ("acme", "zeta", "boss")
+    }
+    assert listed["acme"] == {"acme-reviews", "acme-tone", "mood"}
+    assert listed["zeta"] == {"base", "zeta-news"}
+    assert listed["boss"] == {"base", *METHODS}
+
+
+def test_others_deltas_look_as_if_they_did_not_exist(guarded: Served, keys: dict[str, str]) -> None:
+    """But for the name that was asked, the answers about a delta of others and about none are the same bytes."""
+
+    def answers(name: str) -> list[tuple[int, str]]:
+        headers = bearer(keys["zeta"])
+        responses = [
+            guarded.get(f"/v1/models/{name}", headers=headers),
+            guarded.get(f"/v1/deltas/{name}", headers=headers),
+            guarded.post("/v1/completions", {"model": name, "prompt": "the"}, headers=headers),
+            guarded.post("/classify", {"model": name, "input": "the"}, headers=headers),
+            guarded.post("/v1/unload_lora_adapter", {"lora_name": name}, headers=headers),
+            guarded.post("/v1/load_lora_adapter", {"lora_name": "zeta-x", "lora_path": name}, headers=headers),
+        ]
+        return [(answer.status_code, answer.text.replace(name, "NAME")) for answer in responses]
+
+    seen = answers("acme-tone")
+    assert seen == answers("acme-none") and all(400 <= status < 500 for status, _ in seen)
+    assert not any("acme" in text or "mood" in text for _, text in seen)
+
+
+def test_numbers_and_management_need_a_right(guarded: Served, keys: dict[str, str]) -> None:
+    for path in ("/metrics", "/stats"):
+        assert guarded.get(path, headers=bearer(keys["acme"])).status_code == 403
+        assert guarded.get(path, headers=bearer(keys["boss"])).status_code == 200
+    load = {"lora_name": "acme-tone", "lora_path": "acme-tone", "load_inplace": True}
+    refused = guarded.post("/v1/load_lora_adapter", load, headers=bearer(keys["acme"]))
+    assert refused.status_code == 403 and "--manage" in refused.json()["error"]["message"]
+    refused = guarded.post("/v1/load_lora_adapter", load, headers=bearer(keys["zeta"]))
+    assert refused.status_code == 403 and "acme-tone" in refused.json()["error"]["message"]
+    assert guarded.post("/v1/load_lora_adapter", load, headers=bearer(keys["boss"])).status_code == 200
+
+
+def test_the_cache_tells_a_tenant_nothing_of_others(guarded: Served, keys: dict[str, str]) -> None:
+    """A prompt that another tenant has asked comes as little from the cache as one that nobody has asked."""
+    body = {
+        "model": "mood",
+        "prompt": "the old hammer was near my very small table and the otter is here " * 2,
+        "max_tokens": 2,
+    }
+
+    def cached(name: str) -> int:
+        usage = guarded.post("/v1/completions", body, headers=bearer(keys[name])).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("boss") == 0 and cached("boss") > 0
+    assert cached("acme") == 0
+
+
+def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    from deltune.cli.app import app
+
+    def run(*arguments: object) -> str:
+        typer.main.get_command(app)(
+            ["serve-key", str(tmp_path / "keys.json"), *map(str, arguments)], standalone_mode=False
+        )
+        return capsys.readouterr().out
+
+    key = run("acme", "--deltas", "acme-*", "--deltas", "mood", "--manage").strip()
+    (listed,) = json.loads(run("--json"))
+    assert listed["deltas"] == ["acme-*", "mood"] and listed["keys"] == [key.split("-")[1]] and "hash" not in listed
+    assert run("--revoke", key.split("-")[1]).startswith("revoked a key of acme")
+    assert json.loads(run("--json"))[0]["keys"] == []
+    with pytest.raises(DeltuneError, match="unknown key"):
+        run("--revoke", "0" * 12)
+
+
+def test_a_key_is_checked_fast(tmp_path: Path) -> None:
+    """A secret of 256 random bits needs no slow hash: a check takes far less than an answer."""
+    file = tmp_path / "keys.json"
+    key = add_key(file, "acme", {})
+    known = KeyFile(file)
+    begun = time.perf_counter()
+    for _ in range(1000):
+        assert known.tenant(key) is not None
+    assert time.perf_counter() - begun < 2.0

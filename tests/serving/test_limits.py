@@ -1,0 +1,186 @@
+"""Limits: 413, 429 with Retry-After, 408, a client that goes, and logs that keep contents to themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from deltune.serving.api.auth import Tenant
+from deltune.serving.api.errors import ApiError
+from deltune.serving.api.limits import RateLimits
+from deltune.serving.config import LimitsSection
+
+from .served import Served, served, wait_until
+
+
+def test_buckets_fill_with_time() -> None:
+    """In any minute no more than the burst and a minute's worth pass, and the wait that is told suffices."""
+    now = 0.0
+    limits = RateLimits(LimitsSection(requests_per_minute=6), clock=lambda: now)
+    tenant, other = Tenant(name="a"), Tenant(name="b", requests_per_minute=1)
+    passed = []
+    for _ in range(600):
+        try:
+            limits.admit(tenant)
+            passed.append(now)
+        except ApiError as error:
+            assert error.status == 429 and error.retry_after is not None and 0 < error.retry_after <= 10
+        now += 0.5
+    assert 6 + 300 * 6 / 60 - 1 <= len(passed) <= 6 + 300 * 6 / 60
+    limits.admit(other)
+    with pytest.raises(ApiError, match="1 requests a minute"):
+        limits.admit(other)
+
+
+def test_tokens_are_counted_afterwards() -> None:
+    now = 0.0
+    limits = RateLimits(LimitsSection(tokens_per_minute=100), clock=lambda: now)
+    tenant = Tenant(name="a")
+    limits.admit(tenant)
+    limits.charge(tenant, 250)
+    with pytest.raises(ApiError) as caught:
+        limits.admit(tenant)
+    assert caught.value.retry_after == pytest.approx(151 * 60 / 100)
+    now += 91.0
+    limits.admit(tenant)
+
+
+@pytest.fixture(scope="module")
+def limited(decoder: tuple[Path, Path]) -> Iterator[Served]:
+    model, deltas = decoder
+    limits = {"max_body": 2000, "max_inputs": 4, "max_tokens": 40, "body_timeout": 0.5}
+    with served(model=str(model), deltas=str(deltas), served_name="base", watch=0, log="off", **limits) as running:
+        yield running
+
+
+def message(answer: httpx.Response) -> str:
+    return str(answer.json()["error"]["message"])
+
+
+def test_what_is_too_large(limited: Served) -> None:
+    for body, status, words in (
+        ({"prompt": "the " * 1000}, 413, "2,000 bytes"),
+        ({"prompt": ["the"] * 5}, 413, "5 inputs; one request may have 4"),
+        ({"prompt": ["the"] * 3, "n": 2}, 413, "3 inputs with 2 answers each"),
+        ({"prompt": "the", "max_tokens": 41}, 400, "generates 40 at most"),
+        ({"prompt": "the " * 100}, 400, ""),  # the model has 64 positions
+    ):
+        answer = limited.post("/v1/completions", {"model": "mood", **body})
+        assert answer.status_code == status and words in message(answer), answer.text
+    chunks = httpx.post(
+        f"{limited.url}/v1/completions", content=(b" " * 100 for _ in range(100)), trust_env=False,
+        headers={"Content-Type": "application/json"},
+    )  # fmt: skip
+    assert chunks.status_code == 413, "a body whose length is not declared is counted as it comes"
+
+
+def test_a_request_that_does_not_arrive(limited: Served) -> None:
+    """Headers that promise a body, and no body: the connection is not held for ever."""
+    host, port = limited.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        begun = time.monotonic()
+        answer = connection.recv(4096).decode()
+        assert "408" in answer.split("\r\n")[0] and time.monotonic() - begun < 8
+        assert "connection: close" in answer.lower()
+
+
+def test_time_runs_out(decoder: tuple[Path, Path]) -> None:
+    model, deltas = decoder
+    with served(model=str(model), deltas=str(deltas), watch=0, log="off") as running:
+        answer = running.post(
+            "/v1/completions", {"model": "mood", "prompt": "the old", "max_tokens": 50, "timeout": 0.001}
+        )
+        assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout", answer.text
+
+
+def test_rates_of_the_server(decoder: tuple[Path, Path]) -> None:
+    model, deltas = decoder
+    with served(model=str(model), deltas=str(deltas), watch=0, log="off", requests_per_minute=3) as running:
+        body = {"model": "mood", "prompt": "the", "max_tokens": 1}
+        answers = [running.post("/v1/completions", body) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 2
+        assert 1 <= int(answers[-1].headers["retry-after"]) <= 20 and "3 requests a minute" in message(answers[-1])
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="mood", prompt="the")
+
+
+def test_a_full_queue_is_told_when_to_come_again(decoder: tuple[Path, Path]) -> None:
+    model, deltas = decoder
+    limits = {"max_queue": 2, "max_batch_size": 1}
+    with served(model=str(model), deltas=str(deltas), watch=0, log="off", **limits) as running:
+        answer = running.post(
+            "/v1/completions", {"model": "mood", "prompt": ["the"] * 30, "max_tokens": 30, "temperature": 0}
+        )
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1, answer.text
+        assert answer.json()["error"]["code"] == "queue_full"
+        wait_until(lambda: not running.engine.stats().running and not any(running.engine.stats().queued.values()))
+        assert running.post("/v1/completions", {"model": "mood", "prompt": "the", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True, True, True])
+def test_a_client_that_goes_leaves_the_batch(server: Served, stream: bool) -> None:
+    """Its request ends long before it would have: nothing runs, and nothing was answered."""
+    finished = server.engine.stats().finished.get("mood", 0)
+    body = {"model": "mood", "prompt": ["the old hammer"] * 16, "max_tokens": 50, "stream": stream, "n": 16}
+    patience = 60 if stream else 0.25
+    asking = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=patience, trust_env=False)
+    with contextlib.suppress(httpx.ReadTimeout), asking as answer:
+        assert stream and next(answer.iter_lines()).startswith("data: ")
+    wait_until(lambda: not server.engine.stats().running and not any(server.engine.stats().queued.values()), 20)
+    assert server.engine.stats().finished.get("mood", 0) - finished < 256
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_a_line_of_json_for_each_request(
+    decoder: tuple[Path, Path], contents: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines have counts and times; inputs and answers only where they are asked for."""
+    from deltune.serving.api.logs import JsonFormatter
+
+    model, deltas = decoder
+    caplog.set_level(logging.INFO, "deltune.serving")
+    with served(model=str(model), deltas=str(deltas), watch=0, log_contents=contents) as running:
+        answer = running.post(
+            "/v1/completions", {"model": "mood", "prompt": "the hammer", "max_tokens": 3, "temperature": 0}
+        )
+        running.post("/classify", {"model": "mood", "input": ["the badger"]})
+        running.post("/v1/completions", {"model": "the chisel", "prompt": "the wrench"})
+        running.get("/health")
+    # The server has ended, so that every line has been written.
+    records = [record for record in caplog.records if record.getMessage() == "request"]
+    lines = [JsonFormatter().format(record) for record in records if record.thread == running.thread]
+    assert len(lines) == 3, "probes have no line"
+    first, _, missing = map(json.loads, lines)
+    assert first["endpoint"] == "/v1/completions" and first["status"] == 200 and first["delta"] == "mood"
+    assert first["generated_tokens"] == 3 and first["prompt_tokens"] > 0 and first["seconds"] > 0
+    assert first["id"] == answer.headers["x-request-id"] and first["tenant"] == "default"
+    assert missing["status"] == 404 and missing["delta"] is None
+    text = "".join(lines)
+    assert ("hammer" in text) == ("badger" in text) == contents
+    assert not any(word in text for word in ("chisel", "wrench")), "what was refused is never kept"
+    assert (answer.json()["choices"][0]["text"] in text) == contents
+
+
+def test_an_error_of_ours_is_an_answer_without_details(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, deltas = decoder
+    with served(model=str(model), deltas=str(deltas), watch=0) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(running.engine), "deltas", lambda self: 1 / 0)
+            answer = running.get("/v1/deltas")
+        assert answer.status_code == 500 and "division" not in answer.text
+        wait_until(lambda: any("ZeroDivisionError" in str(record.exc_info) for record in caplog.records), 10)
+        assert running.get("/v1/deltas").status_code == 200

@@ -1,0 +1,163 @@
+"""The load generator: its arrivals are those of its plan, its numbers add up, and a real server bears it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+import typer
+
+from deltune.cli.app import app
+from deltune.errors import DeltuneError
+from deltune.serving.load_generator import LoadPlan, arrivals, measure, quantiles, read_prompts, render
+
+from .served import METHODS, Served
+
+
+def test_arrivals_are_a_poisson_process_over_zipf() -> None:
+    """Gaps have the mean and the spread of an exponential distribution; models are as frequent as Zipf's law says."""
+    plan = LoadPlan("http://x", models=("a", "b", "c", "d"), rate=50, duration=400, zipf=1.0)
+    sent = arrivals(plan)
+    times = [at for at, _, _ in sent]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert abs(len(sent) - 20_000) < 4 * math.sqrt(20_000)
+    assert mean(gaps) == pytest.approx(0.02, rel=0.05) and stdev(gaps) == pytest.approx(mean(gaps), rel=0.05)
+    counts = Counter(model for _, model, _ in sent)
+    whole = sum(1 / k for k in range(1, 5))
+    for k, name in enumerate(plan.models, 1):
+        assert counts[name] / len(sent) == pytest.approx(1 / k / whole, rel=0.05)
+    assert arrivals(plan) == sent
+    assert [at for at, _, _ in arrivals(LoadPlan("http://x", models=("a",), rate=50, duration=400, seed=1))] != times
+
+
+def test_quantiles() -> None:
+    assert quantiles([]) == {}
+    assert quantiles(range(1, 101)) == {"p50": 51, "p90": 91, "p95": 96, "p99": 100, "max": 100}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"url": "host:1"}, "http://"),
+        ({"task": "completion"}, "Did you mean 'completions'"),
+        ({"rate": 0}, "rate"),
+        ({"rate": math.nan}, "rate"),
+        ({"zipf": -1}, "zipf"),
+        ({"rate": 1e6, "duration": 1e6}, "more than"),
+    ],
+)
+def test_a_wrong_plan(values: dict[str, object], words: str) -> None:
+    with pytest.raises(DeltuneError, match=words):
+        LoadPlan(**{"url": "http://x", **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["completions", "chat", "embeddings"])
+def test_a_real_server_is_measured(server: Served, task: str) -> None:
+    plan = LoadPlan(f"{server.url}/v1", task=task, rate=15, duration=2, max_tokens=4, prompt_words=4)
+    result = measure(plan, progress=False)
+    facts = result.as_dict(every_request=True)
+    assert result.failed == 0 and result.sent == len(facts["requests"]) > 10, result.first_error
+    assert set(facts["models"]) <= set(METHODS), "deltas alone, where there are any"
+    assert sum(one["sent"] for one in facts["models"].values()) == result.sent
+    assert facts["latency"]["p50"] <= facts["latency"]["p99"] <= facts["latency"]["max"]
+    assert facts["statuses"] == {"200": result.sent}
+    if task != "embeddings":
+        assert 0 < facts["tokens"] <= 4 * result.sent
+        first = [(one["first"], one["latency"]) for one in facts["requests"] if one["first"] is not None]
+        assert first and all(0 < begun <= ended for begun, ended in first)  # an answer may have no text
+    page = render(result)
+    assert "percent of requests" in page and all(name in page for name in facts["models"])
+    assert "requests in" in str(result) and "p99" in str(result)
+
+
+@contextmanager
+def http_server(answer: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Another server than ours."""
+    running = ThreadingHTTPServer(("127.0.0.1", 0), answer)
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}"
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+class OneByOne(BaseHTTPRequestHandler):
+    """A server that answers one request at a time, a tenth of a second each; every fifth fails."""
+
+    lock, count = threading.Lock(), 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        with self.lock:
+            type(self).count += 1
+            failed = self.count % 5 == 0
+            asyncio.run(asyncio.sleep(0.1))
+        body = b'{"error": "no"}' if failed else json.dumps({"data": []}).encode()
+        self.send_response(503 if failed else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_slow_server_does_not_slow_the_load_down() -> None:
+    """Twenty requests a second to a server that can do ten: they are sent in time, and the last ones wait for long."""
+    with http_server(OneByOne) as url:
+        result = measure(LoadPlan(url, task="classify", models=("a",), rate=20, duration=2), progress=False)
+    assert result.sent > 25 and result.failed == result.sent // 5
+    assert set(result.as_dict()["statuses"]) == {"200", "503"} and "503" in result.first_error
+    assert max(one.lag for one in result.requests) < 1.0
+    late = [one.latency for one in result.requests[-5:] if one.latency is not None]
+    assert min(late) > 0.5 and result.seconds > 0.1 * result.sent - 0.1
+
+
+def test_the_command_writes_numbers_and_a_page(
+    server: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("the old hammer\n\na small otter\n")
+    numbers, page = tmp_path / "out" / "load.json", tmp_path / "out" / "load.html"
+    arguments = ["bench-serve", server.url, "--models", "mood", "--models", "intent", "--rate", 8, "--duration", 2]
+    arguments += [
+        "--max-tokens",
+        2,
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "--output",
+        numbers,
+        "--picture",
+        page,
+        "--quiet",
+        "--json",
+    ]
+    typer.main.get_command(app)([*map(str, arguments)], standalone_mode=False)
+    printed = json.loads(capsys.readouterr().out)
+    written = json.loads(numbers.read_text())
+    assert printed == {name: value for name, value in written.items() if name != "requests"}
+    assert written["sent"] == len(written["requests"]) and "<svg" in page.read_text()
+    with pytest.raises(DeltuneError, match=r"all \d+ requests failed"):
+        arguments[3] = arguments[5] = "nobody"
+        typer.main.get_command(app)([*map(str, arguments)], standalone_mode=False)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match="name them with --models"):
+        measure(LoadPlan("http://127.0.0.1:9", rate=5, duration=1), progress=False)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    for name in ("none.txt", "empty.txt"):
+        with pytest.raises(DeltuneError, match=name):
+            read_prompts(tmp_path / name)

@@ -1,0 +1,201 @@
+"""`deltune serve` as a process: its first answer, its config, draining on SIGTERM, and kill -9."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+import yaml
+
+from deltune.cli.app import app
+from deltune.cli.serve import serve_app
+from deltune.errors import DeltuneError
+from deltune.serving.config import DOTTED, PLACES, SECTIONS, ServeConfig
+
+from .served import METHODS, Served, ServeProcess, wait_until
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Every file below a folder, by its contents."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def all_answers(server: Served) -> list[str]:
+    """What every delta says, greedily."""
+    texts = []
+    for name in METHODS:
+        body = {"model": name, "prompt": "the old", "max_tokens": 4, "temperature": 0}
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 200, (answer.status_code, answer.text)
+        texts.append(answer.json()["choices"][0]["text"])
+    return texts
+
+
+def test_kill_and_restart(decoder: tuple[Path, Path]) -> None:
+    """A killed server harms nothing of its folder, and the next one answers the same, within seconds."""
+    model, deltas = decoder
+    before = digest(deltas)
+    with ServeProcess(model, "--deltas", deltas) as first:
+        answers = all_answers(first.server)
+        body = {"model": "mood", "prompt": ["the"] * 16, "max_tokens": 50}
+        threading.Thread(target=lambda: _ignore(lambda: first.server.post("/v1/completions", body))).start()
+        time.sleep(0.2)
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait(30)
+    with ServeProcess(model, "--deltas", deltas) as second:
+        assert all_answers(second.server) == answers
+    assert digest(deltas) == before
+
+
+def _ignore(work: Any) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        work()
+
+
+def test_sigterm_drains(decoder: tuple[Path, Path]) -> None:
+    """Readiness goes first; what runs is finished, streams too; new requests are refused; the exit code is 0."""
+    model, deltas = decoder
+    with ServeProcess(model, "--deltas", deltas, "--drain-delay", 8) as running:
+        server = running.server
+        parts: list[bytes] = []
+
+        def stream() -> None:
+            body = {"model": "mood", "prompt": ["the old"] * 4, "max_tokens": 50, "temperature": 0, "stream": True}
+            with httpx.stream(
+                "POST", f"{running.url}/v1/completions", json=body, timeout=60, trust_env=False
+            ) as answer:
+                parts.extend(answer.iter_raw())
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        wait_until(lambda: parts)
+        running.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready").status_code == 503)
+        assert server.get("/health").status_code == 200
+        late = server.post("/v1/completions", {"model": "mood", "prompt": "the", "max_tokens": 1})
+        assert late.status_code == 200, "until the delay is over, requests of a slow load balancer are answered"
+        reader.join(60)
+        assert running.process.wait(60) == 0
+        text = b"".join(parts).decode()
+        assert text.rstrip().endswith("data: [DONE]") and '"error"' not in text
+        with pytest.raises(httpx.ConnectError):
+            server.get("/ready")
+
+
+def test_logs_have_no_contents_and_a_second_signal_ends_at_once(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    model, deltas = decoder
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"model": str(model), "deltas": {"folder": str(deltas)}, "http": {"page": False}}))
+    with ServeProcess("--config", file, "--served-name", "backbone", "--drain-delay", 60) as running:
+        answer = running.server.post("/v1/completions", {"model": "backbone", "prompt": "the hammer", "max_tokens": 2})
+        assert answer.status_code == 200 and running.server.get("/").status_code == 404
+        lines = wait_until(lambda: [line for line in running.lines if line.startswith("{")])
+        assert json.loads(lines[0])["generated_tokens"] == 2 and "hammer" not in "".join(running.lines)
+        running.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: running.server.get("/ready").status_code == 503)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(50) == 0
+
+
+# -- the command and its config
+
+
+def run(*arguments: object) -> None:
+    with contextlib.suppress(SystemExit):  # of the inner command, which has printed what it was to print
+        typer.main.get_command(app)(["serve", *map(str, arguments)], standalone_mode=False)
+
+
+def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them, given on the command line, arrives in the config; so does each in a file, in sections or flat."""
+    samples: dict[str, Any] = {
+        "head": "base", "dtype": "float32", "log": "errors", "cors_origins": ["https://a.example"], "port": 1234,
+        "max_replicas": 70, "replicas": 7, "keys": "keys.json", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem",
+    }  # fmt: skip
+    command = typer.main.get_command(serve_app())
+    options = {option for parameter in command.params for option in parameter.opts}  # type: ignore[attr-defined]
+    values: dict[str, Any] = {"model": "minilm"}
+    arguments: list[str] = ["minilm"]
+    for name, (section, field) in PLACES.items():
+        if name in ("model", "manage"):  # the argument; and what excludes keys
+            continue
+        annotation = str(SECTIONS[section].model_fields[field].annotation)
+        is_flag = "bool" in annotation
+        default = SECTIONS[section].model_fields[field].default
+        kinds = {"bool": not default, "int": 77, "float": 7.5}
+        value = samples.get(name, next((one for kind, one in kinds.items() if kind in annotation), "text"))
+        values[name] = value
+        option = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        assert f"--{name.replace('_', '-')}" in options
+        arguments += [option] if is_flag else [option, ",".join(value) if isinstance(value, list) else str(value)]
+    run(*arguments, "--print-config")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    for name, value in values.items():
+        section, field = PLACES[name]
+        assert printed[section][field] == value, name
+    assert ServeConfig.from_values(values) == ServeConfig.from_values(printed)
+    dotted = {f"{PLACES[name][0]}.{PLACES[name][1]}": value for name, value in values.items()}
+    assert ServeConfig.from_values(dotted) == ServeConfig.from_values(values) and set(dotted) <= set(DOTTED)
+
+
+def test_later_sources_win_and_all_mistakes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: minilm\nhttp:\n  port: 1\nlimits: {max_body: 2MiB}\n")
+    run("--config", file, "--port", 2, "--set", "http.host=localhost", "--print-config")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["http"]["port"] == 2 and printed["limits"]["max_body"] == 2 << 20
+    assert printed["http"]["host"] == "localhost" and printed["model"]["name"] == "minilm"
+    with pytest.raises(DeltuneError) as caught:
+        ServeConfig.from_values(
+            {"prot": 1, "http": {"host": 3}, "limits.max_inputs": 0, "ssl_keyfile": "k", "http.x": 1}
+        )
+    for words in (
+        "Did you mean 'port'",
+        "http.host",
+        "limits.max_inputs",
+        "model is missing",
+        "unknown option 'x' in http",
+    ):
+        assert words in str(caught.value)
+    for values, words in (
+        ({"ssl_keyfile": "k"}, "ssl_certfile"),
+        ({"manage": True, "keys": "k"}, "http.manage"),
+        ({"replicas": 3, "max_replicas": 2}, "max_replicas"),
+    ):
+        with pytest.raises(DeltuneError, match=words):
+            ServeConfig.from_values({"model": "m", **values})
+
+
+def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    model, deltas = decoder
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "deltune", "serve", str(model), "--port", str(port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and f"port {port}" in ended.stderr and "Traceback" not in ended.stderr
+    for arguments, words in (
+        (("--deltas", tmp_path / "none"), "there is no folder"),
+        (("--deltas", deltas, "--keys", tmp_path / "keys.json"), "there is no file of keys"),
+    ):
+        with pytest.raises(DeltuneError, match=words):
+            run(model, *arguments, "--port", 0)
+
+
+def test_without_keys_only_a_local_server_is_managed() -> None:
+    for values, expected in (({}, True), ({"host": "0.0.0.0"}, None), ({"host": "0.0.0.0", "manage": True}, True)):
+        config = ServeConfig.from_values({"model": "m", **values})
+        assert (config.is_local if config.http.manage is None else config.http.manage) == bool(expected)

@@ -1,0 +1,84 @@
+"""Two replicas on Ray Serve behind the same HTTP layer: the same answers by any of them, and hot deltas on all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from deltune.serving.replicas import Failure
+
+from .served import METHODS, Served, served, wait_until
+
+ASK = {"prompt": "the old hammer", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+
+
+@pytest.mark.parametrize("kind", [UnknownDelta, InvalidRequest, RequestTimeout, EngineClosed])
+def test_errors_survive_the_way_to_the_front(kind: type[Exception]) -> None:
+    assert type(Failure.of(kind("why")).error()) is kind  # type: ignore[arg-type]
+    full = Failure.of(QueueFull("why", 3.5)).error()
+    assert isinstance(full, QueueFull) and full.retry_after == 3.5 and str(full) == "why"
+
+
+@pytest.fixture(scope="module")
+def folder(decoder: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replicas") / "deltas"
+    shutil.copytree(decoder[1], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replicas(decoder: tuple[Path, Path], folder: Path) -> Iterator[Served]:
+    pytest.importorskip("ray.serve")
+    options = {"served_name": "base", "watch": 0, "log": "off", "ray": True, "replicas": 2, "ray_cpus": 0.5}
+    with served(model=str(decoder[0]), deltas=str(folder), **options) as running:
+        yield running
+
+
+def answers(server: Served) -> dict[str, list[float]]:
+    responses = {name: server.post("/v1/completions", {"model": name, **ASK}) for name in ("base", *METHODS)}
+    assert {answer.status_code for answer in responses.values()} == {200}, {n: a.text for n, a in responses.items()}
+    return {name: answer.json()["choices"][0]["logprobs"]["token_logprobs"] for name, answer in responses.items()}
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_one_engine_does(server: Served, replicas: Served) -> None:
+    alone, replicated = answers(server), answers(replicas)
+    for name, values in alone.items():
+        assert replicated[name] == pytest.approx(values, abs=1e-5), name
+    whole = replicas.post("/v1/completions", {"model": "mood", **ASK}).json()["choices"][0]["text"]
+    streamed = replicas.post("/v1/completions", {"model": "mood", **ASK, "stream": True}).text
+    assert streamed.rstrip().endswith("data: [DONE]") and streamed.count('"text"') >= 6
+    assert all(word in streamed for word in whole.split())
+    assert replicas.post("/v1/completions", {"model": "none", **ASK}).status_code == 404
+    assert replicas.post("/v1/completions", {"model": "mood", "prompt": [10**6]}).status_code == 400
+    assert replicas.post("/classify", {"model": "mood", "input": "the"}).status_code == 400
+
+
+@pytest.mark.slow
+def test_a_delta_is_loaded_on_all_replicas(replicas: Served, folder: Path) -> None:
+    """Under another name than that of its folder, so that a replica knows it only if it was told."""
+    shutil.copytree(folder / "mood", folder / "copy")
+    loaded = replicas.post("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "copy"})
+    assert loaded.status_code == 200, loaded.text
+    expected = answers(replicas)["mood"]
+    for _ in range(12):
+        answer = replicas.post("/v1/completions", {"model": "other", **ASK})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-5)
+    assert replicas.post("/v1/unload_lora_adapter", {"lora_name": "other"}).status_code == 200
+    assert {replicas.post("/v1/completions", {"model": "other", **ASK}).status_code for _ in range(6)} == {404}
+    listed = {one["name"] for one in replicas.post("/v1/deltas/refresh", {}).json()["data"]}
+    assert "copy" in listed and "other" not in listed
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_all_replicas(replicas: Served) -> None:
+    before = replicas.engine.stats().finished.get("intent", 0)
+    for _ in range(8):
+        replicas.post("/v1/completions", {"model": "intent", **ASK})
+    wait_until(lambda: replicas.engine.stats().finished.get("intent", 0) == before + 8, 20)
+    assert "deltune_finished_total" in replicas.get("/metrics").text

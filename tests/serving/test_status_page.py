@@ -1,0 +1,133 @@
+"""The page at /: in Chromium it shows what happens, and every second again; nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import Browser, executable
+from deltune.serving.api.auth import add_key
+
+from .served import METHODS, Served, served
+
+WIDTHS = (320, 768, 1400)
+OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium on the path")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+def visit(browser: Browser, url: str, width: int = 1200) -> None:
+    """Open a page of a server, and wait for what it asks the server for."""
+    browser.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+    browser.events.clear()
+    browser.send("Page.navigate", url=url)
+    until(
+        browser,
+        "document.readyState == 'complete' && document.getElementById('state').textContent != 'waiting for the server'",
+    )
+
+
+def until(browser: Browser, condition: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not browser.ask(condition):
+        assert time.monotonic() < end, (condition, browser.ask("document.body.innerText"))
+        time.sleep(0.1)
+
+
+def cells(browser: Browser) -> list[list[str]]:
+    in_rows = "[...document.querySelectorAll('#deltas tbody tr')]"
+    rows: list[list[str]] = browser.ask(f"{in_rows}.map((row) => [...row.cells].map((cell) => cell.textContent))")
+    return rows
+
+
+def test_the_page_is_whole_and_loads_nothing(server: Served) -> None:
+    answer = server.get("/")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg)|url\(|@import", answer.text)
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert not {"src", "href", "action"} & {name for name, _ in attrs}, (tag, attrs)
+
+    Reader().feed(answer.text)
+
+
+@needs_browser
+def test_the_page_shows_what_happens(server: Served, browser: Browser) -> None:
+    for name in ("mood", "intent", "base"):
+        server.post("/v1/completions", {"model": name, "prompt": "the old hammer", "max_tokens": 3})
+    server.post("/v1/completions", {"model": "mood", "prompt": ""})
+    visit(browser, f"{server.url}/")
+    until(browser, f"document.querySelectorAll('#deltas tbody tr').length == {1 + len(METHODS)}")
+    rows = {row[0]: row for row in cells(browser)}
+    loads = server.service.metrics.loads
+    assert set(rows) == {"base", *METHODS}
+    assert int(rows["mood"][3]) == loads["mood"].requests and int(rows["mood"][4]) == loads["mood"].errors >= 1
+    assert float(rows["mood"][5]) > 0 and rows["intent"][1].startswith("prefix")
+    assert browser.ask("document.getElementById('state').textContent") == "serving"
+    for chart in ("requests", "tokens", "latency"):
+        assert "L" in browser.ask(f"document.querySelector('#{chart} path').getAttribute('d')") or chart == "latency"
+    facts = browser.ask("document.getElementById('now').innerText")
+    assert "tokens generated" in facts and "base" in facts
+    before = int(rows["base"][3])
+    server.post("/v1/completions", {"model": "base", "prompt": "the", "max_tokens": 1})
+    end = time.monotonic() + 30
+    while int({row[0]: row for row in cells(browser)}["base"][3]) != before + 1:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@needs_browser
+def test_an_order_that_was_asked_for_stays(server: Served, browser: Browser) -> None:
+    visit(browser, f"{server.url}/")
+    until(browser, "document.querySelectorAll('#deltas tbody tr').length > 1")
+    browser.ask("document.querySelectorAll('#deltas th button')[0].click()")
+    assert [row[0] for row in cells(browser)] == sorted({"base", *METHODS})
+    browser.ask("document.querySelectorAll('#deltas th button')[0].click()")
+    time.sleep(2.5)  # the page has been drawn again
+    assert [row[0] for row in cells(browser)] == sorted({"base", *METHODS}, reverse=True)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_fits(server: Served, browser: Browser, width: int) -> None:
+    visit(browser, f"{server.url}/", width)
+    until(browser, "document.querySelectorAll('#deltas tbody tr').length > 1")
+    assert not browser.ask(OVERFLOWS)
+    wrong = [event for event in browser.events if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")]
+    assert wrong == []
+
+
+@needs_browser
+def test_names_are_text_and_keys_are_asked_for(decoder: tuple[Path, Path], tmp_path: Path, browser: Browser) -> None:
+    """A name with markup is shown as it is; with keys the page has no numbers until it has the key of an admin."""
+    file = tmp_path / "keys.json"
+    admin, user = add_key(file, "boss", {"deltas": ("*",), "admin": True}), add_key(file, "acme", {"deltas": ("*",)})
+    evil = "<img src=x onerror=alert(1)>"
+    options: dict[str, Any] = {"model": str(decoder[0]), "deltas": str(decoder[1]), "served_name": evil}
+    with served(**options, keys=str(file), log="off", watch=0) as running:
+        visit(browser, f"{running.url}/")
+        assert "no API key" in browser.ask("document.getElementById('state').textContent") and cells(browser) == []
+        for key, words in ((user, "may not see the numbers"), (admin, "serving")):
+            browser.ask(f"document.getElementById('key').value = {key!r}")
+            browser.ask("document.querySelector('#form button').click()")
+            until(browser, f"document.getElementById('state').textContent.includes({words!r})")
+        until(browser, "document.querySelectorAll('#deltas tbody tr').length > 1")
+        assert evil in [row[0] for row in cells(browser)] and browser.ask("document.images.length") == 0
+        browser.ask("sessionStorage.clear()")
+
+
+def test_the_page_can_be_left_out(decoder: tuple[Path, Path]) -> None:
+    with served(model=str(decoder[0]), page=False, log="off") as running:
+        assert running.get("/").status_code == 404

@@ -1,0 +1,126 @@
+"""Classes, tags and answers of encoder-decoders over HTTP are those of the delta alone in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+import deltune
+import tiny
+from deltune.models import align_padding_token, load_model, load_tokenizer
+
+from .served import Served, save_delta, served
+
+LABELS = ("beast", "fruit", "tool")
+TAGS = ("O", "B-THING", "I-THING")
+CLASSIFIERS = {"by-lora": "lora(rank=4)", "by-prefix": "prefix(length=3) + layernorm"}
+TEXTS = ("the old hammer", "a plum", "my small otter was near the table")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path, Path]]:
+    """A server over an encoder with classifiers and a tagger, its model and its deltas."""
+    root = tmp_path_factory.mktemp("encoder")
+    source = tiny.still(tiny.model(root / "model"))
+    for seed, (name, method) in enumerate(CLASSIFIERS.items()):
+        save_delta(load_model(str(source), "classification", LABELS), root / "deltas" / name, method, seed)
+    save_delta(load_model(str(source), "tagging", TAGS), root / "deltas" / "tagger", "ia3 + layernorm", 7)
+    with served(model=str(source), deltas=str(root / "deltas"), watch=0, log="off", served_name="base") as running:
+        yield running, source, root / "deltas"
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classes(encoder: tuple[Served, Path, Path], name: str) -> None:
+    server, source, deltas = encoder
+    answer = server.post("/classify", {"model": name, "input": list(TEXTS)})
+    assert answer.status_code == 200, answer.text
+    model, tokenizer = load_model(str(source), "classification", LABELS).eval(), load_tokenizer(str(source))
+    deltune.load(model, deltas / name)
+    for text, one in zip(TEXTS, answer.json()["data"], strict=True):
+        with torch.no_grad():
+            expected = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1)
+        assert one["probs"] == pytest.approx(expected.tolist(), abs=1e-5) and one["num_classes"] == len(LABELS)
+        assert one["label"] == LABELS[int(expected.argmax())] and list(one["scores"]) == list(LABELS)
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS) == usage["total_tokens"]
+
+
+def test_classes_of_pairs(encoder: tuple[Served, Path, Path]) -> None:
+    server, source, deltas = encoder
+    pairs = {"model": "by-lora", "input": [TEXTS[0], TEXTS[1]], "pair": [TEXTS[1], TEXTS[2]]}
+    data = server.post("/v1/classify", pairs).json()["data"]
+    model, tokenizer = load_model(str(source), "classification", LABELS).eval(), load_tokenizer(str(source))
+    deltune.load(model, deltas / "by-lora")
+    for i, one in enumerate(data):
+        with torch.no_grad():
+            expected = model(**tokenizer(TEXTS[i], TEXTS[i + 1], return_tensors="pt")).logits[0].softmax(-1)
+        assert one["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
+    wrong = server.post("/classify", {**pairs, "pair": ["a"]})
+    assert wrong.status_code == 400 and "2 inputs and 1 in pair" in wrong.json()["error"]["message"]
+
+
+def test_tags(encoder: tuple[Served, Path, Path]) -> None:
+    server, source, deltas = encoder
+    answer = server.post("/tag", {"model": "tagger", "input": list(TEXTS)})
+    assert answer.status_code == 200, answer.text
+    model, tokenizer = load_model(str(source), "tagging", TAGS).eval(), load_tokenizer(str(source))
+    deltune.load(model, deltas / "tagger")
+    for text, one in zip(TEXTS, answer.json()["data"], strict=True):
+        words = text.split()
+        with torch.no_grad():  # a word is a token of this tokenizer, between two special ones
+            labels = model(**tokenizer(text, return_tensors="pt")).logits[0, 1:-1].argmax(-1).tolist()
+        assert one["words"] == [{"word": w, "label": TAGS[i]} for w, i in zip(words, labels, strict=True)]
+
+
+def test_a_task_needs_its_head(encoder: tuple[Served, Path, Path]) -> None:
+    server, _, _ = encoder
+    for path, name in (("/classify", "tagger"), ("/tag", "by-lora"), ("/generate", "by-lora"), ("/classify", "base")):
+        answer = server.post(path, {"model": name, "input": "the"})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "can be asked to" in message, answer.text
+    assert server.post("/v1/embeddings", {"model": "tagger", "input": "the"}).status_code == 200
+
+
+def test_answers_of_an_encoder_decoder(tmp_path: Path) -> None:
+    """Greedy answers are those of `generate` with the delta alone."""
+    source = tiny.model(tmp_path / "model")
+    tokenizer = load_tokenizer(str(source))
+    config = AutoConfig.for_model(
+        "t5", vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=3, decoder_start_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        AutoModelForSeq2SeqLM.from_config(config).save_pretrained(source)
+    model = load_model(str(source), "seq2seq-lm").eval()
+    align_padding_token(model, tokenizer)
+    for seed, (name, method) in enumerate({"one": "lora(rank=4)", "two": "prefix(length=2)"}.items()):
+        save_delta(model, tmp_path / "deltas" / name, method, seed, scale=1.0)
+    options = {"model": str(source), "deltas": str(tmp_path / "deltas"), "watch": 0, "log": "off"}
+    with served(**options, served_name="base") as server:
+        for name in ("one", "two", "base"):
+            body = {"model": name, "input": list(TEXTS), "max_tokens": 8, "temperature": 0}
+            answer = server.post("/generate", body)
+            assert answer.status_code == 200, answer.text
+            texts = [choice["text"] for choice in answer.json()["choices"]]
+            if name != "base":
+                deltune.load(model, tmp_path / "deltas" / name, name=name)
+            expected = []
+            for text in TEXTS:
+                with torch.no_grad():
+                    ids = model.generate(**_inputs(tokenizer, text), max_new_tokens=8, do_sample=False)
+                expected.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+            if name != "base":
+                deltune.tuned(model).detach(name)
+            assert texts == expected, name
+        streamed = server.post("/generate", {"model": "one", "input": TEXTS[0], "max_tokens": 8, "stream": True})
+        assert streamed.text.rstrip().endswith("data: [DONE]")
+
+
+def _inputs(tokenizer: object, text: str) -> dict[str, torch.Tensor]:
+    encoded = tokenizer(text, return_tensors="pt")  # type: ignore[operator]
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
