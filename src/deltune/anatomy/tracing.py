@@ -550,8 +550,14 @@ def _first_trace(model: PreTrainedModel) -> Trace:
     )
 
 
+_TAKES_EMBEDDINGS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, int]] = weakref.WeakKeyDictionary()
+"""Models that were seen to run on vectors, with the stamp of their structure and the width."""
+
+
 def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
     """Check that a model runs on vectors in place of token ids.
+
+    It is tried once, and again whenever the structure of the base model has changed.
 
     Args:
         model: A live model, which is neither run nor changed.
@@ -560,6 +566,9 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
     Raises:
         DeltuneError: It does not; the message quotes the model's own error.
     """
+    stamp = _base_stamp(model)
+    if _TAKES_EMBEDDINGS.get(model) == (stamp, width):
+        return
     inputs = input_candidates(base_model(model))[0]
     length = LENGTHS["input_ids"]
     inputs |= {"input_ids": None, "inputs_embeds": functools.partial(torch.zeros, 1, length, width)}
@@ -570,6 +579,7 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
                 trace = _record(model, attention, inputs, on_zeros)
                 if "decoder_input_ids" not in inputs:
                     _check_one_state_a_token(model, trace, length, width)
+                _TAKES_EMBEDDINGS[model] = stamp, width
                 return
             except DeltuneError:
                 raise

@@ -457,6 +457,7 @@ class Tuned(nn.Module):
         self._passes.update_model(self._passes.default_assignment)
         for name in names:
             if name in self.deltas:
+                self._passes.delta_cache.forget(self.delta(name))
                 del self.deltas[name]
         for users in (*self._users_of_hooks.values(), *self._users_of_parameters.values()):
             users.difference_update(names)
@@ -617,7 +618,7 @@ class Tuned(nn.Module):
     def _add_delta(self, name: str, delta: Delta, labels: HeadLabels, use: bool = True) -> None:
         """Register a delta under a name and put it in use; if anything fails, the model is as it was.
 
-        With `use=False` what was in use before is put in use again.
+        With `use=False` what is in use stays in use.
 
         Whether a forward pass reaches all of its edits is checked first, on a copy of the model's structure.
         """
@@ -642,9 +643,10 @@ class Tuned(nn.Module):
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
                 self.deltas[name] = delta
                 self._update_hooks(name)
-                self._use(name)
-                if not use:
-                    self._use(previous.placed_delta)
+                if use:
+                    self._use(name)
+                else:
+                    delta.freeze(self._state.parameters_by_name(delta))
             except BaseException:
                 self._passes.default_assignment = previous
                 if not has_other_handle:
@@ -657,7 +659,6 @@ class Tuned(nn.Module):
         What it takes depends on this delta and on the model, and not on how many others are attached.
         """
         self._passes.kept_assignments.clear()  # the hooks that they need may go
-        self._passes.delta_cache.clear()
         if added is not None:
             self._add_users(added)
         in_scopes = {(path, "tensors") for path in self._passes.overridden_modules()}
@@ -777,6 +778,17 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
         DeltuneError: As `Tuned.rows`, when the block is entered.
     """
     return Scope(tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names)), trains=False)
+
+
+def shares_rows(tuned: Tuned, name: str) -> bool:
+    """Return whether some rows of a batch can use a delta while others do not, as `Tuned.rows` needs it.
+
+    Args:
+        tuned: The handle of the model.
+        name: The delta's name.
+    """
+    shared, _ = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
+    return not shared
 
 
 def keep_attached(tuned: Tuned, stays: bool) -> None:

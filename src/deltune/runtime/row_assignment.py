@@ -301,10 +301,8 @@ class RowAssignment:
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
-        if not cache.paths:
-            cache.paths = {module: path for path, module in base_modules(state.model)}
-        paths = cache.paths
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
+        paths = cache.paths_of(modules, state)
         shared = OverrideCache(constant)
         assignment.tensors = {paths[module]: override_by_row(module, groups, shared) for module in modules}
         assignment.stacked = {} if constant else None
@@ -389,20 +387,30 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
 
 
 class DeltaCache:
-    """Facts about deltas that every assignment of rows needs, kept until a delta is attached or detached.
-
-    Attributes:
-        paths: The paths of the model's modules.
-    """
+    """Facts about deltas that every assignment of rows needs, each kept until its delta is detached."""
 
     def __init__(self) -> None:
-        self.paths: dict[nn.Module, str] = {}
+        self._paths: dict[nn.Module, str] = {}
         self._of: dict[Delta, tuple[list[str], dict[nn.Module, TensorGetters]]] = {}
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.paths = {}
-        self._of.clear()
+    def forget(self, delta: Delta) -> None:
+        """Forget a delta that is detached.
+
+        Args:
+            delta: The delta.
+        """
+        self._of.pop(delta, None)
+
+    def paths_of(self, modules: Iterable[nn.Module], state: ModelState) -> Mapping[nn.Module, str]:
+        """Return the paths of at least some modules of the model.
+
+        Args:
+            modules: The modules. The model is walked again if one of them is new.
+            state: The state of the model.
+        """
+        if any(module not in self._paths for module in modules):
+            self._paths = {module: path for path, module in base_modules(state.model)}
+        return self._paths
 
     def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> tuple[list[str], dict[nn.Module, TensorGetters]]:
         """Return the tensors of a delta that all rows share, and its own values by the modules that hold them.

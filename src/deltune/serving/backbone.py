@@ -29,7 +29,7 @@ from ..methods.forms import Prompt
 from ..models import AUTO_CLASSES
 from ..runtime.attaching import add_delta, find_tuned, read_delta
 from ..runtime.attention import PREFIX
-from ..runtime.handle import Tuned, base_value, inference_rows, keep_attached
+from ..runtime.handle import Tuned, base_value, inference_rows, keep_attached, remember_base_metadata, shares_rows
 from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
@@ -133,6 +133,7 @@ class Backbone:
         model.eval()
         self.handle = find_tuned(model) or Tuned(model)
         keep_attached(self.handle, True)
+        remember_base_metadata(self.handle)  # it reads a sample of every weight, which no load need do again
         optimized_before = any(linear_forward(module) is not None for module in model.modules())
         self.optimized = None if optimized_before else optimize_linear(model)
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -238,10 +239,7 @@ class Backbone:
 
     def _group(self, internal: str, prompts: Sequence[Prompt]) -> str:
         """Which deltas may share a batch with this one: none, where it trains what all rows share."""
-        try:
-            with inference_rows(self.handle, [internal, None]):
-                pass
-        except DeltuneError:
+        if not shares_rows(self.handle, internal):
             return internal
         return "none" if any(form.positions == "none" for form in prompts) else ""
 

@@ -197,10 +197,10 @@ def signature(folder: Path) -> Signature:
     for inside in _RELEVANT:
         for name in _FILES:
             try:
-                facts = os.stat(folder / inside / name)
+                facts = os.stat(os.path.join(folder, inside, name))
             except (OSError, ValueError):
                 continue
-            stamps.append((str(Path(inside, name)), facts.st_size, facts.st_mtime_ns, facts.st_ino))
+            stamps.append((f"{inside}/{name}", facts.st_size, facts.st_mtime_ns, facts.st_ino))
     return tuple(stamps)
 
 
