@@ -280,7 +280,7 @@ def family(auto: str, model_type: str, class_name: str) -> dict[str, Any]:
                 return row
             try:
                 anatomy = deltune.inspect(model)
-                row["hidden"] = list(anatomy.hidden)
+                row["hidden"] = list(anatomy.unobserved)
             except deltune.DeltuneError as error:
                 row |= {"verdict": "refused", "why": _line(error)}
             for name, text in METHODS.items() if "verdict" not in row else [("layernorm", "layernorm")]:

@@ -46,7 +46,7 @@ def test_stacks_and_layers(family: Family) -> None:
         assert layer.path == f"{stack.layers}.{i}"
         assert layer.passes == (2 if family.shared else 1)
     assert anatomy.shared == family.shared
-    assert bool(anatomy.hidden) != family.interface
+    assert bool(anatomy.unobserved) != family.interface
 
 
 @EACH
@@ -89,7 +89,7 @@ def test_ffns(family: Family) -> None:
         assert {(up.in_width, up.out_width) for up in ffn.inputs} == {(WIDTH, 2 * inner if fused else inner)}
         assert all(up.bias == ("ffn_up" in family.biases) for up in ffn.inputs)
         assert ffn.output.bias == ("ffn_down" in family.biases)
-        assert ffn.reads == ffn.inputs[0].path
+        assert ffn.input_module == ffn.inputs[0].path
 
 
 @EACH
@@ -185,7 +185,7 @@ def test_what_hides_says_so(name: str) -> None:
     """Without the attention interface: layers, projections and norms are there, and a prefix is a clear error."""
     anatomy = deltune.inspect(config(FAMILIES[name]))
     assert len(anatomy.layers) == 2 and all(layer.ffns and layer.norms for layer in anatomy.layers)
-    assert len(anatomy.hidden) == 2 and all("not on the attention interface" in fact for fact in anatomy.hidden)
+    assert len(anatomy.unobserved) == 2 and all("not on the attention interface" in fact for fact in anatomy.unobserved)
     assert all(attention.query and attention.value for layer in anatomy.layers for attention in layer.attentions)
     with pytest.raises(deltune.DeltuneError, match=r"site 'heads' needs the attention .* attention interface"):
         deltune.count(config(FAMILIES[name]), "prefix(length=2)")

@@ -219,8 +219,8 @@ def test_a_tensor_read_past_its_module_is_not_trained_in_part() -> None:
     """DeBERTa reads its relative embeddings directly: no hook would put what is trained of them in their place."""
     model = specimen("deberta-v2")
     before = facts(model)
-    direct = [t.name for t in deltune.inspect(model).tensors if t.direct]
-    assert direct == ["deberta.encoder.rel_embeddings.weight"]
+    read_without_call = [t.name for t in deltune.inspect(model).tensors if t.read_without_call]
+    assert read_without_call == ["deberta.encoder.rel_embeddings.weight"]
     for text in ("apet(full, parameters=100)", "diff_pruning(over='all')"):
         with pytest.raises(deltune.DeltuneError, match=r"rel_embeddings.weight cannot be trained in part"):
             deltune.attach(model, text)

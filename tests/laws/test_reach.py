@@ -242,8 +242,8 @@ def test_towers(llava: PreTrainedModel) -> None:
     projector = [name for name, _ in llava.named_parameters() if name.startswith("model.multi_modal_projector.")]
     assert [t.name for t in anatomy.tensors if t.tower == "vision"] == vision
     assert [t.name for t in anatomy.tensors if t.tower == "projector"] == projector
-    (part,) = anatomy.parts
-    assert (part.tower, part.root) == ("vision", "model.vision_tower")
+    (part,) = anatomy.other_towers
+    assert (part.tower, part.tower_path) == ("vision", "model.vision_tower")
     assert [layer.path for layer in part.layers] == [f"model.vision_tower.encoder.layers.{i}" for i in range(2)]
     for text in ("layernorm", "lora", "full", "adapter"):
         count = deltune.count(llava, text)
@@ -276,7 +276,7 @@ def _two_vision_towers() -> PreTrainedModel:
 def test_two_towers_of_one_name_are_both_tuned(tmp_path: Path) -> None:
     """Each of them has edits of its own: what is counted is trained, saved and loaded."""
     model, text = _two_vision_towers(), "adapter(rank=4, tower='vision')"
-    assert [part.tower for part in deltune.inspect(model).parts] == ["vision", "vision"]
+    assert [part.tower for part in deltune.inspect(model).other_towers] == ["vision", "vision"]
     count = deltune.count(model, text)
     assert [line.split(" with ")[0] for line in count.scope] == ["the tower text", "the tower projector"]
     tuned = deltune.attach(model, text)

@@ -366,7 +366,7 @@ def test_projections_of_every_own_attention() -> None:
     observed = [linear and linear.path for linear in (attention.query, attention.key, attention.value)]
     assert observed == [f"{stem}.{role}_proj" for role in ("query", "key", "value")]
     assert attention.heads is None
-    assert all(fact.startswith("heads of ") and "attention interface" in fact for fact in anatomy.hidden)
+    assert all(fact.startswith("heads of ") and "attention interface" in fact for fact in anatomy.unobserved)
 
 
 def test_a_projection_that_is_called_on_what_all_rows_share() -> None:
@@ -511,7 +511,7 @@ def test_added_tokens_whose_rows_no_delta_has(tmp_path: Path) -> None:
 def test_what_mixes_the_tokens_otherwise(name: str, family: str) -> None:
     """XLNet multiplies by parameters of its own, FNet transforms: that their attention does not show is said."""
     anatomy = deltune.inspect(Site(name, family, "", ()).build())
-    assert any(fact.startswith("what mixes the tokens in the ") for fact in anatomy.hidden)
+    assert any(fact.startswith("what mixes the tokens in the ") for fact in anatomy.unobserved)
     assert all(layer.ffns and layer.norms for layer in anatomy.layers)
 
 

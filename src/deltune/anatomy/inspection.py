@@ -151,10 +151,10 @@ class _Inspector:
         self.base = base_model(model)
         self.base_path = next((name for name, m in base_modules(model) if m is self.base), "")
         self.trace: Trace = trace_forward(model)
-        self.direct = parameters_read_directly(model, self.trace)
+        self.read_without_call = parameters_read_directly(model, self.trace)
         self.computed: tuple[str, ...] = ()
         self.paths = {module: name for name, module in base_modules(model, remove_duplicate=False)}
-        self.hidden: list[str] = []
+        self.unobserved: list[str] = []
         self.tower = tower_name(self.base)
         self.towers = self._towers()
         self.widths: dict[str, int] = {}
@@ -208,19 +208,19 @@ class _Inspector:
         inputs = tuple(self.linear(n) for n in sub.inputs) if missing else ()
         path = self.paths[node.module] if node.kind == "attention" else self.trace.around(sub.paths)
         if sub.kind == "mixer":
-            self.hidden.append(f"query, key, value and heads of {path} (tokens are mixed without an attention)")
-            return Attention(path, "mixer", sub.reads.path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
+            self.unobserved.append(f"query, key, value and heads of {path} (tokens are mixed without an attention)")
+            return Attention(path, "mixer", sub.input_node.path, output, inputs=inputs, **norms)  # type: ignore[arg-type]
         if missing:
-            self.hidden.append(f"{' and '.join(missing)} of {path} (not the output of one linear)")
+            self.unobserved.append(f"{' and '.join(missing)} of {path} (not the output of one linear)")
         if node.kind != "attention":
-            self.hidden.append(f"heads of {path} (not on the attention interface)")
+            self.unobserved.append(f"heads of {path} (not on the attention interface)")
             return Attention(
-                path, sub.kind, sub.reads.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
+                path, sub.kind, sub.input_node.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
                 inputs=inputs, **norms,  # type: ignore[arg-type]
             )  # fmt: skip
         query, key, value = (t.shape for t in node.inputs[:3])
         return Attention(
-            path, sub.kind, sub.reads.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
+            path, sub.kind, sub.input_node.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
             heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
             causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs, **norms,
         )  # fmt: skip
@@ -252,11 +252,11 @@ class _Inspector:
         in_width, out_width = read.shape[-1], sub.output.outputs[0].shape[-1]
         scores = next((self._router_of(n, number) for n in nodes if n.path == router), None)
         if scores is None:
-            self.hidden.append(f"the router of {sub.block} (no module has a row of weights for each expert)")
+            self.unobserved.append(f"the router of {sub.block} (no module has a row of weights for each expert)")
         by_row = all(self._reads_as_batch(n) for n in nodes if n.path in holders)
         inputs, outputs = _expert_weights(holders, weights, in_width, out_width, by_row)
         if not inputs:
-            self.hidden.append(
+            self.unobserved.append(
                 f"which weights of {sub.block} are the experts' inputs and outputs (their shapes are alike)"
             )
         shared = tuple(self.ffn_of(s, {}) for s in shared_experts([n for n in nodes if n.path != router]))
@@ -431,14 +431,14 @@ class _Inspector:
         try:
             layers = self.layers()
         except DeltuneError as error:  # what is unknown does not hide the norms and biases
-            layers, self.hidden = [], [f"the layers ({error})"]
+            layers, self.unobserved = [], [f"the layers ({error})"]
         first_layers: dict[StackName, Layer] = {}
         for layer in layers:
             first_layers.setdefault(layer.stack, layer)
         for name in first_layers:
             kinds = {a.kind for layer in layers if layer.stack == name for a in layer.attentions}
             if not kinds - {"cross"}:
-                self.hidden.append(
+                self.unobserved.append(
                     f"what mixes the tokens in the {name} (no linear that joins the residual stream reads a softmax, a "
                     "product of activations or a convolution)"
                 )
@@ -459,11 +459,22 @@ class _Inspector:
         head = self._head()
         parts = tuple(self._parts())
         return Anatomy(
-            self.model.config.model_type, type(self.model).__name__, self.base_path, stacks, tuple(layers),
-            tuple(norms), pooler, head, self._tensors(layers, embedding_paths, pooler, head, parts), tuple(self.hidden),
-            self._answers(head), parts, linears=self._linears(), vocabulary=self._vocabulary(),
+            family=self.model.config.model_type,
+            model=type(self.model).__name__,
+            base=self.base_path,
+            stacks=stacks,
+            layers=tuple(layers),
+            norms=tuple(norms),
+            pooler=pooler,
+            head=head,
+            tensors=self._tensors(layers, embedding_paths, pooler, head, parts),
+            unobserved=tuple(self.unobserved),
+            output_kind=self._output_kind(head),
+            other_towers=parts,
+            linears=self._linears(),
+            vocabulary=self._vocabulary(),
             on_zeros=self.trace.on_zeros,
-        )  # fmt: skip
+        )
 
     def _linears(self) -> tuple[Linear, ...]:
         """Return every linear that the pass calls, and the projection to the vocabulary."""
@@ -491,8 +502,8 @@ class _Inspector:
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
-        entries = {layer.attentions[0].reads for layer in first_layers.values() if layer.attentions}
-        entries |= {layer.ffns[0].reads for layer in first_layers.values() if layer.ffns and not layer.attentions}
+        sublayers = [(*layer.attentions, *layer.ffns)[:1] for layer in first_layers.values()]
+        entries = {sublayer.input_module for first in sublayers for sublayer in first}
         start = {n.path: n for n in reversed(self.trace.nodes) if n.path in entries}
         seen: set[int] = set()
         paths: set[str] = set()
@@ -523,7 +534,7 @@ class _Inspector:
         words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
         word_embedding = None if words is None else words.path
         if words is None and self.tower == "text":
-            self.hidden.append(f"the word embeddings of the {name} (no table of vectors reads the token ids)")
+            self.unobserved.append(f"the word embeddings of the {name} (no table of vectors reads the token ids)")
         position_embedding = next(
             (n.path for n in embeddings if n.path != word_embedding and self._is_positional(n)), None
         )
@@ -577,8 +588,8 @@ class _Inspector:
                     queue.append(child)
         return seen
 
-    def _answers(self, head: tuple[str, ...]) -> str:
-        """Return what the model outputs, as `Anatomy.answers` has it."""
+    def _output_kind(self, head: tuple[str, ...]) -> str:
+        """Return what the model outputs, as `Anatomy.output_kind` has it."""
         if self.model.get_output_embeddings() is not None:
             return "words"
         choosers = modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
@@ -606,7 +617,8 @@ class _Inspector:
             try:
                 yield _Inspector(module).anatomy().inside(path)
             except Exception as error:
-                self.hidden.append(f"the layers of the tower {path} ({type(error).__name__}: {error_summary(error)})")
+                reason = f"{type(error).__name__}: {error_summary(error)}"
+                self.unobserved.append(f"the layers of the tower {path} ({reason})")
 
     def _tensors(
         self,
@@ -649,12 +661,12 @@ class _Inspector:
                 area = "final" if executed in final else "other"
             kind = "linear" if executed == vocabulary else kinds.get(executed, "other")
             role = _role(kind, aliases[0].rpartition(".")[2])
-            common = executed in kinds and executed not in of_batch
-            direct = not self.direct.isdisjoint(aliases)
+            batch_independent = executed in kinds and executed not in of_batch
+            read_without_call = not self.read_without_call.isdisjoint(aliases)
             shape, quantized = shapes[key]
             computed = f".{aliases[0]}".endswith(self.computed)
             outside = not aliases[0].startswith(inside_base)
-            is_read = outside or not reached.isdisjoint(aliases)
+            receives_gradient = outside or not reached.isdisjoint(aliases)
             tower = self.tower
             if self.towers and not outside and read.isdisjoint(aliases):
                 tower = next((self.towers[o] for o in _around(owners[0]) if o in self.towers), "projector")
@@ -662,7 +674,8 @@ class _Inspector:
             others = tuple(aliases[1:])
             tensors.append(
                 Tensor(
-                    aliases[0], shape, area, role, layer, others, common, direct, computed, tower, is_read, quantized
+                    aliases[0], shape, area, role, layer, others, batch_independent, read_without_call, computed, tower,
+                    receives_gradient, quantized,
                 )
             )  # fmt: skip
         return tuple(tensors)

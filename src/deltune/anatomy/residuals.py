@@ -28,7 +28,7 @@ class SubLayer:
         self.block = ""
 
     @property
-    def reads(self) -> Node:
+    def input_node(self) -> Node:
         """The linear that reads the hidden states first."""
         return self.projections["query"][0] if "query" in self.projections else self.inputs[0]
 

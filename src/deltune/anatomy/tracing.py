@@ -41,24 +41,24 @@ from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, str
 
 @dataclass(eq=False)
 class Node:
-    """One recorded step of the forward pass.
+    """One recorded step of the forward pass: a call of a module, or an operation outside of such modules.
 
     Attributes:
         kind: "linear", "norm", "embedding", "attention", "experts" (weights of three dimensions, one FFN for each
             index of the first), "add" (of two activations), "mix" (a product of two activations), "view", "pass" (a
             change of scale, or dropout), "input", or "op" (anything else).
-        parents: The nodes whose outputs it reads.
+        parents: The nodes whose outputs are its inputs.
         order: Its number in the order of execution.
-        path: The path of its module, "" for a step that is no module.
-        operation: The name of its operation, "" for a step that is a module.
-        argument: The name of the model's input that it is.
-        module: The module of the live model.
-        inputs: The tensors that it read.
-        sources: The node that each input came from, or None.
-        outputs: The tensors that it returned.
-        transposed: Whether a linear's weight has the shape (in, out).
-        children: The nodes that read its outputs.
-        steps: Of a module that is one node, how many operations ran inside, views apart.
+        path: The path of the module that was called, "" for an operation.
+        operation: The name of the operation, such as "add"; "" for a module.
+        argument: For an "input", the name of the argument of the model's forward.
+        module: The module of the live model that was called, None for an operation.
+        inputs: Its input tensors.
+        sources: The node that returned each input, None for tensors such as parameters, which no node has returned.
+        outputs: Its output tensors.
+        transposed: Whether the weight of a "linear" has the shape (in, out).
+        children: The nodes whose inputs are its outputs.
+        steps: For a module, how many operations ran inside, without views.
     """
 
     kind: str
@@ -85,15 +85,15 @@ class Trace:
     Attributes:
         nodes: All steps, in the order of execution.
         entered: The modules that were called, by path, each with the names of the arguments of its first call.
-        runs: How often each module ran, by path.
-        began: How many nodes there were when each module was first entered.
-        ended: How many nodes there were when each module last returned.
-        attended: Paths of the modules that called the attention interface.
-        parameters: Names of the model's parameters by the identity that they have in this pass.
-        returned: The paths of the modules, without those that are one node, that returned a tensor first, by the
-            tensor's identity; inner ones first.
-        results: The nodes that the outputs of the pass came from.
-        on_zeros: Why the pass ran on zeros in place of shapes alone; "" where it did not.
+        runs: The number of calls of each module, by path.
+        began: The number of nodes recorded before the first call of each module, by path.
+        ended: The number of nodes recorded up to the end of the last call of each module, by path.
+        attended: The paths of the modules that called transformers' attention interface.
+        parameters: The names of the model's parameters, by the `id` of the tensor that stands for each in this pass.
+        returned: The paths of the modules that returned a tensor, by the tensor's `id`, inner modules first. Modules
+            that are recorded as one node are left out.
+        results: The nodes that returned the outputs of the pass.
+        on_zeros: Why the pass ran on zeros instead of the meta device; "" if it ran on the meta device.
     """
 
     nodes: list[Node]
@@ -135,10 +135,10 @@ class Trace:
             node = queue.pop()
             if id(node) not in seen:
                 seen[id(node)] = node
-                reads = zip(node.inputs, node.sources, strict=True)
-                direct = [source for tensor, source in reads if source is not None and tensor.is_floating_point()]
-                known = {id(source) for source in node.sources if source is not None}
-                queue += [*direct, *(parent for parent in node.parents if id(parent) not in known)]
+                reads = [(t, source) for t, source in zip(node.inputs, node.sources, strict=True) if source is not None]
+                sources = {id(source) for _, source in reads}
+                queue += [source for tensor, source in reads if tensor.is_floating_point()]
+                queue += [parent for parent in node.parents if id(parent) not in sources]
         return list(seen.values())
 
     def of_kind(self, kind: str) -> list[Node]:
@@ -304,7 +304,7 @@ class _Recorder(TorchDispatchMode):
         self.written: dict[int, list[Node]] = {}  # by storage, the steps that wrote to a part of it in place
         self.opaque = 0
         self.steps = 0  # operations inside the module that is one node, views apart
-        self.direct: set[int] = set()
+        self.multiplied: set[int] = set()  # parameters that are a factor of a product as they are
         self.alive: list[Any] = []  # keeps the tensors, since an id is unique only while its object lives
 
     def __torch_dispatch__(
@@ -319,7 +319,7 @@ class _Recorder(TorchDispatchMode):
         if self.opaque:
             self.steps += name not in _VIEW_OPERATIONS
             if name in ("addmm", "mm", "matmul", "bmm"):  # a factor that is the weight itself: shape (in, out)
-                self.direct.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
+                self.multiplied.update(id(a) for a in args if isinstance(a, torch.nn.Parameter))
             return out
         # what only takes a shape, such as zeros_like, reads no number
         inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
@@ -670,7 +670,7 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     kind = _leaf_kind(module, inputs, output) or "op"
     node = recorder.record(kind, inputs, list(tensors_in(output)), path=path, module=recorder.originals[module])
     node.steps = recorder.steps
-    node.transposed = kind == "linear" and id(parameters_of(module).get("weight")) in recorder.direct
+    node.transposed = kind == "linear" and id(parameters_of(module).get("weight")) in recorder.multiplied
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:

@@ -49,7 +49,8 @@ class Linear:
         transposed: Whether its weight has the shape (in, out), as that of transformers' Conv1D.
         columns: The part's columns where the module is a fused projection; None where it is all of it.
         shared_with: The paths of other modules that hold the same weight, such as tied output embeddings.
-        common: Whether some of its calls read nothing that depends on the batch, such as a table of positions.
+        batch_independent: Whether some of its calls read nothing that depends on the batch, but a table of positions,
+            say.
         exact: Whether the module does nothing beyond the product, so that a change of the weight is one of the output.
     """
 
@@ -60,7 +61,7 @@ class Linear:
     transposed: bool = False
     columns: Columns | None = None
     shared_with: tuple[str, ...] = ()
-    common: bool = False
+    batch_independent: bool = False
     exact: bool = True
 
 
@@ -97,7 +98,7 @@ class Attention:
     Attributes:
         path: The path of the attention's module.
         kind: "self", "cross", or "mixer": a state-space layer, a linear attention, a convolution over the tokens.
-        reads: The path of the module whose first input is x, the hidden states that the attention reads.
+        input_module: The path of the module whose first input is x, the hidden states that the attention reads.
         output: The output projection W_o.
         query: The query projection.
         key: The key projection.
@@ -114,7 +115,7 @@ class Attention:
 
     path: str
     kind: AttentionKind
-    reads: str
+    input_module: str
     output: Linear
     query: Linear | None = None
     key: Linear | None = None
@@ -135,7 +136,7 @@ class FFN:
 
     Attributes:
         path: The path of the innermost module around it.
-        reads: The path of the module whose first input is x, the hidden states that the FFN reads.
+        input_module: The path of the module whose first input is x, the hidden states that the FFN reads.
         inputs: The linears that read x; a gated FFN has two of them, or a fused one.
         output: The last linear.
         gated: Whether the activation is multiplied by a second projection of x.
@@ -146,7 +147,7 @@ class FFN:
     """
 
     path: str
-    reads: str
+    input_module: str
     inputs: tuple[Linear, ...]
     output: Linear
     gated: bool
@@ -280,12 +281,12 @@ class Tensor:
         role: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "embedding", "weight" or "bias".
         layer: The index in `Anatomy.layers` of the layer that it is in; None outside of the layers.
         aliases: Its other names, where modules share it.
-        common: Whether its module reads nothing that depends on the batch (a table of relative positions).
-        direct: Whether the model reads it without calling the module that holds it.
+        batch_independent: Whether its module reads nothing that depends on the batch (a table of relative positions).
+        read_without_call: Whether the model reads it without calling the module that holds it.
         computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
         tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
-        read: Whether the outputs of a pass on the main input alone depend on it by a gradient. They do not on the
-            cross-attention of a decoder without an encoder, nor on another tower.
+        receives_gradient: Whether it gets a gradient from the outputs of a pass on the main input alone. The
+            cross-attention of a decoder without an encoder gets none, nor does another tower.
         quantized: How its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where
             they are not. The shape is that of the weight in floating point.
     """
@@ -296,11 +297,11 @@ class Tensor:
     role: str
     layer: int | None = None
     aliases: tuple[str, ...] = ()
-    common: bool = False
-    direct: bool = False
+    batch_independent: bool = False
+    read_without_call: bool = False
     computed: bool = False
     tower: str = "text"
-    read: bool = True
+    receives_gradient: bool = True
     quantized: str = ""
 
     @property
@@ -323,12 +324,12 @@ class Anatomy:
         pooler: The path of the pooler, or None.
         head: The paths of the modules of the task head; empty without one.
         tensors: All parameters, each once.
-        hidden: What could not be observed, in words.
-        answers: What the model outputs: "states" (hidden states), "labels" (from a head), "choices" (from a head over
-            multiple choices) or "words" (logits over the vocabulary).
-        parts: The other towers of a model of several, such as what reads its images, each as an anatomy with the paths
-            that it has in this model.
-        root: Of such a part, the path of its model; "" otherwise.
+        unobserved: What could not be observed, a sentence each.
+        output_kind: What the model outputs: "states" (hidden states), "labels" (from a head), "choices" (from a head
+            over multiple choices) or "words" (logits over the vocabulary).
+        other_towers: The towers that the main input does not enter, such as what reads images, each as an anatomy with
+            the paths that it has in this model.
+        tower_path: Of one of `other_towers`, the path of its model; "" otherwise.
         linears: Every linear that the forward pass calls, whether its role shows or not, and the vocabulary's.
         vocabulary: The projection to the vocabulary, the output embeddings; None for a model without one.
         on_zeros: Why the forward pass was observed on zeros in place of shapes alone; "" where it was not.
@@ -343,10 +344,10 @@ class Anatomy:
     pooler: str | None
     head: tuple[str, ...]
     tensors: tuple[Tensor, ...]
-    hidden: tuple[str, ...] = ()
-    answers: str = "states"
-    parts: tuple[Anatomy, ...] = ()
-    root: str = ""
+    unobserved: tuple[str, ...] = ()
+    output_kind: str = "states"
+    other_towers: tuple[Anatomy, ...] = ()
+    tower_path: str = ""
     linears: tuple[Linear, ...] = ()
     vocabulary: Linear | None = None
     on_zeros: str = ""
@@ -373,7 +374,7 @@ class Anatomy:
     @property
     def tower(self) -> str:
         """The tower that the main input enters, "text", "vision" or "audio", in which a method acts by default."""
-        return next((t.tower for t in self.tensors if t.read), "text")
+        return next((t.tower for t in self.tensors if t.receives_gradient), "text")
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -417,7 +418,7 @@ class Anatomy:
         Returns:
             This anatomy, parts of it, or both; none where the tower has no layers that could be observed.
         """
-        matches = [part for part in self.parts if tower in ("all", part.tower)]
+        matches = [part for part in self.other_towers if tower in ("all", part.tower)]
         return [self, *matches] if tower in ("main", "all", self.tower) else matches
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
@@ -470,14 +471,14 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
     yield _title(anatomy)
     if anatomy.on_zeros:
         yield f"  observed on zeros, since shapes alone are not enough: {anatomy.on_zeros}"
-    for fact in anatomy.hidden:
+    for fact in anatomy.unobserved:
         yield f"  not visible: {fact}"
     if len(anatomy.towers) > 1:
         for tower in anatomy.towers:
             tensors = [t for t in anatomy.tensors if t.tower == tower]
             default = ", in which methods act unless tower= says otherwise" if tower == anatomy.tower else ""
             yield f"  tower {tower}: {len(tensors)} tensors, {sum(t.numel for t in tensors):,} parameters{default}"
-    unread = [t.name for t in anatomy.tensors if not t.read and t.tower == anatomy.tower]
+    unread = [t.name for t in anatomy.tensors if not t.receives_gradient and t.tower == anatomy.tower]
     if unread:
         yield f"  without a gradient in a pass on the main input alone: {len(unread)} tensors, such as {unread[0]}"
     for stack in anatomy.stacks:
@@ -495,8 +496,8 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         for norm in anatomy.norms:
             if norm.place == "final" and norm.path.startswith(stack.entry):
                 yield f"│  └─ norm {_norm(norm)}"
-    for part in anatomy.parts:
-        yield f"├─ tower {part.tower} [{part.root}]"
+    for part in anatomy.other_towers:
+        yield f"├─ tower {part.tower} [{part.tower_path}]"
         yield from (f"│  {line}" for line in list(_lines(part))[1:])
     if anatomy.pooler:
         yield f"├─ pooler [{anatomy.pooler}]"
@@ -506,9 +507,8 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
         yield f"└─ head [{path}]"
 
 
-_PATHS = frozenset(
-    {"path", "reads", "pre", "post", "entry", "container", "words", "positions", "router", "base", "pooler", "root"}
-)
+_PATHS_OF_STACKS = frozenset({"entry", "container", "words", "positions"})
+_PATHS = _PATHS_OF_STACKS | {"path", "input_module", "pre", "post", "router", "base", "pooler", "tower_path"}
 _LISTS_OF_PATHS = frozenset({"aliases", "head", "shared_with"})
 
 

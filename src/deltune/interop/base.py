@@ -340,8 +340,8 @@ class UnusedTensors:
         problems = ([] if cause is None else [str(cause)]) + self.doubles
         problems += [f"extra tensor {name}" for name in shown[:10]]
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
-        if shown and self.anatomy.hidden:
-            problems.append(f"not visible in this model: {'; '.join(self.anatomy.hidden[:3])}")
+        if shown and self.anatomy.unobserved:
+            problems.append(f"not visible in this model: {'; '.join(self.anatomy.unobserved[:3])}")
         if shown and not self.anatomy.head:
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:

@@ -106,7 +106,7 @@ MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 
 def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
     problems = []
-    if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
+    if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.output_kind != "words":
         problems.append(f"{kind} has a translation for language models of one decoder stack; this is {anatomy.model}")
     if kind == "PREFIX_TUNING" and windowed:
         problems.append("with PEFT a prefix slides out of a sliding window, with deltune it stays visible")

@@ -85,7 +85,7 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
 def _token_problem(content: ExportedDelta, modification: Modification) -> str:
     """Return why PEFT cannot express this prompt or prefix, or an empty text."""
     anatomy, form = content.anatomy, modification.form
-    if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.answers != "words":
+    if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.output_kind != "words":
         return f"it is written for language models of one decoder stack; this is {anatomy.model}"
     if isinstance(form, Prompt):
         return "" if form.positions == "shift" else "PEFT's prompt takes positions; train with positions='shift'"

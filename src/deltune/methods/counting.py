@@ -27,7 +27,7 @@ from .forms import Shapes
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
-from .sites import EditLocation, select_layers, tower_prefix
+from .sites import EditLocation, select_layers
 from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
@@ -231,7 +231,7 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     """Yield for each modification that does not act in every layer that it chooses, in how many it does."""
     parts: dict[Modification, set[str]] = {}
     for edit in resolved.edits:
-        parts.setdefault(edit.modification, set()).add(".".join(edit.place.name.split(".")[:2]))
+        parts.setdefault(edit.modification, set()).add(edit.place.layer)
     for modification, layers in parts.items():
         if modification.site in OUTSIDE_LAYERS or is_pattern(modification.site) or modification.optional:
             continue
@@ -247,11 +247,7 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
 def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
     """Yield the towers of a model that a method does not act on, with their sizes."""
     names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
-    acted = {t.tower for t in anatomy.tensors if t.name in names}
-    prefixes = {tower_prefix(anatomy, part): part.tower for part in anatomy.parts}
-    acted |= {prefixes[p] for p in prefixes for e in resolved.edits if e.place.name.startswith(p)}
-    if any(e.place.name.split(".")[0] in {stack.name for stack in anatomy.stacks} for e in resolved.edits):
-        acted.add(anatomy.tower)
+    acted = {t.tower for t in anatomy.tensors if t.name in names} | {edit.place.tower for edit in resolved.edits}
     for tower in anatomy.towers:
         if tower not in acted:
             size = sum(t.numel for t in anatomy.tensors if t.tower == tower and t.area != "head")

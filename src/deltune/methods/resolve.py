@@ -161,7 +161,7 @@ def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iter
             )
         replaced[edit.place.target] = edit
     yield from _terms_without_effect(plans, terms)
-    if unreached := sorted({t.name for t in in_part if t.direct}):
+    if unreached := sorted({t.name for t in in_part if t.read_without_call}):
         yield (
             f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
             "module, so that what is trained of it would never be used; choose a method without it, or train it whole"
@@ -296,13 +296,13 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     Raises:
         DeltuneError: There is none; the message says which roles exist.
     """
-    of_parts = {tensor.name for part in anatomy.parts for tensor in part.tensors}
+    of_parts = {tensor.name for part in anatomy.other_towers for tensor in part.tensors}
     named = anatomy.tower if selection.tower == "main" else selection.tower
     if named not in ("all", *anatomy.towers):
         raise DeltuneError(f"tower={named!r}: this model has {' and '.join(anatomy.towers)} only")
     tensors = [
         tensor
-        for part in anatomy.parts
+        for part in anatomy.other_towers
         if named in ("all", part.tower)
         for tensor in _selected_in_tower(part, selection, part.tensors)
     ]

@@ -52,6 +52,8 @@ class EditLocation:
         shifted_stack: The stack whose positions are shifted, or "".
         weight: The weight that is changed, at a site of experts or of a router that no linear computes.
         experts: The numbers of the experts whose matrices of that weight are changed; None for all of it.
+        layer: The path of the layer that it is in; "" outside of the layers.
+        tower: The tower that it is in, such as "text".
     """
 
     name: str
@@ -66,11 +68,15 @@ class EditLocation:
     shifted_stack: str = ""
     weight: ExpertWeight | None = None
     experts: tuple[int, ...] | None = None
+    layer: str = ""
+    tower: str = ""
 
     @property
     def by_row(self) -> bool:
         """Whether each row of a batch can have its own delta here: the module must read the batch row by row."""
-        return not (self.linear is not None and self.linear.common) and not (self.weight and not self.weight.by_row)
+        if self.weight is not None and not self.weight.by_row:
+            return False
+        return self.linear is None or not self.linear.batch_independent
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class SiteLocation:
         weight: The weight of experts or of a router, at a site that is one.
         experts: The numbers of the experts that are chosen there; None for all.
         lookup: Whether x is token ids.
+        layer: The path of the layer that it is in; "" outside of the layers.
     """
 
     name: str
@@ -108,6 +115,7 @@ class SiteLocation:
     weight: ExpertWeight | None = None
     experts: tuple[int, ...] | None = None
     lookup: bool = False
+    layer: str = ""
 
 
 def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
@@ -117,7 +125,7 @@ def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> li
         DeltuneError: The model has no such layer or stack, or shares its modules between the layers.
     """
     if not anatomy.layers:
-        raise DeltuneError(f"the layers of this model cannot be seen: {'; '.join(anatomy.hidden)}")
+        raise DeltuneError(f"the layers of this model cannot be seen: {'; '.join(anatomy.unobserved)}")
     names = [s.name for s in anatomy.stacks]
     if stack != "all" and stack not in names:
         raise DeltuneError(f"stack={stack!r}: this model has {' and '.join(names)} only")
@@ -164,7 +172,7 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     locations: list[EditLocation] = []
     for part in towers_of(anatomy, modification.tower):
         prefix = tower_prefix(anatomy, part)
-        locations += [_in_tower(location, prefix) for location in _resolve_in_tower(part, modification)]
+        locations += [_in_tower(location, part.tower, prefix) for location in _resolve_in_tower(part, modification)]
     return locations
 
 
@@ -181,8 +189,8 @@ def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
     """
     if part is anatomy:
         return ""
-    alone = sum(other.tower == part.tower for other in anatomy.parts) == 1
-    return f"{part.tower}." if alone else f"{part.tower}_{part.root.replace('.', '_')}."
+    alone = sum(other.tower == part.tower for other in anatomy.other_towers) == 1
+    return f"{part.tower}." if alone else f"{part.tower}_{part.tower_path.replace('.', '_')}."
 
 
 def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
@@ -200,13 +208,17 @@ def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
 
 
 def _listed(anatomy: Anatomy) -> str:
-    return " and ".join(dict.fromkeys((anatomy.tower, *(part.tower for part in anatomy.parts))))
+    return " and ".join(dict.fromkeys((anatomy.tower, *(part.tower for part in anatomy.other_towers))))
 
 
-def _in_tower(location: EditLocation, prefix: str) -> EditLocation:
-    """Return a place whose names say in which tower it is, where it is not the main one."""
+def _in_tower(location: EditLocation, tower: str, prefix: str) -> EditLocation:
+    """Return a place of a tower, with the prefix of the tower before its names."""
     return replace(
-        location, name=prefix + location.name, sublayer=prefix + location.sublayer, group=prefix + location.group
+        location,
+        name=prefix + location.name,
+        sublayer=prefix + location.sublayer,
+        group=prefix + location.group,
+        tower=tower,
     )
 
 
@@ -220,7 +232,7 @@ def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[Edit
         sites = _outer_sites(anatomy, modification)
     else:
         sites = [
-            site
+            replace(site, layer=layer.path)
             for layer in select_layers(anatomy, modification.layers, modification.stack)
             for site in _layer_sites(anatomy, layer, modification)
         ]
@@ -273,7 +285,7 @@ def _edit_location(site: SiteLocation, modification: Modification) -> EditLocati
     inside_attention = modification.form.needs == "attention" and not modification.compose.reads_x
     return EditLocation(
         site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group,
-        site.apply_norm_first, site.linear, site.has_bias, weight=site.weight, experts=site.experts,
+        site.apply_norm_first, site.linear, site.has_bias, weight=site.weight, experts=site.experts, layer=site.layer,
     )  # fmt: skip
 
 
@@ -516,13 +528,14 @@ def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLo
             stack = anatomy.stacks[-1].name if anatomy.stacks else "model"
             stem = f"{layer.stack}.{layer.index}" if layer else stack
             inner = linear.path.removeprefix(f"{layer.path}.") if layer else linear.path
-            sites.append(_projection_site(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack))
+            site = _projection_site(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack)
+            sites.append(replace(site, layer=layer.path if layer else ""))
     return sites
 
 
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
     """Return where x is read: the sub-layer's input, or for x="residual" the input of the norm before it."""
-    return sublayer.pre if modification.x == "residual" and sublayer.pre is not None else sublayer.reads
+    return sublayer.pre if modification.x == "residual" and sublayer.pre is not None else sublayer.input_module
 
 
 def _no_words(anatomy: Anatomy) -> str:
@@ -550,11 +563,11 @@ def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLoc
 
 def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
     if not anatomy.stacks:
-        raise DeltuneError(f"not visible: {'; '.join(anatomy.hidden)}")
+        raise DeltuneError(f"not visible: {'; '.join(anatomy.unobserved)}")
     stack = anatomy.stacks[-1]
-    if anatomy.answers in ("words", "choices"):
+    if anatomy.output_kind in ("words", "choices"):
         raise DeltuneError(
-            f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.answers}"
+            f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.output_kind}"
         )
     width = stack.width
     widths = replace(Widths(width, width), states=stack.depth + 1)

@@ -470,7 +470,7 @@ def _check_file(
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
     check_tensors(expected_tensors(handle.anatomy, planned, owned, head), facts, where)
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    has_labels = handle.anatomy.answers == "labels"
+    has_labels = handle.anatomy.output_kind == "labels"
     _check_head(
         len(labels.id2label) if labels else 0, len(handle._base_labels.id2label) if has_labels and labels else None,
         {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,

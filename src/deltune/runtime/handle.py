@@ -713,11 +713,11 @@ class Tuned(nn.Module):
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
         order = call_order(self.model) if len(delta.edits) else None
-        for part in self.anatomy.parts if order else ():
-            if any(edit.place.target.path.startswith(f"{part.root}.") for edit in delta.all_edits()):
-                tower = self.model.get_submodule(part.root)
+        for part in self.anatomy.other_towers if order else ():
+            if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):
+                tower = self.model.get_submodule(part.tower_path)
                 assert order is not None and isinstance(tower, PreTrainedModel)
-                order = order.including(call_order(tower), part.root)
+                order = order.including(call_order(tower), part.tower_path)
         unreached = unreached_edits(order, delta) if order else []
         vocabulary = self.anatomy.vocabulary  # the base model's pass does not call it, and the model's own does
         of_head = {e.place.name for e in delta.all_edits() if vocabulary and e.place.target.path == vocabulary.path}

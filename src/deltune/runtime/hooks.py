@@ -333,7 +333,7 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
 def hooks_of_model(passes: PassManager, anatomy: Anatomy) -> Hooks:
     """Return the hooks that the model needs as long as any delta is attached."""
     entries = {layer.path: False for layer in anatomy.layers} | {stack.container: False for stack in anatomy.stacks}
-    entries |= {layer.path: False for part in anatomy.parts for layer in part.layers}
+    entries |= {layer.path: False for part in anatomy.other_towers for layer in part.layers}
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
     needed: Hooks = {
         (path, "pass"): partial(ForwardEntry, passes, path, always_begins) for path, always_begins in entries.items()

@@ -427,7 +427,7 @@ class DeltaCache:
                 t.name
                 for t in anatomy.tensors
                 if t.name in names
-                and (t.common or (t.role not in BY_ROW and t.name not in by_token))
+                and (t.batch_independent or (t.role not in BY_ROW and t.name not in by_token))
                 and t.area != "head"
             ]
             self._of[delta] = (shared, _overrides_of(state, delta))
