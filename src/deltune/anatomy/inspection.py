@@ -502,8 +502,10 @@ class _Inspector:
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
-        sublayers = [(*layer.attentions, *layer.ffns)[:1] for layer in first_layers.values()]
-        entries = {sublayer.input_module for first in sublayers for sublayer in first}
+        entries: set[str] = set()
+        for layer in first_layers.values():
+            sublayers: tuple[Attention | FFN, ...] = (*layer.attentions, *layer.ffns)
+            entries.update(sublayer.input_module for sublayer in sublayers[:1])
         start = {n.path: n for n in reversed(self.trace.nodes) if n.path in entries}
         seen: set[int] = set()
         paths: set[str] = set()
