@@ -203,6 +203,15 @@ def operation_name(operation: Any) -> str:
     return name
 
 
+@functools.cache
+def returns_new_tensors(operation: Any) -> bool:
+    """Whether by its schema an operation changes no argument and returns tensors of which none is a view of one."""
+    schema = operation._schema
+    return not schema.is_mutable and all(
+        str(returned.type) == "Tensor" and returned.alias_info is None for returned in schema.returns
+    )
+
+
 # The kernels behind scaled_dot_product_attention, which does not return the log-sum-exps that two parts are merged by.
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
