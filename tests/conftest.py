@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -32,6 +35,29 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DELTUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Fill a folder by a function in one process of the tests, and return its path in all of them."""
+    base = tmp_path_factory.getbasetemp()
+    common = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = common / "made once" / name
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not (done := folder.with_suffix(".done")).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

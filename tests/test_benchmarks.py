@@ -338,7 +338,9 @@ def test_gpu_s_compiled_code_on_a_cpu() -> None:
     measured(gpu.measure(gpu.SIZES["tiny"], "cpu", "compiled", "layernorm", 1))
 
 
-@pytest.mark.parametrize("precision", gpu_laws.ROUNDING)
+@pytest.mark.parametrize(
+    "precision", [p if p == "float32" else pytest.param(p, marks=pytest.mark.slow) for p in gpu_laws.ROUNDING]
+)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, id=f.name, marks=[] if f.name == "llama" else pytest.mark.slow) for f in gpu_laws.FAMILIES],

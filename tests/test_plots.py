@@ -125,6 +125,7 @@ def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome
     assert render(one, "svg") == render(one, "svg"), "drawing changes nothing"
 
 
+@pytest.mark.slow
 def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import made\n"

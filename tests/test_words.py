@@ -184,7 +184,7 @@ def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     model = str(shared / "models" / "stories260k-llama")
     spec = tiny.RunConfig.from_flat(
         model=model, task="sst2", data_root=str(shared / "data"), answer="words", head="freeze", method="layernorm",
-        epochs=1, max_train_rows=16, max_length=64, target_length=8,
+        epochs=1, max_train_rows=16, validation_rows=20, max_length=64, target_length=8,
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
     assert metrics.count["head"] == 0 and metrics.count["method"] == 11 * 64

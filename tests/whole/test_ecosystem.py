@@ -36,7 +36,7 @@ def tickets() -> loading.TaskData:
     ("method", "alone"),
     [
         ("prefix(length=8) + layernorm", True),
-        ("lora", False),
+        pytest.param("lora", False, marks=pytest.mark.slow),
         pytest.param("prompt(length=5)", True, marks=pytest.mark.slow),
         pytest.param("adapter", False, marks=pytest.mark.slow),
     ],

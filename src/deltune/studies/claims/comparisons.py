@@ -6,6 +6,7 @@ computed there are the reasons.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -352,6 +353,8 @@ class Cells:
                 raise DeltuneError(f"two outcomes of one cell: {describe_cell(outcome.cell)}.")
             self.cells[key] = outcome
         self._read: dict[tuple[Measurement, Key], Number | str] = {}
+        self._numbers_of_labels: dict[str, int] = {}
+        self._following: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def excluding(self, exclude: CellSelector) -> Cells:
         """Return the cells without those that have one of the labels."""
@@ -366,11 +369,17 @@ class Cells:
         """Describe labels that are not compared, without those that follow from others, such as a task's only model."""
         labels = dict(setting)
         for axis in ("family", "kind", "model"):
-            rest = [other for other in labels if other != axis]
-            seen = {(self._key(o.cell, rest), o.cell[axis]) for o in self.outcomes if axis in labels and axis in o.cell}
-            if len({others for others, _ in seen}) == len(seen) and rest:
-                labels.pop(axis, None)
+            rest = tuple(other for other in labels if other != axis)
+            if axis in labels and rest and self._follows(axis, rest):
+                del labels[axis]
         return self.describe(labels)
+
+    def _follows(self, axis: str, others: tuple[str, ...]) -> bool:
+        """Whether the labels on other axes leave one label on an axis."""
+        if (axis, others) not in self._following:
+            seen = {(self._key(o.cell, others), o.cell[axis]) for o in self.outcomes if axis in o.cell}
+            self._following[axis, others] = len({labels for labels, _ in seen}) == len(seen)
+        return self._following[axis, others]
 
     def metrics(self, settings: Iterable[Key]) -> str:
         """Return the scores that count in some settings, such as "entity F1 and accuracy"."""
@@ -419,11 +428,12 @@ class Cells:
         matches = [o for o in members if _matches(o, selector)]
         for axis, label in selector.items():
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
-                if len(self.labels(axis, {})) < 2:
+                if self._number_of_labels(axis) < 2:
                     raise MissingCells([f"only one {axis} in the study: no {label}"])
-                positions = sorted({self.position(axis, o.cell[axis]) for o in matches})
+                positions = {of: self.position(axis, of) for of in dict.fromkeys(o.cell[axis] for o in matches)}
                 at = {SMALLEST: 0, SECOND_SMALLEST: 1, LARGEST: -1}[label]
-                matches = [o for o in matches if self.position(axis, o.cell[axis]) in positions[at:][:1]]
+                chosen = sorted(set(positions.values()))[at:][:1]
+                matches = [o for o in matches if positions[o.cell[axis]] in chosen]
         if not matches:
             raise MissingCells([f"no result of {self.describe({**dict(setting), **selector})}"])
         open_axes = [axis for axis, label in selector.items() if isinstance(label, SymbolicLabel)]
@@ -446,11 +456,23 @@ class Cells:
             if not number:
                 raise MissingCells([f"labels of {axis!r} are not in an order: {label!r}"])
             return float(number[1])
+        if label not in self._model_sizes:
+            raise MissingCells([f"the size of the model {label!r} is not known"])
+        return self._model_sizes[label]
+
+    @functools.cached_property
+    def _model_sizes(self) -> dict[Any, float]:
+        sizes: dict[Any, float] = {}
         for outcome in self.outcomes:
             size = outcome.extra.get("parameters") or outcome.count.get("denominator_size")
-            if outcome.cell.get(axis) == label and size:
-                return float(size)
-        raise MissingCells([f"the size of the model {label!r} is not known"])
+            if "model" in outcome.cell and size:
+                sizes.setdefault(outcome.cell["model"], float(size))
+        return sizes
+
+    def _number_of_labels(self, axis: str) -> int:
+        if axis not in self._numbers_of_labels:
+            self._numbers_of_labels[axis] = len(self.labels(axis, {}))
+        return self._numbers_of_labels[axis]
 
     def measure(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
         """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed.
