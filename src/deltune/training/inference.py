@@ -45,6 +45,7 @@ from ..tasks.generation import forced_bos_options, language_codes, tokenizer_lan
 from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
+from .presets import merge_values
 from .progress import ProgressDisplay
 from .run_dir import RunDir
 from .task_setup import (
@@ -315,7 +316,7 @@ def evaluate(
         config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)
     if other is not None:
         values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
-        config = RunConfig.from_flat(**{**values, **other})
+        config = RunConfig.from_flat(**merge_values(values, other))
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, config.runtime.seed,
         training=False, labels=loaded.labels if loaded.kind.name in HEADS_WITH_LABELS else None,
