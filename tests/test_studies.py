@@ -398,3 +398,19 @@ def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]
     assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
     (outcome,) = job_outcomes(PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
     assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores
+
+
+def test_the_outlook_adds_studies_up_and_counts_a_shared_job_once() -> None:
+    from deltune.cli.study import _outlook
+
+    jobs = [Job("run", {"model": "m", "task": task, "seed": seed}) for task in ("a", "b") for seed in range(3)]
+    rows = {jobs[0].name: JobRecord(jobs[0].name, "run", dict(jobs[0].spec), {}, None, 7200.0)}
+    plans = {"one": jobs[:3], "two": jobs[2:]}
+    made = [
+        Study(name, "?", lambda records, part=part: [PlannedCell({"seed": n}, job) for n, job in enumerate(part)])
+        for name, part in plans.items()
+    ]
+    one, two, both = _outlook(made, rows, 2).splitlines()
+    assert one == "one: 3 jobs, 1 done; 2 left, about 2.0 hours"
+    assert two.startswith("two: 4 jobs, 0 done; 3 left, how long 3 of them take") and "1 more are counted above" in two
+    assert both.startswith("in all: 6 jobs, 1 done; 5 left, about 2.0 hours and how long 3 of them")
