@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -185,6 +186,7 @@ def test_running_text(deltune: Command, tmp_path: Path, monkeypatch: pytest.Monk
     """Text files are tuned on, scored with the model as it is and with the delta, and gone on with; 64 positions do."""
     monkeypatch.setenv("DELTUNE_CACHE", str(tmp_path / "cache"))
     model = tiny.model(tmp_path / "model", "gpt2")
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
     text = "\n\n".join(row["text"] for row in tiny.sentences(30, 0))
     (tmp_path / "data").mkdir()
@@ -204,6 +206,11 @@ def test_running_text(deltune: Command, tmp_path: Path, monkeypatch: pytest.Monk
         assert deltune("generate", folder, *options).out.strip() == answer["text"]
         several = deltune("generate", folder, *options, "--prompt", "a new").out
         assert several.startswith(f"> the old\n{answer['text']}") and "\n> a new\n" in several
+        long = [("--prompt", " ".join(["old"] * length)) for length in (62, 70)]
+        refused = deltune("generate", folder, *options, *itertools.chain(*long))
+        assert refused.code == 2 and "> the old" not in refused.out, "nothing is generated before all are checked"
+        assert re.findall(r"prompt (\d) of 3: its", refused.err) == ["2", "3"]
+        assert "give prompts of at most 60 tokens" in refused.err
     contents = json.loads(deltune("cache", "--json").out)["contents"]
     assert contents["tokenised rows"]["files"] >= 2
     assert deltune("cache", "--clear").code == 0 and not list((tmp_path / "cache").rglob("*.*"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune.errors import DeltuneError
+from deltune.errors import DeltuneError, DivergedError
 from deltune.filesystem import write_error
 from deltune.studies.engine import store as module
 from deltune.studies.engine.jobs import RUNNERS, Job, Outcome
@@ -28,7 +28,8 @@ from deltune.training.task_setup import ModelCache
 
 
 def row(name: str, value: float = 1.0, error: str | None = None) -> JobRecord:
-    return JobRecord(name, "run", {"a": name}, None if error else {"value": value}, error, 0.5)
+    result = None if error else {"value": value}
+    return JobRecord(name, "run", {"a": name}, result, error, 0.5, "error" if error else None)
 
 
 class Here:
@@ -59,9 +60,12 @@ class Here:
         pass
 
 
+ERRORS: dict[int, type[Exception]] = {-20: DivergedError, -21: DeltuneError}
+
+
 def double(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
     if values["x"] < 0:
-        raise ValueError(f"x is {values['x']}")
+        raise ERRORS.get(values["x"], ValueError)(f"x is {values['x']}")
     return {"value": 2 * values["x"]}
 
 
@@ -151,6 +155,15 @@ def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
         assert drive(of(-1, 2), file, pool).failed and not pool.given, "not tried again unasked"
         drive(of(-1, 2), file, pool, retry=True)
         assert pool.given == [of(-1)[0].name]
+
+
+def test_the_kind_of_a_failure_is_recorded(tmp_path: Path) -> None:
+    """As the worker saw it, whatever the message says; what needs a diverged job has not diverged itself."""
+    needs = Job("double", {"x": 5}, tuple(of(-20)))
+    with ResultStore(tmp_path / "r.sqlite") as file:
+        drive([*of(-20, -21, -1), needs, *of(2)], file)
+        kinds = [file.get(job.name).error_kind for job in [*of(-20, -21, -1), needs, *of(2)]]  # type: ignore[union-attr]
+    assert kinds == ["diverged", "error", "exception", "requirement", None]
 
 
 def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
@@ -389,6 +402,7 @@ def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
         made = drive([study(root).cells()[0].job], file, pool)
         (only,) = file.records()
         assert made.failed == [only.name] and "signal 9" in str(only.error)
+        assert only.error_kind == "worker_died"
 
 
 # -- sweeps

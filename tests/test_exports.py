@@ -43,7 +43,8 @@ def record(one: Job, accuracy: float, environment: Any = HERE, **more: Any) -> J
 RECORDS = [
     *(record(job(method, seed), 0.5 + seed / 100) for method in ("lora", "layernorm") for seed in range(3)),
     record(job("lora", 0, "cb"), 0.7, {**HERE, "threads": 2}),
-    JobRecord("0123456789abcdef", "run", {"model": "m", "data": "/x", "method": "é\u2028"}, None, "it broke", 0.5),
+    JobRecord("0123456789abcdef", "run", {"model": "m", "data": "/x", "method": "é\u2028"}, None, "it broke", 0.5,
+              "exception"),
     JobRecord("fedcba9876543210", "terms", {"run": {"model": "m"}}, {"changes": [{"value": 0.1}]}, None, 2.0),
     JobRecord("00000000000000aa", "time", {"model": "m"}, {"turns": {"full": {"turns": {"step": [0.1]}}}}, None, 2.0),
 ]  # fmt: skip
@@ -58,6 +59,25 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert path == results_file(tmp_path, "ln/nlu") == tmp_path / "ln" / "nlu.jsonl"
     assert by_name(read_results(tmp_path)) == by_name(read_results(tmp_path, ["ln/nlu"])) == by_name(RECORDS)
     assert not read_results(tmp_path, ["uv/full"]) and exported_studies(tmp_path) == ["ln/nlu"]
+
+
+@pytest.mark.parametrize(
+    "stored, kind",
+    [
+        ({"error": "the loss is nan: training diverged at a learning rate of 0.03"}, "diverged"),
+        ({"error": "it needs a: training diverged"}, "requirement"),
+        ({"error": "it broke"}, "error"),
+        ({"error": "training diverged", "error_kind": "exception"}, "exception"),
+    ],
+)
+def test_errors_stored_without_a_kind_are_read(stored: dict[str, str], kind: str, tmp_path: Path) -> None:
+    line = {"job": "a", "kind": "run", "spec": {}, "seconds": 1.0}
+    (tmp_path / "s.jsonl").write_text(json.dumps({**line, **stored}) + "\n")
+    (read,) = read_results(tmp_path)
+    assert (read.error, read.error_kind) == (stored["error"], kind)
+    (tmp_path / "s.jsonl").write_text(json.dumps({**line, **stored, "error_kind": "other"}) + "\n")
+    with pytest.raises(DeltuneError, match="error_kind 'other' is not one of diverged, error"):
+        read_results(tmp_path)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 401])

@@ -338,5 +338,8 @@ def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
     metrics = train(other, tmp_path / "with")
     assert not metrics.omitted and spec.name != other.name
     assert rescore(tmp_path / "with")["test"]["bertscore"] == pytest.approx(metrics.test["bertscore"])
+    unused = spec.replace(metric_options={"bleu": {"lowercase": True}})
+    with pytest.raises(DeltuneError, match="options of bleu, which this run does not compute; it computes exact, bert"):
+        train(unused, tmp_path / "unused")
     with pytest.raises(DeltuneError, match="unknown option"):
         tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **values)

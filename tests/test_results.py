@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shutil
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -20,7 +23,8 @@ from deltune.studies.engine.store import MIGRATIONS, JobRecord, ResultStore
 
 
 def row(name: str, error: str | None = None, size: int = 1) -> JobRecord:
-    return JobRecord(name, "run", {"a": name}, None if error else {"value": name * size}, error, 0.5)
+    result = None if error else {"value": name * size}
+    return JobRecord(name, "run", {"a": name}, result, error, 0.5, "error" if error else None)
 
 
 ROWS = [*(row(f"run{i}", size=500) for i in range(20)), row("broken", error="it broke")]
@@ -166,15 +170,46 @@ def test_reading_changes_nothing(file: Path) -> None:
     assert content(file.parent) == before
 
 
+OLD_ERRORS: dict[str, tuple[str | None, module.ErrorKind | None]] = {
+    "a": (None, None),
+    "b": ("the train loss is nan: training diverged at a learning rate of 0.03; nothing is kept", "diverged"),
+    "c": ("it needs b: the train loss is nan: training diverged at a learning rate of 0.03", "requirement"),
+    "d": ("no such task", "error"),
+}
+"""Errors as they were stored without a kind, and the kind that is read from them."""
+
+
 def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, "MIGRATIONS", MIGRATIONS[:1])
         with ResultStore(tmp_path / "r.sqlite") as results:
-            results.put(row("a"))
+            for number, (name, (error, _)) in enumerate(OLD_ERRORS.items()):
+                values = (name, "run", f'{{"a": "{name}"}}', None if error else '{"value": 1}', error)
+                total = hashlib.sha256("\0".join(value or "" for value in values).encode()).hexdigest()
+                results._db.execute(
+                    "INSERT INTO works VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, 0.5, float(number), total)
+                )
+    records = [
+        JobRecord(name, "run", {"a": name}, None if error else {"value": 1}, error, 0.5, kind)
+        for name, (error, kind) in OLD_ERRORS.items()
+    ]
     for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
         with ResultStore(tmp_path / "r.sqlite", read_only) as results:
-            assert results.records() == [row("a")]
+            assert results.records() == records
             assert results._db.execute("PRAGMA user_version").fetchone() == (schema,)
+
+
+@pytest.mark.parametrize("kind", get_args(module.ErrorKind))
+def test_the_kind_of_an_error_is_stored_and_not_read_from_its_message(kind: module.ErrorKind, tmp_path: Path) -> None:
+    """Also where the message mentions another; a kind that was changed in the file is found by the checksum."""
+    message = "it needs a: the loss is nan: training diverged"
+    with ResultStore(tmp_path / "r.sqlite") as results:
+        results.put(replace(row("a", error=message), error_kind=kind))
+        assert results.records() == [replace(row("a", error=message), error_kind=kind)]
+        other = "NULL" if kind == "diverged" else "'diverged'"
+        results._db.execute(f"UPDATE works SET error_kind = {other}")
+        with pytest.warns(UserWarning, match="row a of .* is corrupt"):
+            assert results.get("a") is None
 
 
 @pytest.mark.parametrize("left", ["nothing", "a log"])
@@ -319,4 +354,4 @@ def test_random_damage(kind: str, file: Path) -> None:
             lost = len(ROWS) - len(rows)
             assert lost <= len([w for w in caught if "is corrupt" in str(w.message)]), f"seed {seed}: {lost} rows"
             for one in rows:
-                assert JobRecord(*[*vars(one).values()][:5], 0.5) == known[one.name], f"seed {seed}"
+                assert replace(one, seconds=0.5) == known[one.name], f"seed {seed}"

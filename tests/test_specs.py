@@ -12,7 +12,8 @@ import yaml
 from deltune.errors import DeltuneError
 from deltune.methods.registry import default_learning_rate
 from deltune.tasks.registry import TASKS
-from deltune.training.config import DOTTED, ModelSection, RunConfig, read_config, read_values
+from deltune.training.config import DOTTED, ModelSection, RunConfig, flatten, read_config, read_values
+from deltune.training.presets import merge_values
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
 
@@ -270,6 +271,27 @@ def test_a_task_asks_for_the_options_of_its_official_script() -> None:
     cased = {"bleu": {"lowercase": False}, "ter": {"no_punct": True}}
     assert spec.replace(metric_options=cased).evaluation.metric_options == cased
     assert RunConfig.from_flat(model="minilm", task="dart", method="layernorm").evaluation.metric_options == {}
+    assert not spec.metric_options and spec.replace(metric_options=cased).metric_options == cased
+
+
+def test_options_of_metrics_are_merged_metric_by_metric() -> None:
+    """What is not given stays as the task's official script has it, and does not follow to another task."""
+    chosen = {"bleu": {"smooth": "exp"}, "ter": {"no_punct": True}}
+    options = {"bleu": {"smooth": "exp", "lowercase": True}, "ter": {"no_punct": True}}
+    spec = RunConfig.from_flat(model="minilm", task="e2e_nlg", method="layernorm", metric_options=chosen)
+    assert spec.evaluation.metric_options == options and spec.metric_options == chosen
+    assert spec.replace(metric_options={"ter": {"no_punct": False}}).evaluation.metric_options == {
+        "bleu": options["bleu"], "ter": {"no_punct": False}
+    }  # fmt: skip
+    assert spec.replace(task="dart").evaluation.metric_options == chosen
+    assert spec.replace(task="dart").replace(task="e2e_nlg") == spec == RunConfig.from_canonical(spec.canonical())
+    layers = merge_values(flatten(yaml.safe_load(spec.yaml())), {"task": "dart", "metric_options": {"bleu": {}}})
+    assert RunConfig.from_flat(**layers).evaluation.metric_options == chosen
+    plain = RunConfig.from_flat(model="minilm", task="e2e_nlg", method="layernorm")
+    assert plain.name == "e8dc5a4b3db089e9", "stored results are found by this name"
+    assert plain.replace(task="dart").name == RunConfig.from_flat(model="minilm", task="dart", method="layernorm").name
+    with pytest.raises(DeltuneError, match="metric_options"):
+        RunConfig.from_flat(**merge_values(spec.flat(), {"task": "dart", "metric_options": 3}))
     assert TASKS["e2e_nlg"].metrics == ("bleu", "nist", "meteor", "rougeL_coco", "cider")
 
 

@@ -17,7 +17,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.studies.engine.jobs import Job, Outcome, run_job
 from deltune.studies.engine.scheduler import Scheduler
-from deltune.studies.engine.store import JobRecord, ResultStore
+from deltune.studies.engine.store import ErrorKind, JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.report.figure_spec import TableSpec
@@ -283,6 +283,10 @@ def test_thresholds_of_a_noisy_curve(seed: int) -> None:
     assert len(rows) <= 1 + 2 * math.ceil(math.log2(len(one.sizes) + 1))
 
 
+DIVERGED = "at every rate the loss is nan"
+"""A message that does not have the words of the usual one."""
+
+
 def answered(one: ThresholdSearch, value: Callable[[int], float | str]) -> dict[str, JobRecord]:
     """All runs that a search asks for: an accuracy for each N (full tuning: -1), or the error that it ends with."""
     rows: dict[str, JobRecord] = {}
@@ -291,8 +295,9 @@ def answered(one: ThresholdSearch, value: Callable[[int], float | str]) -> dict[
             score = value(job.spec["n"])
             held = {"scores": {"accuracy": score}, "examples": {}, "count": {"denominator_size": 9}}
             failed = isinstance(score, str)
+            kind: ErrorKind | None = None if not failed else "diverged" if score == DIVERGED else "error"
             rows[job.name] = JobRecord(
-                job.name, "score", dict(job.spec), None if failed else held, str(score) if failed else None, 1.0
+                job.name, "score", dict(job.spec), None if failed else held, str(score) if failed else None, 1.0, kind
             )
     return rows
 
@@ -311,8 +316,8 @@ def test_what_is_never_reached_has_no_bracket() -> None:
 
 
 def test_a_run_that_diverged_has_reached_nothing() -> None:
-    """Above 1,000 parameters training diverges: the search goes on below, and is not given up."""
-    one, diverged = climb(), "the train loss is nan: training diverged at a learning rate of 0.03; nothing is kept"
+    """Above 1,000 parameters training diverges: the search goes on below. Its record tells so, not its message."""
+    one, diverged = climb(), DIVERGED
     outcome = brackets(
         one, answered(one, lambda n: 0.9 if n < 0 else diverged if n > 1000 else 0.89 if n > 99 else 0.5)
     )
@@ -325,8 +330,9 @@ def test_a_run_that_diverged_has_reached_nothing() -> None:
 def test_a_failed_run_is_told(where: int) -> None:
     """Of the search, or full tuning."""
     one = climb()
-    rows = answered(one, lambda n: "it broke" if n == where else 0.9)
-    assert brackets(one, rows).error == "it broke"
+    for message in ("it broke", "read after training diverged: no such file"):
+        rows = answered(one, lambda n, message=message: message if n == where else 0.9)
+        assert brackets(one, rows).error == message
 
 
 @pytest.mark.parametrize(("examples", "truth"), [
@@ -392,3 +398,19 @@ def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]
     assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
     (outcome,) = job_outcomes(PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
     assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores
+
+
+def test_the_outlook_adds_studies_up_and_counts_a_shared_job_once() -> None:
+    from deltune.cli.study import _outlook
+
+    jobs = [Job("run", {"model": "m", "task": task, "seed": seed}) for task in ("a", "b") for seed in range(3)]
+    rows = {jobs[0].name: JobRecord(jobs[0].name, "run", dict(jobs[0].spec), {}, None, 7200.0)}
+    plans = {"one": jobs[:3], "two": jobs[2:]}
+    made = [
+        Study(name, "?", lambda records, part=part: [PlannedCell({"seed": n}, job) for n, job in enumerate(part)])
+        for name, part in plans.items()
+    ]
+    one, two, both = _outlook(made, rows, 2).splitlines()
+    assert one == "one: 3 jobs, 1 done; 2 left, about 2.0 hours"
+    assert two.startswith("two: 4 jobs, 0 done; 3 left, how long 3 of them take") and "1 more are counted above" in two
+    assert both.startswith("in all: 6 jobs, 1 done; 5 left, about 2.0 hours and how long 3 of them")

@@ -39,7 +39,8 @@ class DiskFullError(DeltuneError):
 
 
 DIVERGED = "training diverged"
-"""What the message of every DivergedError contains, also where only the message is left of it."""
+"""What the message of a run that diverged contains. Records of studies that were stored before errors had a kind are
+recognised by it; nothing else is to read it."""
 
 
 class DivergedError(DeltuneError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -217,7 +218,8 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in rows.values():
         seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
-    lines, known, estimates = [], set(rows), []
+    lines, known = [], set(rows)
+    estimates: list[_Estimate] = []
     for study in studies:
         jobs = topological_order(study.jobs(rows))
         left = [job for job in jobs if job.name not in known]
@@ -226,24 +228,46 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
         similar = [seconds_of[key] for key in keys if key in seconds_of]
         hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
         done = sum(job.name in rows for job in jobs)
-        estimates.append((len(jobs), done, len(left), hours, len(left) - len(similar)))
+        estimates.append(_Estimate(len(jobs), done, len(left), hours, len(left) - len(similar)))
         shared = len(jobs) - done - len(left)
         above = f"; {shared} more are counted above" if shared else ""
-        lines.append(f"{study.name}: {_estimate(*estimates[-1])}{above}")
+        lines.append(f"{study.name}: {estimates[-1].describe()}{above}")
     if len(studies) > 1:
         jobs_in_all = {job.name for study in studies for job in topological_order(study.jobs(rows))}
         done = sum(name in rows for name in jobs_in_all)
-        _, _, left_in_all, hours_in_all, unknown = (sum(column) for column in zip(*estimates, strict=True))
-        lines.append(f"in all: {_estimate(len(jobs_in_all), done, int(left_in_all), hours_in_all, int(unknown))}")
+        in_all = _Estimate(
+            jobs=len(jobs_in_all), done=done, left=sum(one.left for one in estimates),
+            hours=sum(one.hours for one in estimates), unknown=sum(one.unknown for one in estimates),
+        )  # fmt: skip
+        lines.append(f"in all: {in_all.describe()}")
     return "\n".join(lines)
 
 
-def _estimate(jobs: int, done: int, left: int, hours: float, unknown: int) -> str:
-    """Describe how much of a study is left."""
-    time = f"about {hours:.1f} hours" if hours >= 1 else f"about {60 * hours:.1f} minutes"
-    estimate = [time] if unknown < left or not left else []
-    estimate += [f"how long {unknown} of them take is not known: nothing like them was run yet"] if unknown else []
-    return f"{jobs} jobs, {done} done; {left} left, {' and '.join(estimate)}"
+@dataclass(frozen=True)
+class _Estimate:
+    """How much of a study is left.
+
+    Attributes:
+        jobs: The jobs of the study.
+        done: How many of them are done.
+        left: How many are left to run, without those that an earlier study runs.
+        hours: How long those of them take of which similar ones were run.
+        unknown: How many of them are like none that was run.
+    """
+
+    jobs: int
+    done: int
+    left: int
+    hours: float
+    unknown: int
+
+    def describe(self) -> str:
+        """Say it in a line."""
+        time = f"about {self.hours:.1f} hours" if self.hours >= 1 else f"about {60 * self.hours:.1f} minutes"
+        estimate = [time] if self.unknown < self.left or not self.left else []
+        if self.unknown:
+            estimate.append(f"how long {self.unknown} of them take is not known: nothing like them was run yet")
+        return f"{self.jobs} jobs, {self.done} done; {self.left} left, {' and '.join(estimate)}"
 
 
 def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:

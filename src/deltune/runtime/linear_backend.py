@@ -12,7 +12,6 @@ import copy
 import hashlib
 import json
 import os
-import platform
 import time
 import warnings
 import weakref
@@ -28,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ..compat import is_mapped, onednn_linear, parameters_of, runs_plainly, runs_unobserved, tensor_version
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import cache_folder, read_json_object, write_json
+from ..processor import processor_facts
 
 LinearBackend = Literal["auto", "torch", "onednn"]
 """Computes the linear layers: the one that is measured to be faster, torch's default, or oneDNN."""
@@ -391,24 +391,12 @@ def _measure(kind: str, rows: int, weight: torch.Tensor) -> bool:
     return shortest[1] <= ADVANTAGE * shortest[0]
 
 
-def _processor() -> dict[str, str]:
-    """What tells processors apart. Virtual machines hide the model's name, but not its numbers."""
-    names = ("vendor_id", "cpu family", "model", "stepping", "model name", "flags", "Features", "CPU part")
-    facts = {"machine": platform.machine(), "processor": platform.processor()}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in names:
-                facts.setdefault(name.strip(), value.strip())
-    return facts
-
-
 def _choices_file() -> Path | None:
     """The file of what was measured with this processor and this torch; None where nothing is cached."""
     folder = cache_folder()
     if folder is None:
         return None
-    facts = json.dumps([VERSION, torch.__version__, torch.__config__.show(), _processor()], sort_keys=True)
+    facts = json.dumps([VERSION, torch.__version__, torch.__config__.show(), processor_facts()], sort_keys=True)
     return folder / "products" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json"
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from scipy import stats
 
-from ..errors import DIVERGED
 from .engine.jobs import Cell, Job, Outcome
 from .engine.store import JobRecord
 from .study import CellPlan, PlannedCell, Records, job_outcomes
@@ -136,7 +135,7 @@ def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]
 
     def has_diverged(n: int) -> bool:
         record = records.get(search.run(n).name)
-        return record is not None and record.error is not None and DIVERGED in record.error
+        return record is not None and record.error_kind == "diverged"
 
     bisections = {"low": bisect_sizes(search.sizes, leaves_chance), "high": bisect_sizes(search.sizes, reaches_full)}
     tried = dict.fromkeys(n for sizes, _ in bisections.values() for n in sizes)

@@ -37,7 +37,16 @@ from ..metrics.registry import METRICS
 from ..models import Quantization
 from ..runtime.linear_backend import LinearBackend
 from ..tasks.registry import TASKS
-from .presets import AUTO, DEFAULT, FLAT_NAMES, apply_preset, merge_values
+from .presets import (
+    AUTO,
+    DEFAULT,
+    FLAT_NAMES,
+    apply_preset,
+    merge_metric_options,
+    merge_values,
+    official_options,
+    without_official_options,
+)
 
 MAX_BYTES = 2**18
 """The largest file: the config of a run has two thousand bytes, a study a few times as many."""
@@ -395,9 +404,8 @@ class RunConfig(BaseModel):
                 flat = apply_preset(flat)
             except DeltuneError as error:
                 problems.append(str(error))
-        task, options = flat.get("task"), flat.get("metric_options")
-        if flat.get("data") is None and isinstance(task, str) and task in TASKS and isinstance(options, Mapping | None):
-            flat["metric_options"] = {**TASKS[task].metric_options, **(options or {})}
+        if (official := official_options(flat)) and isinstance(flat.get("metric_options"), Mapping | None):
+            flat["metric_options"] = merge_metric_options(official, flat.get("metric_options") or {})
         if flat.get("lr") == DEFAULT:
             flat["lr"] = None
         problems += _rate_problems(flat)
@@ -456,6 +464,11 @@ class RunConfig(BaseModel):
         if isinstance(self.optim.lr, float) or not isinstance(other.optim.lr, float) or other.name != self.name:
             return self
         return self.replace(lr=other.optim.lr, lr_source=other.optim.lr_source)
+
+    @property
+    def metric_options(self) -> dict[str, Any]:
+        """The options of metrics that were given, without those that are of the official script of the task."""
+        return without_official_options(self.evaluation.metric_options, self.flat())
 
     @property
     def is_series(self) -> bool:

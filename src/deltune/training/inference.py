@@ -45,6 +45,7 @@ from ..tasks.generation import forced_bos_options, language_codes, tokenizer_lan
 from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
+from .presets import merge_values
 from .progress import ProgressDisplay
 from .run_dir import RunDir
 from .task_setup import (
@@ -315,7 +316,7 @@ def evaluate(
         config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)
     if other is not None:
         values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
-        config = RunConfig.from_flat(**{**values, **other})
+        config = RunConfig.from_flat(**merge_values(values, other))
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, config.runtime.seed,
         training=False, labels=loaded.labels if loaded.kind.name in HEADS_WITH_LABELS else None,
@@ -457,6 +458,9 @@ def generate(
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     model, tokenizer = _language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
     is_encoder_decoder = model.config.is_encoder_decoder
+    encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
+    if not is_encoder_decoder:
+        _check_room(model, [len(ids) for ids in encoded], max_new_tokens)
     texts: list[str] = []
     options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
     options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
@@ -464,10 +468,7 @@ def generate(
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        for prompt in prompts:
-            ids = _prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder)
-            if not is_encoder_decoder:
-                _check_room(model, len(ids), max_new_tokens)
+        for prompt, ids in zip(prompts, encoded, strict=True):
             inputs = torch.tensor([ids], device=model.device)
             if stream and len(prompts) > 1:
                 print(f"> {prompt}", flush=True)
@@ -480,17 +481,31 @@ def generate(
     return texts
 
 
-def _check_room(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Check that a decoder has positions for a prompt and what it generates."""
-    needed = prompt_tokens + max_new_tokens
-    available = longest_length(model, needed)
-    if available < needed:
-        room = max(0, available - prompt_tokens)
-        raise DeltuneError(
-            f"a prompt of {prompt_tokens} tokens and max_new_tokens={max_new_tokens} take {needed} positions, and "
-            f"{type(model).__name__} has {available}: "
-            + (f"give max_new_tokens={room} or less" if room else "give a shorter prompt")
-        )
+def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
+    """Check that a decoder has positions for each prompt and what it generates; the error names all that are too long.
+
+    Args:
+        model: The decoder.
+        prompt_tokens: The number of tokens of each prompt.
+        max_new_tokens: How many tokens are generated at most.
+    """
+    longest = max(prompt_tokens, default=0)
+    available = longest_length(model, longest + max_new_tokens)
+    too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_new_tokens > available]
+    if too_long:
+        room = max(0, available - longest)
+        problems = [
+            f"prompt {n} of {len(prompt_tokens)}: its {tokens} tokens and max_new_tokens={max_new_tokens} take "
+            f"{tokens + max_new_tokens} positions, and {type(model).__name__} has {available}"
+            for n, tokens in too_long
+        ]
+        if room:
+            advice = f"give max_new_tokens={room} or less"
+        elif available > max_new_tokens:
+            advice = f"give prompts of at most {available - max_new_tokens} tokens"
+        else:
+            advice = "give shorter prompts and a smaller max_new_tokens"
+        raise error_from_problems(f"nothing was generated ({advice})", problems)
 
 
 def _language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import DeltuneError, unknown_name
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
+from ..tasks.registry import TASKS
 
 Values = Mapping[str, Any]
 
@@ -220,7 +221,8 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
 
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
     learning rate that a run found, or that was the default of the base's method, does not outlive a change of what it
-    depends on, nor a search over that or over rates.
+    depends on, nor a search over that or over rates. Options of metrics are laid over each other metric by metric;
+    those of the official script of the base's task do not outlive a change of the task.
     """
     searched = _searched_fields(values)
     changed = {field for field, value in values.items() if field != "method" or value is not None} | searched
@@ -234,7 +236,54 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
     merged = {field: value for field, value in base.items() if field not in replaced} | dict(values)
     if isinstance(merged.get("search"), Mapping) and "search" not in values:
         merged["search"] = {field: choices for field, choices in merged["search"].items() if field not in values}
+    options, chosen = base.get("metric_options"), values.get("metric_options", {})
+    if isinstance(options, Mapping) and isinstance(chosen, Mapping):
+        if any(values.get(name, base.get(name)) != base.get(name) for name in DATA_FIELDS):
+            options = without_official_options(options, base)
+        merged["metric_options"] = merge_metric_options(options, chosen)
     return merged
+
+
+DATA_FIELDS = ("task", "data")
+"""The fields that say which task it is."""
+
+
+def official_options(values: Values) -> Mapping[str, Mapping[str, Any]]:
+    """Return the options of metrics that the official script of a config's known task has; none for a user's data."""
+    task = values.get("task")
+    known = values.get("data") is None and isinstance(task, str) and task in TASKS
+    return TASKS[task].metric_options if known else {}
+
+
+def merge_metric_options(base: Values, values: Values) -> dict[str, Any]:
+    """Lay options of metrics over others, metric by metric; what is no mapping is kept for `RunConfig` to report."""
+    merged = {metric: dict(options) if isinstance(options, Mapping) else options for metric, options in base.items()}
+    for metric, options in values.items():
+        before = merged.get(metric)
+        both = isinstance(before, Mapping) and isinstance(options, Mapping)
+        merged[metric] = {**before, **options} if both else options
+    return merged
+
+
+def without_official_options(options: Values, values: Values) -> dict[str, Any]:
+    """Return the options of metrics without those that the official script of a config's known task has.
+
+    Args:
+        options: Metric -> its options.
+        values: The flat values of the config, which name its task.
+    """
+    official, left = official_options(values), {}
+    for metric, chosen in options.items():
+        if metric in official and isinstance(chosen, Mapping):
+            chosen = {
+                name: value
+                for name, value in chosen.items()
+                if name not in official[metric] or official[metric][name] != value
+            }
+            if not chosen:
+                continue
+        left[metric] = chosen
+    return left
 
 
 def _searched_fields(values: Values) -> set[str]:

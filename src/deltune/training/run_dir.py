@@ -39,6 +39,7 @@ from ..filesystem import (
     write_jsonl,
     write_text,
 )
+from ..processor import processor_name
 from .config import RunConfig, read_config
 
 MAX_PROBLEMS = 10
@@ -804,18 +805,6 @@ def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         **facts,
     }
-
-
-def processor_name() -> str:
-    """Return the name and the numbers of the processor, whose instructions decide in which order sums are rounded."""
-    facts: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # virtual machines hide the name, but not the numbers
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            facts.setdefault(name.strip(), value.strip())
-    if "model name" not in facts:
-        return platform.processor() or platform.machine()
-    return f"{facts['model name']}, family {facts.get('cpu family')}, model {facts.get('model')}"
 
 
 def _remove(path: Path) -> None:

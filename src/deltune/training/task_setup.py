@@ -32,6 +32,7 @@ from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GEN
 from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
 from .config import DataSection, EvaluationSection, GenerationSection
+from .presets import without_official_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +99,8 @@ def set_up_task(
         The data, the kind of task and the metrics.
 
     Raises:
-        DeltuneError: The data is wrong, the model cannot do this kind of task, or a metric does not fit.
+        DeltuneError: The data is wrong, the model cannot do this kind of task, a metric does not fit, or options are
+            given for a metric that is not computed.
     """
     config = load_config(model)  # first, so that an unknown family is reported as such, not as a missing tokenizer
     task, rows = load_task_data(data, seed, training, labels, read)
@@ -111,6 +113,9 @@ def set_up_task(
     if evaluation.metric not in (None, "loss", *metrics):
         metrics = (*metrics, str(evaluation.metric))
     check_fits(kind, metrics)
+    if training:
+        names = {"task": data.task, "data": data.source}
+        check_options_are_used(without_official_options(evaluation.metric_options, names), metrics)
     return TaskSetup(rows, kind, metrics)
 
 
@@ -284,6 +289,23 @@ def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
     if unfit := [name for name in metrics if METRICS[name].input_type not in kind.metric_inputs]:
         fitting = [name for name, metric in METRICS.items() if metric.input_type in kind.metric_inputs]
         raise DeltuneError(f"{kind.name} cannot be measured by {', '.join(unfit)}; it can by {', '.join(fitting)}")
+
+
+def check_options_are_used(options: Mapping[str, object], metrics: Sequence[str]) -> None:
+    """Check that all metrics whose options are given are computed.
+
+    Args:
+        options: Metric -> its options, without those of the task's official script.
+        metrics: The metrics that are computed.
+
+    Raises:
+        DeltuneError: One of them is not.
+    """
+    if unused := [name for name in options if name not in metrics]:
+        raise DeltuneError(
+            f"metric_options has options of {', '.join(unused)}, which this run does not compute; it computes "
+            f"{', '.join(metrics)}. Name {', '.join(unused)} in metrics too, or leave the options out"
+        )
 
 
 def resolve_device(name: str = "auto") -> torch.device:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import DeltuneError
 from ...filesystem import explain_write_errors, read_json_object, read_jsonl, write_text
-from .store import JobRecord
+from .store import JobRecord, read_error_kind
 
 ENVIRONMENTS_FILE = "environments.json"
 DIGEST_DIGITS = 12
@@ -128,7 +128,7 @@ def _to_line(record: JobRecord, environments: dict[str, Any]) -> dict[str, Any]:
         "job": record.name, "kind": record.kind, "spec": record.spec, "seconds": record.seconds,
     }  # fmt: skip
     if record.result is None:
-        return {**line, "error": record.error}
+        return {**line, "error": record.error, **({"error_kind": record.error_kind} if record.error_kind else {})}
     result = dict(record.result)
     if isinstance(environment := result.pop("environment", None), Mapping):
         digest = hashlib.sha256(_compact(environment).encode()).hexdigest()[:DIGEST_DIGITS]
@@ -152,8 +152,10 @@ def _from_line(line: Mapping[str, Any], environments: Mapping[str, Any]) -> JobR
             result["examples"] = {name: _unpack_bits(values) for name, values in result["examples"].items()}
         if "curve" in result:
             result["curve"] = _to_rows(result["curve"])
+    error = line.get("error")
     return JobRecord(
-        line["job"], line["kind"], dict(line["spec"]), result, line.get("error"), float(line["seconds"])
+        line["job"], line["kind"], dict(line["spec"]), result, error, float(line["seconds"]),
+        read_error_kind(error, line.get("error_kind")),
     )  # fmt: skip
 
 

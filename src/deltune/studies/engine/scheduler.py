@@ -12,7 +12,7 @@ from ...errors import DiskFullError, error_summary
 from ...training.progress import ProgressDisplay
 from .jobs import Job, topological_order
 from .progress import job_progress
-from .store import HEARTBEAT_INTERVAL, JobRecord, ResultStore
+from .store import HEARTBEAT_INTERVAL, REQUIREMENT_FAILED, JobRecord, ResultStore
 from .workers import JobResult, WorkerPool
 
 JobPlan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
@@ -159,8 +159,8 @@ class Scheduler:
             if record is None:
                 return False
             if record.error is not None:
-                error = f"it needs {required.name}: {record.error}"
-                self._store(JobRecord(job.name, job.kind, dict(job.spec), None, error, 0.0))
+                error = REQUIREMENT_FAILED.format(name=required.name, error=record.error)
+                self._store(JobRecord(job.name, job.kind, dict(job.spec), None, error, 0.0, "requirement"))
                 return False
         return True
 
@@ -179,7 +179,10 @@ class Scheduler:
             if self._deaths[job.name] < MAX_WORKER_DEATHS:
                 logger.info("%s: %s; it is done again", job.name, result.error)
                 return
-        self._store(JobRecord(job.name, job.kind, dict(job.spec), result.value, result.error, result.seconds))
+        record = JobRecord(
+            job.name, job.kind, dict(job.spec), result.value, result.error, result.seconds, result.error_kind
+        )
+        self._store(record)
         self._show_progress(bar, self._jobs)
         bar.keep({"job": job.label, "result": result_text(result), "took": f"{result.seconds:.0f} s"})
 

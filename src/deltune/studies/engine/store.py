@@ -20,9 +20,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ...errors import DeltuneError
+from ...errors import DIVERGED, DeltuneError
 from ...filesystem import parse_json_object, write_error
 
 TABLE_COLUMNS = {
@@ -38,7 +38,8 @@ SCHEMA_2 = (  # heartbeats were times of the owner's clock, which another machin
     "DROP TABLE claims",
     "CREATE TABLE claims (name TEXT PRIMARY KEY, owner TEXT NOT NULL, beat INTEGER NOT NULL) STRICT",
 )
-MIGRATIONS: tuple[tuple[str, ...], ...] = (SCHEMA_1, SCHEMA_2)
+SCHEMA_3 = ("ALTER TABLE works ADD COLUMN error_kind TEXT",)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (SCHEMA_1, SCHEMA_2, SCHEMA_3)
 """Statements that bring a file of schema n to n + 1; 0 is an empty file."""
 CLAIM_TIMEOUT = 60.0  # seconds without a heartbeat after which another process takes a claim over
 HEARTBEAT_INTERVAL = 15.0  # seconds
@@ -46,12 +47,27 @@ DATABASE_SUFFIXES = ("-wal", "-journal", "")
 """What SQLite appends to a database's name for its files, the database itself last."""
 COPY_ATTEMPTS = 5
 
+ErrorKind = Literal["diverged", "error", "exception", "worker_died", "requirement"]
+"""Why a job has no result: its training diverged, a `DeltuneError`, any other exception, a worker that died again and
+again, or a job that it requires and that failed."""
+REQUIREMENT_FAILED = "it needs {name}: {error}"
+"""The error of a job whose requirement failed."""
+
 
 @dataclass(frozen=True)
 class JobRecord:
     """The row of a finished job: its result, or the error that it ended with.
 
     A result that another program wrote may be any JSON object; `study.job_outcomes` checks the fields that it reads.
+
+    Attributes:
+        name: The job's name.
+        kind: The job's kind, a key of `jobs.RUNNERS`.
+        spec: The job's arguments.
+        result: What the job returned; None if it failed.
+        error: The message of the error that it ended with; None if there is a result.
+        seconds: How long it took.
+        error_kind: What kind of error it was, as the worker reported it; None if there is a result.
     """
 
     name: str
@@ -60,6 +76,30 @@ class JobRecord:
     result: Mapping[str, Any] | None
     error: str | None
     seconds: float
+    error_kind: ErrorKind | None = None
+
+
+def read_error_kind(error: str | None, stored: str | None) -> ErrorKind | None:
+    """Return the kind of a stored error.
+
+    Args:
+        error: The stored message; None if the job has a result.
+        stored: The kind that is stored with it; None in records of deltune versions that stored no kind, which is then
+            read from the message.
+
+    Raises:
+        ValueError: The kind is none of `ErrorKind`, or is stored with a result.
+    """
+    if stored is not None:
+        for kind in get_args(ErrorKind):
+            if kind == stored and error is not None:
+                return kind  # type: ignore[no-any-return]
+        raise ValueError(f"its error_kind {stored!r} is not one of {', '.join(get_args(ErrorKind))}, of an error")
+    if error is None:
+        return None
+    if error.startswith(REQUIREMENT_FAILED.partition("{")[0]):
+        return "requirement"
+    return "diverged" if DIVERGED in error else "error"
 
 
 def folder_of_runs(path: str | Path) -> Path:
@@ -121,13 +161,13 @@ class ResultStore:
     def get(self, name: str) -> JobRecord | None:
         """Return the record of a job by name; None if it is not done, or corrupt (then with a warning)."""
         with self._translate_errors():
-            row = self._db.execute("SELECT * FROM works WHERE name = ?", (name,)).fetchone()
+            row = self._db.execute(f"{self._select} WHERE name = ?", (name,)).fetchone()
         return None if row is None else self._to_record(row)
 
     def records(self) -> list[JobRecord]:
         """Return all records in the order in which the jobs finished."""
         with self._translate_errors():
-            rows = self._db.execute("SELECT * FROM works ORDER BY finished, name").fetchall()
+            rows = self._db.execute(f"{self._select} ORDER BY finished, name").fetchall()
         return [record for record in map(self._to_record, rows) if record is not None]
 
     def put(self, record: JobRecord) -> None:
@@ -143,12 +183,15 @@ class ResultStore:
             None if record.result is None else _to_json(record.result),
             error,
         )
+        total = _checksum(*values, *([record.error_kind] if record.error_kind else []))
+        row = dict(zip(TABLE_COLUMNS["works"], (*values, record.seconds, time.time(), total), strict=True))
+        row["error_kind"] = record.error_kind
         with self._translate_errors(), self._transaction():
             existing = None if record.error is None else self.get(record.name)
             if existing is None or existing.error is not None:
                 self._db.execute(
-                    "INSERT OR REPLACE INTO works VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (*values, record.seconds, time.time(), _checksum(*values)),
+                    f"INSERT OR REPLACE INTO works ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
+                    tuple(row.values()),
                 )
             self._db.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (record.name, self.owner))
 
@@ -240,11 +283,18 @@ class ResultStore:
                     self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
 
+    @property
+    def _select(self) -> str:
+        """The statement that selects rows of jobs; the kind of error is missing from a file of schema 1 or 2."""
+        present = [name for (_, name, *_) in self._db.execute("PRAGMA table_info(works)")]
+        error_kind = "error_kind" if "error_kind" in present else "NULL"
+        return f"SELECT {', '.join(TABLE_COLUMNS['works'])}, {error_kind} FROM works"
+
     def _to_record(self, values: tuple[Any, ...]) -> JobRecord | None:
         """Build a record from a row of the table; None with a warning if the row is corrupt."""
-        name, kind, spec, result, error, seconds, _, total = values
+        name, kind, spec, result, error, seconds, _, total, error_kind = values
         try:
-            if _checksum(name, kind, spec, result, error) != total:
+            if _checksum(name, kind, spec, result, error, *([error_kind] if error_kind else [])) != total:
                 raise ValueError("its checksum does not match")
             if (result is None) == (not error):
                 raise ValueError("it must have either a result or an error")
@@ -255,6 +305,7 @@ class ResultStore:
                 None if result is None else _parse_object(result),
                 error,
                 float(seconds),
+                read_error_kind(error, error_kind),
             )
         except (ValueError, TypeError, RecursionError) as problem:
             warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it is ignored", stacklevel=3)

@@ -21,10 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import BusyError, DeltuneError, DiskFullError, check_extra, error_summary
+from ...errors import BusyError, DeltuneError, DiskFullError, DivergedError, check_extra, error_summary
 from ...training.task_setup import ModelCache
 from .jobs import Job, ResultValues, execute
 from .progress import seconds_before
+from .store import ErrorKind
 
 BUSY_RETRIES = 20
 """How often a worker waits half a second for a run directory that another process is writing."""
@@ -42,6 +43,7 @@ class JobResult:
         worker_died: Whether its worker ended in the middle.
         disk_full: Whether no space was left.
         busy: Whether another process is doing the same job.
+        error_kind: What kind of error it failed with; None if it did not.
     """
 
     job: Job
@@ -51,6 +53,7 @@ class JobResult:
     worker_died: bool = False
     disk_full: bool = False
     busy: bool = False
+    error_kind: ErrorKind | None = None
 
 
 class WorkerPool(Protocol):
@@ -88,17 +91,24 @@ def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
             return JobResult(job, execute(job, runs, model_cache), None, round(time.monotonic() - start, 3))
         except BusyError as error:  # a worker whose scheduler was killed may still be at it for a moment
             if attempt == BUSY_RETRIES:
-                return JobResult(job, None, str(error), busy=True)
+                return JobResult(job, None, str(error), busy=True, error_kind="error")
             time.sleep(0.5)
         except DiskFullError as error:
-            return JobResult(job, None, str(error), disk_full=True)
+            return JobResult(job, None, str(error), disk_full=True, error_kind="error")
         except DeltuneError as error:
-            return JobResult(job, None, str(error) or type(error).__name__, round(time.monotonic() - start, 3))
+            kind: ErrorKind = "diverged" if isinstance(error, DivergedError) else "error"
+            message = str(error) or type(error).__name__
+            return JobResult(job, None, message, round(time.monotonic() - start, 3), error_kind=kind)
         except Exception as error:
             lines = "".join(traceback.format_exception(error)[-3:])
             message = f"{type(error).__name__}: {error}\n{lines}"
-            return JobResult(job, None, message, round(time.monotonic() - start, 3))
+            return JobResult(job, None, message, round(time.monotonic() - start, 3), error_kind="exception")
     raise AssertionError
+
+
+def _died(job: Job, reason: str) -> JobResult:
+    """Return the result of a job whose worker ended in the middle."""
+    return JobResult(job, None, f"its worker died ({reason})", worker_died=True, error_kind="worker_died")
 
 
 class LocalPool:
@@ -159,7 +169,7 @@ class LocalPool:
                 self._processes[worker].join()
                 code = self._processes[worker].exitcode
                 reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-                results.append((worker, JobResult(job, None, f"its worker died ({reason})", worker_died=True)))
+                results.append((worker, _died(job, reason)))
                 pipe.close()
                 self._pipes[worker], self._processes[worker] = self._start()
         return results
@@ -261,8 +271,7 @@ class RayPool:
             try:
                 results.append((worker, self._ray.get(reference)))
             except self._ray.exceptions.RayActorError as error:
-                message = f"its worker died ({error_summary(error)})"
-                results.append((worker, JobResult(job, None, message, worker_died=True)))
+                results.append((worker, _died(job, error_summary(error))))
                 self._actors[worker] = self._start()
         return results
 
