@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 import deltune
 from deltune.anatomy import tracing
 from deltune.anatomy.skeleton import structural_copy
-from deltune.anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear
+from deltune.anatomy.types import FFN, Anatomy, Attention, Columns, Layer, Linear, is_inside
 
 from .families import FAMILIES, Family, Stack
 from .specimens import HEADS, build, config, differences, facts, roles, specimen
@@ -255,3 +255,11 @@ def test_a_copy_of_the_structure_shares_no_module(kind: str) -> None:
     assert originals[twin.extras] is model.extras
     deltune.attach(model, "lora(rank=2)").detach()
     assert differences(known, facts(model)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "parent", "inside"),
+    [("a.1", "a.1", True), ("a.1.b", "a.1", True), ("a.10", "a.1", False), ("a", "a.1", False), ("a.1", "", True)],
+)
+def test_a_path_inside_another(path: str, parent: str, inside: bool) -> None:
+    assert is_inside(path, parent) is inside

@@ -51,6 +51,7 @@ from .types import (
     Stack,
     StackName,
     Tensor,
+    is_inside,
 )
 
 
@@ -172,10 +173,10 @@ class _Inspector:
             if (
                 isinstance(module, PreTrainedModel)
                 and path not in self.trace.entered
-                and not path.startswith(tuple(f"{p}." for p in towers))
+                and not any(is_inside(path, tower) for tower in towers)
             ):
                 tower = tower_name(module)
-                if tower != self.tower and path.startswith(self.base_path) and path != self.base_path:
+                if tower != self.tower and is_inside(path, self.base_path) and path != self.base_path:
                     towers[path] = tower
         return towers
 
@@ -236,7 +237,7 @@ class _Inspector:
         return FFN(path, sub.inputs[0].path, inputs, output, gated, gate=gate, up=up, **norms)
 
     def experts_of(self, sub: SubLayer, norms: dict[str, str]) -> Experts:
-        inside = [n for n in self.trace.nodes if n.path == sub.block or n.path.startswith(f"{sub.block}.")]
+        inside = [n for n in self.trace.nodes if is_inside(n.path, sub.block)]
         nodes = list({n.path: n for n in inside}.values())
         holders = {n.path: n.module for n in nodes if n.kind == "experts"}
         weights = {
@@ -526,11 +527,13 @@ class _Inspector:
         entry = container
         while entry != self.base_path and not self._enters(entry):
             entry = self.trace.around([entry], proper=True)
-        prefix = f"{entry}." if entry else ""
         embeddings = [
-            n for n in self.trace.of_kind("embedding")
-            if n.path in embedding_paths and (n.path.startswith(prefix)) and not n.path.startswith(tuple(paths))
-        ]  # fmt: skip
+            n
+            for n in self.trace.of_kind("embedding")
+            if n.path in embedding_paths
+            and is_inside(n.path, entry)
+            and not any(is_inside(n.path, path) for path in paths)
+        ]
         # one table for both stacks stands outside of them, once tokens were added to an encoder-decoder model
         outside = [n for n in self.trace.of_kind("embedding") if n.path in embedding_paths and n not in embeddings]
         words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
@@ -651,11 +654,11 @@ class _Inspector:
             executed = next((o for o in owners if o in kinds), owners[0])
             if layer is not None:
                 area = "layers"
-            elif head and aliases[0].startswith(tuple(h + "." for h in head)):
+            elif any(is_inside(aliases[0], path) for path in head):
                 area = "head"
             elif any(o in embedding_paths for o in owners):
                 area = "embedding"
-            elif pooler and aliases[0].startswith(pooler):
+            elif pooler and is_inside(aliases[0], pooler):
                 area = "pooler"
             elif not aliases[0].startswith(inside_base):
                 area = "vocabulary"

@@ -19,6 +19,19 @@ AttentionKind = Literal["self", "cross", "mixer"]
 NormPosition = Literal["pre", "post", "output", "query", "key", "inner", "embedding", "final", "unknown"]
 
 
+def is_inside(path: str, parent: str) -> bool:
+    """Return whether a path is that of a module or of anything inside of it.
+
+    Args:
+        path: The path of a module or a parameter.
+        parent: The path of the module, "" for the whole model.
+
+    Returns:
+        True for "layer.1" and "layer.1.output" inside of "layer.1", and False for "layer.10".
+    """
+    return not parent or path == parent or path.startswith(f"{parent}.")
+
+
 @dataclass(frozen=True)
 class Columns:
     """The columns of a fused projection's output that belong to one part, such as the keys.
@@ -488,13 +501,13 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
             tied = f", tied to {', '.join(stack.embedding.shared_with)}" if stack.embedding.shared_with else ""
             yield f"│  ├─ embedding {stack.embedding.in_width} -> {stack.embedding.out_width} [{stack.words}]{tied}"
         for norm in anatomy.norms:
-            if norm.place == "embedding" and norm.path.startswith(stack.entry):
+            if norm.place == "embedding" and is_inside(norm.path, stack.entry):
                 yield f"│  ├─ norm {_norm(norm)}"
         for first, last in _runs_of_equal_layers(anatomy.layers):
             if first.stack == stack.name:
                 yield from (f"│  {line}" for line in _layer_lines(first, last))
         for norm in anatomy.norms:
-            if norm.place == "final" and norm.path.startswith(stack.entry):
+            if norm.place == "final" and is_inside(norm.path, stack.entry):
                 yield f"│  └─ norm {_norm(norm)}"
     for part in anatomy.other_towers:
         yield f"├─ tower {part.tower} [{part.tower_path}]"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..anatomy.types import Anatomy, Layer
+from ..anatomy.types import Anatomy, Layer, is_inside
 from ..errors import DeltuneError, error_from_problems
 from ..methods.attention_forms import Prefix
 from ..methods.compositions import Add, Composition, Gate, Scale
@@ -164,7 +164,7 @@ def _owner(output: str, layer: Layer, kind: str, name: str, unused: UnusedTensor
     adapter_names = {"self": ("attention_adapters",), "cross": ("cross_attention_adapters", "attention_adapters")}
     parent = output.rpartition(".")[0]
     candidates = []
-    while parent.startswith(layer.path):
+    while is_inside(parent, layer.path):
         suffixes = ("", *(f".{word}" for word in adapter_names.get(kind, ("output_adapters",))))
         candidates += [f"{parent}{word}.adapters.{name}" for word in suffixes]
         parent = parent.rpartition(".")[0]

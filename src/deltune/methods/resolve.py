@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..anatomy.types import Anatomy, Norm, Tensor
+from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
 from .masks import Mask, MaskUnit, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
@@ -366,7 +366,7 @@ def _sublayer_kind(anatomy: Anatomy, tensor: Tensor) -> str | None:
     containers += [(ffn.path, "ffn") for ffn in layer.ffns] + [(experts.path, "ffn") for experts in layer.experts]
     for container, kind in sorted(containers, key=lambda pair: -len(pair[0])):
         inside = {of for linear, of in kinds.items() if linear.startswith(f"{container}.")}
-        if inside <= {kind} and (path == container or path.startswith(f"{container}.")):
+        if inside <= {kind} and is_inside(path, container):
             return kind
     return None
 

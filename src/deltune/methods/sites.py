@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear
+from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear, is_inside
 from ..errors import DeltuneError
 from .forms import Prompt, Vector, Widths
 from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, LayersArg, Modification, is_pattern
@@ -495,7 +495,7 @@ def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocat
                 "answer in words"
             )
         return [_outer_site(f"{stack}.lm_head", anatomy.vocabulary)]
-    linear = next((x for x in anatomy.linears if f"{x.path}.".startswith(f"{anatomy.pooler}.")), None)
+    linear = next((x for x in anatomy.linears if anatomy.pooler and is_inside(x.path, anatomy.pooler)), None)
     if anatomy.pooler is None or linear is None:
         raise DeltuneError(f"{anatomy.model} has no pooler")
     return [_outer_site(f"{stack}.pooler", linear)]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..anatomy.skeleton import base_modules
-from ..anatomy.types import Anatomy, Layer, Tensor
+from ..anatomy.types import Anatomy, Layer, Tensor, is_inside
 from ..compat import call_class, get_call_override, remove_call_override, set_call_override
 from ..errors import DeltuneError
 from ..methods.sites import ModuleSide
@@ -99,15 +99,15 @@ def _area_of(anatomy: Anatomy, port: ModuleSide) -> str:
     """Return the area of a module behind all layers, the pooler or the vocabulary; of another one, the port's side."""
     if anatomy.vocabulary is not None and port.path == anatomy.vocabulary.path:
         return "vocabulary"
-    return "pooler" if anatomy.pooler and f"{port.path}.".startswith(f"{anatomy.pooler}.") else port.side
+    return "pooler" if anatomy.pooler and is_inside(port.path, anatomy.pooler) else port.side
 
 
 def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:
     """How many layers run before a module; outside of all layers its area, or the side of its place, decides."""
-    inside = [i for i, layer in enumerate(anatomy.layers) if f"{path}.".startswith(f"{layer.path}.")]
+    inside = [i for i, layer in enumerate(anatomy.layers) if is_inside(path, layer.path)]
     if inside:
         return inside[0]
-    later = next((s.name for s in anatomy.stacks[1:] if f"{path}.".startswith(f"{s.entry}.")), "")
+    later = next((s.name for s in anatomy.stacks[1:] if s.entry and is_inside(path, s.entry)), "")
     if area in ("states", "head", "pooler", "vocabulary", "final"):
         ends_early = area == "final" and len(anatomy.stacks) > 1 and not later
         return _layers_before_stack(anatomy, anatomy.stacks[1].name) if ends_early else len(anatomy.layers)

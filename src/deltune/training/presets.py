@@ -251,8 +251,9 @@ DATA_FIELDS = ("task", "data")
 def official_options(values: Values) -> Mapping[str, Mapping[str, Any]]:
     """Return the options of metrics that the official script of a config's known task has; none for a user's data."""
     task = values.get("task")
-    known = values.get("data") is None and isinstance(task, str) and task in TASKS
-    return TASKS[task].metric_options if known else {}
+    if values.get("data") is None and isinstance(task, str) and task in TASKS:
+        return TASKS[task].metric_options
+    return {}
 
 
 def merge_metric_options(base: Values, values: Values) -> dict[str, Any]:
@@ -260,8 +261,10 @@ def merge_metric_options(base: Values, values: Values) -> dict[str, Any]:
     merged = {metric: dict(options) if isinstance(options, Mapping) else options for metric, options in base.items()}
     for metric, options in values.items():
         before = merged.get(metric)
-        both = isinstance(before, Mapping) and isinstance(options, Mapping)
-        merged[metric] = {**before, **options} if both else options
+        if isinstance(before, Mapping) and isinstance(options, Mapping):
+            merged[metric] = {**before, **options}
+        else:
+            merged[metric] = options
     return merged
 
 

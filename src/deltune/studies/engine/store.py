@@ -93,7 +93,7 @@ def read_error_kind(error: str | None, stored: str | None) -> ErrorKind | None:
     if stored is not None:
         for kind in get_args(ErrorKind):
             if kind == stored and error is not None:
-                return kind  # type: ignore[no-any-return]
+                return kind
         raise ValueError(f"its error_kind {stored!r} is not one of {', '.join(get_args(ErrorKind))}, of an error")
     if error is None:
         return None
