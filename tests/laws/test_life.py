@@ -128,6 +128,8 @@ def law_count(cell: Cell) -> None:
         outside = sum(
             p.numel() for p in cell.tuned.trainable_parameters() if id(p) not in base and id(p) not in cell.added()
         )
+        masked = cell.tuned.delta().planned.masked  # rows of a vocabulary that is not tied are in no base model
+        outside += sum(mask.count for tensor, mask in masked if tensor.area == "vocabulary")
         assert described.method == count.method - (outside - count.head)
 
 

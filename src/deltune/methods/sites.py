@@ -351,7 +351,9 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
         for attention in layer.attentions:
             is_mixer = attention.kind == "mixer"
             if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
-                yield _attention_site(f"{stem}.{attention.kind}", layer, attention, modification)
+                alike = [other for other in layer.attentions if other.kind == attention.kind]
+                number = alike.index(attention) or ""  # a layer may have two, as those of LongCat-Flash
+                yield _attention_site(f"{stem}.{attention.kind}{number}", layer, attention, modification)
 
 
 def _attention_site(stem: str, layer: Layer, attention: Attention, modification: Modification) -> SiteLocation:
