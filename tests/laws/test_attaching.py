@@ -174,6 +174,20 @@ def test_a_prompt_starts_from_given_tokens(family: Family) -> None:
     assert differences(known, facts(model)) == []
 
 
+@pytest.mark.parametrize("text", ["trainable_tokens(tokens=(7,))", "lora(rank=2, at='embedding')"])
+def test_a_prompt_starts_from_the_base_s_embeddings(text: str) -> None:
+    """Another delta that changes the embeddings, and is in use, is not part of the base model."""
+    model = specimen("bert")
+    expected = model.get_input_embeddings()(torch.tensor([7, 8, 7])).detach().clone()
+    other = deltune.attach(model, text, name="other")
+    with torch.no_grad():
+        for parameter in other.trainable_parameters():
+            parameter.add_(1)
+    tuned = deltune.attach(model, "prompt(length=3, init_from=(7, 8))")
+    rows = next(p for n, p in tuned.named_trainable_parameters() if n.startswith("deltune.") and "rows" in n)
+    assert torch.equal(rows, expected)
+
+
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "keys", "../x", "a/b", None, 3, "training", "_modules"])
 def test_names_that_cannot_be(name: object) -> None:
     model = specimen("bert")

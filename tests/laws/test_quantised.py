@@ -348,6 +348,54 @@ def test_what_cannot_be_merged_changes_nothing(folder: Path) -> None:
         assert not changed(before, snapshot(model)) and torch.equal(logits(model, "llama"), answers)
 
 
+BIASES = ("bitfit", "Modification(site='query', form=Vector(), insertion='sequential')")
+
+
+@pytest.mark.parametrize("method", BIASES)
+@pytest.mark.parametrize("in_use", [True, False], ids=["in use", "another in use"])
+def test_biases_are_merged_into_plain_linears(method: str, in_use: bool, folder: Path) -> None:
+    """What a delta changes in the bias of a quantised linear is in the linear that stands in its place."""
+    model = load_form(folder, "bert", INT8)
+    tuned = deltune.attach(model, method)
+    with torch.no_grad():
+        for parameter in tuned.trainable_parameters():
+            parameter.add_(0.3)
+    answers, base = logits(model, "bert"), logits(load_form(folder, "bert", INT8), "bert")
+    assert not torch.allclose(answers, base, atol=0.01)
+    if not in_use:
+        deltune.attach(model, "layernorm", name="other")
+    tuned.merge("default", dequantize=True)
+    torch.testing.assert_close(logits(model, "bert"), answers, atol=1e-4, rtol=1e-4)
+
+
+def test_a_merge_of_a_delta_that_changes_nothing_says_so(folder: Path) -> None:
+    model = load_form(folder, "bert", INT8)
+    tuned = deltune.attach(model, "lora(rank=2)")
+    with pytest.warns(UserWarning, match="the delta changes nothing of"):
+        tuned.merge()
+
+
+def test_quantised_models_are_tuned_in_inference_mode_too(folder: Path) -> None:
+    model = load_form(folder, "bert", INT8)
+    with torch.inference_mode():
+        tuned = deltune.attach(model, "lora(rank=2)")
+    model(**batch("bert")).logits.sum().backward()
+    assert any(p.grad is not None for p in tuned.trainable_parameters())
+
+
+def test_what_cannot_be_trained_stays_frozen_when_it_is_used(folder: Path, tmp_path: Path) -> None:
+    """A delta that is loaded beside another one, on linears that let no gradient through."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    dense = load_form(folder, "bert", None)
+    saved = deltune.attach(dense, "lora(rank=2)").save(tmp_path / "delta")
+    model = load_form(folder, "bert", None)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda m, _: isinstance(m, nn.Linear))
+    tuned = deltune.load(model, saved, base="any", use=False)
+    tuned.use("default")
+    assert not list(tuned.trainable_parameters())
+
+
 # -- refusals
 
 

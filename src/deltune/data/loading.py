@@ -258,7 +258,8 @@ def load_data(
     folder = user_path(source, "data")
     if folder.is_file():
         raise DeltuneError(
-            f"data {source} is a file: give the folder that holds it, with its train, validation and test"
+            f"data {source} is a file: give a folder with the rows of each split in a file of its own, "
+            f"train{folder.suffix}, and validation{folder.suffix} and test{folder.suffix} if there are any"
         )
     needed = ("train",) if training else tuple(SPLITS)
     if folder.is_dir():

@@ -131,7 +131,8 @@ def solve(
     smallest, least = _smallest_sizes(cost_at, slots)
     if least > budget_count:
         raise DeltuneError(
-            f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {least:,} scalars"
+            f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {least:,} scalars; "
+            "fewer layers (layers=) or sites (at=) take fewer, or another method does"
         )
     unit_costs = [cost_at(*(smallest + (i == j) for j in range(slots))) - least for i in range(slots)]
     if without_effect := [str(i) for i, unit in enumerate(unit_costs, 1) if not unit]:

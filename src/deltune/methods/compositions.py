@@ -100,7 +100,7 @@ class Add(Composition):
 
 @dataclass(frozen=True, repr=False)
 class Scale(Composition):
-    """Add the change times a scale: h + s Δh.
+    """Add the change times a fixed or trained scale: h + s Δh.
 
     Args:
         value: s, or where s starts if it is learned.

@@ -31,7 +31,7 @@ from .sites import EditLocation, select_layers
 from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
-    "model": "all of AutoModel of the configuration",
+    "model": "the model without its head",
     "no_pooler": "without the pooler",
     "no_embeddings": "without the whole embedding module",
     "layers": "without embeddings and pooler",

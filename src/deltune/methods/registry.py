@@ -146,7 +146,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def register(term: T) -> T:
-    """Make a form, a composition or a named method of your own a part of expressions, files and `tuned.rows()`.
+    """Make your own form, composition or named method known by its name in expressions and in saved deltas.
 
     It is known by the name of its class or function, in this process: a program that loads a delta with it registers it
     first. It can be used as a decorator.
@@ -191,8 +191,8 @@ def _origin(term: Any) -> str:
 
 
 def unregistered_names(text: str) -> list[str]:
-    """Return the names that an expression calls and that nothing has, in their order."""
-    called = re.findall(r"\b([A-Za-z_][A-Za-z0-9_]*)\s*\(", text)
+    """Return the names that an expression calls and that nothing has, in their order; attributes are no such names."""
+    called = re.findall(r"(?<![\w.])([A-Za-z][A-Za-z0-9_]*)\s*\(", text)
     return list(dict.fromkeys(name for name in called if name not in VOCABULARY))
 
 

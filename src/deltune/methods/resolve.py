@@ -390,4 +390,5 @@ def _nothing_selected(anatomy: Anatomy, selection: Selection) -> str:
         return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
     where = ", ".join(selection.areas) + (f" of the {selection.of}" if selection.of != "both" else "")
     where += f" of the tower {named}" if len(anatomy.towers) > 1 else ""
-    return f"this model has no {requested} in {where}; tensors there: {', '.join(roles)}"
+    advice = "; bitfit(add_missing=True) gives linears a bias" if "bias" in requested else ""
+    return f"this model has no {requested} in {where}; tensors there: {', '.join(roles)}{advice}"

@@ -435,7 +435,7 @@ def _sites_in_experts(stem: str, layer: Layer, experts: Experts, modification: M
     if site == "ffn_inner":
         raise DeltuneError(
             f"site {site!r} is inside an FFN, and {experts.path!r} is a mixture of {experts.number} experts: give "
-            "layers without experts"
+            f"layers without experts, or the terms of the method at other sites alone (`deltune methods NAME`)"
         )
     if site in ("gate_proj", "up_proj"):
         raise DeltuneError(

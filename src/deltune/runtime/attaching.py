@@ -238,11 +238,11 @@ def attach(
             or there is too little memory. The model stays as it was.
     """
     _check_model(model)
-    check_gradients_pass(model)
     parsed = parse(method)
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     with _default_modes():
+        check_gradients_pass(model)
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)
@@ -297,7 +297,9 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
         if isinstance(form, Prompt) and form.init_from:
             embeddings = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
             ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
-            edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=next(embeddings.parameters()).device)))
+            device = next(embeddings.parameters()).device
+            with handle.disable():  # the base model's embeddings, whatever delta is in use
+                edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=device)))
 
 
 @explain_arguments
@@ -361,8 +363,12 @@ def _without_gradients(handle: Tuned, name: str) -> Tuned:
     try:
         check_gradients_pass(handle.model)
     except DeltuneError as error:
-        for parameter in handle._state.parameters_of(handle.delta(name)):
+        delta = handle.delta(name)
+        parameters = handle._state.parameters_by_name(delta)
+        for parameter in parameters.values():
             parameter.requires_grad_(False)
+        if delta.saved_requires_grad is not None:  # what use() gives them back
+            delta.saved_requires_grad = dict.fromkeys(parameters, False)
         warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
     return handle
 

@@ -331,7 +331,10 @@ def prefix_attention(how: How) -> Iterator[None]:
 
 
 def prefix_report(model: torch.nn.Module) -> dict[str, str]:
-    """Report how attention to prefixes was computed in the last forward pass.
+    """Say for each attention how its prefix was computed in the last forward pass.
+
+    Either it was "joined": it stood before the keys and values; or it was "merged": attention to the prefix and to the
+    keys was computed apart and merged by the sums of both softmaxes.
 
     Args:
         model: A model with attached deltas.

@@ -545,6 +545,8 @@ class Tuned(nn.Module):
             for module, source in quantized.modules.items():
                 take_weight(module, source)
         self._detach(self.names)
+        for module, linear in linears.items():
+            linear.register_parameter("bias", parameters_of(module).get("bias"))  # it may be a merged one
         if linears:
             _replace_modules(model, linears)
 
@@ -787,7 +789,8 @@ def shares_rows(tuned: Tuned, name: str) -> bool:
         tuned: The handle of the model.
         name: The delta's name.
     """
-    shared, _ = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
+    with tuned._state.mutex:
+        shared, _ = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
     return not shared
 
 

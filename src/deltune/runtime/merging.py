@@ -75,8 +75,13 @@ class QuantizedMerge:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        share = self.error / self.change if self.change else 0.0
         count = f"{len(self.modules)} weight{'s' if len(self.modules) != 1 else ''}"
+        if not self.change:
+            return (
+                f"the delta changes nothing of {count} of {' and '.join(self.names)}, and quantising again changed them "
+                f"by a norm of {self.error:.3g}"
+            )
+        share = self.error / self.change
         return (
             f"merged into {count} of {' and '.join(self.names)} by quantising again, which changes them by "
             f"{share:.1%} of what the delta does (norms {self.error:.3g} and {self.change:.3g}): evaluate the merged "

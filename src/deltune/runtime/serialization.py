@@ -436,7 +436,10 @@ def _held(quantization: str) -> str:
 
 def _advice(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
     if base.quantization == model_metadata["quantization"]:
-        return ""
+        return (
+            '. If it is the same model in another precision, such as float16, load(model, folder, base="any") uses the '
+            "delta on it, with a warning"
+        )
     return (
         '. Load the model in that form; or load(model, folder, base="any") uses the delta on this form too, with a '
         "warning"

@@ -16,6 +16,8 @@ from .inference import SPLITS
 from .rates import edge_of_rates
 from .run_dir import DataFacts, RunDir, RunMetrics
 
+FEW_ROWS = 30
+"""With fewer rows of a split its accuracy says too little to advise another learning rate."""
 NEGLIGIBLE = 0.005
 """Accuracy above the majority class that counts as none."""
 FEW_ENTITIES = 0.05
@@ -85,10 +87,14 @@ def advice(finished: FinishedRun) -> list[str]:
     """
     nothing = nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log)
     nothing = nothing or few_entities(finished.best_config, finished.best_metrics, finished.split, finished.log)
-    return [
+    of_best = [
         *(nothing or loss_stayed(finished.best_config, finished.log)),
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
+    ]
+    which = f"seed {finished.best_config.runtime.seed}: " if finished.config.is_series else ""
+    return [
+        *(f"{which}{text}" for text in of_best),
         *edge_of_search(finished.config, finished.metrics),
         *(edge_of_rates(search, search.lr) if (search := finished.best_metrics.rate_search) is not None else ()),
     ]
@@ -119,6 +125,8 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
             f"{analysis.majority!r} ({analysis.baseline:.3f}): with {analysis.rows} rows its 95 % interval begins at "
             f"{low:.3f}"
         )
+        if analysis.rows < FEW_ROWS:
+            return [f"{what}, and so few rows cannot show more"]
     elif analysis.nothing_right:
         what = f"nothing on {split} is answered right"
     else:

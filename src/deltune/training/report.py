@@ -262,7 +262,7 @@ def score_cell(
     """Return a score with its interval, or else its standard deviation over seeds."""
     if score is None:
         return ScoreCell("–")
-    spread = f"± {short_number(deviation)}" if deviation is not None else ""
+    spread = f"± {short_number(deviation)} over seeds" if deviation is not None else ""
     if interval is not None and deviation is None:
         spread = f"{short_number(interval[0])}{TO}{short_number(interval[1])}"
     return ScoreCell(short_number(score), spread, repr(float(score)))
