@@ -65,8 +65,8 @@ from .model_card import task_of_class
 from .modules import Delta, HeadLabels, parameter_key
 from .pass_manager import check_not_offloaded, refuse_inference_tensors, refuse_shared_modules
 
-FORMATS = ("peft",)
-"""The formats that `export` writes."""
+FORMATS = ("peft", *peft_write.SERVERS)
+"""The formats that `export` writes: PEFT's own, and what other programs read of it."""
 
 TASKS = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "SEQ_CLS",
@@ -169,10 +169,14 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
     """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
-    options, tensors = peft_write.write_peft(content(handle, name))
-    model = handle.model
+    model, exported = handle.model, content(handle, name)
+    task = task_of_class(type(model).__name__, TASKS)
+    if format == "peft":
+        options, tensors = peft_write.write_peft(exported)
+    else:
+        options, tensors = peft_write.write_for_server(exported, format, task)
     options |= {
-        "task_type": task_of_class(type(model).__name__, TASKS), "base_model_name_or_path": model.config.name_or_path,
+        "task_type": task, "base_model_name_or_path": model.config.name_or_path,
         "inference_mode": True,
     }  # fmt: skip
     target = user_path(folder, "folder")
@@ -550,7 +554,8 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     Args:
         model: A model with attached deltas.
         folder: A new or empty folder.
-        format: "peft", the adapter folder that PEFT loads.
+        format: "peft", the adapter folder that PEFT loads. "vllm", such a folder that vLLM serves, and "llama.cpp", one
+            that its script convert_lora_to_gguf.py converts: both for LoRA on a causal language model.
         name: The delta's name. Default: the delta in use.
 
     Returns:
