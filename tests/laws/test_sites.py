@@ -551,3 +551,22 @@ def test_a_loss_that_reads_the_weight_of_lm_head_is_refused(method: str) -> None
     assert torch.equal(model(inputs).logits, outputs)
     tuned.detach("there")
     assert torch.allclose(model(inputs, fuse=True), model(inputs).logits)
+
+
+@pytest.mark.parametrize("part", ["forward", "lm_head", "all"])
+def test_a_compiled_lm_head_is_called(part: str) -> None:
+    """What is compiled inside of a pass counts as called."""
+    model = build(FAMILIES["llama"], "causal")
+    inputs = batch(model)["input_ids"]
+    stir(deltune.attach(model, "lora(rank=2, at='lm_head')"))
+    expected = model(inputs, use_cache=False).logits
+    torch.compiler.reset()
+    if part == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    elif part == "lm_head":
+        model.lm_head.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.allclose(model(inputs, use_cache=False).logits, expected)
+    torch.compiler.reset()

@@ -177,8 +177,8 @@ class VocabularyHook:
         self.passes.vocabulary = self.path
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            self.passes.current_pass().called_vocabulary = True
+        """Note the call; in compiled code for good, as a compiled part cannot know of which pass it is a part."""
+        self.passes.current_pass().called_vocabulary = True
 
     def remove(self) -> None:
         remove_hooks(self.module, self)

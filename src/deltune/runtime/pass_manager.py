@@ -293,7 +293,8 @@ class PassManager:
             )
         forward_pass = self._begin(entry.named_arguments(args, kwargs) if entry.always_begins else {})
         output = self._run_in(forward_pass, entry.call_original, args, kwargs)
-        if self.vocabulary is not None and entry.of_whole_model and not forward_pass.called_vocabulary:
+        called = forward_pass.called_vocabulary or self.compiled_pass.called_vocabulary
+        if self.vocabulary is not None and entry.of_whole_model and not called:
             self._refuse_if_edited(self.vocabulary, forward_pass.assignment)
         if outer is None and torch.is_grad_enabled():
             remember_for_backward(self, forward_pass.assignment, output)
@@ -305,7 +306,7 @@ class PassManager:
         acts = path in assignment.tensors or path in assignment.inputs
         if acts or any((path, side) in assignment.writes for side in ("input", "output")):
             raise DeltuneError(
-                f"the forward pass did not call {path}, so the delta did not act there. Loss functions that compute the "
+                f"the forward pass did not call {path}, so the delta did not act there. Losses that compute the "
                 "logits from its weight (TRL's trainers, Liger kernels) do that: train with a loss that calls it, or "
                 f"with a method that does not act at {path}"
             )
