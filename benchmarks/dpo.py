@@ -30,10 +30,12 @@ PAIRS = [
 
 def save_base(folder: Path, hidden: int, layers: int) -> None:
     """Write a Llama with random weights and a tokenizer into a folder."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from deltune.models import packaged_minilm
 
+    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(packaged_minilm())
     tokenizer.eos_token = tokenizer.sep_token
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
