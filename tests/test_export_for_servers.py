@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltune
 import tiny
-from deltune.models import load_model
 from laws.families import FAMILIES
 from laws.specimens import batch, build, run, stir
 
@@ -141,22 +140,27 @@ def test_what_a_server_cannot_serve(
 
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP is not set to a checkout of llama.cpp")
 def test_the_script_of_llama_cpp_converts_the_folder(tmp_path: Path) -> None:
-    """What convert_lora_to_gguf.py writes has every pair, with the numbers of the folder and its alpha."""
+    """What convert_lora_to_gguf.py writes changes each weight as the folder does, by llama.cpp's own formula."""
     gguf = pytest.importorskip("gguf")
-    tiny.model(tmp_path / "base", "llama")
-    model = load_model(str(tmp_path / "base"), "base")
-    config = model.config
-    causal = __import__("transformers").AutoModelForCausalLM.from_config(config)
-    causal.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tmp_path / "base")
-    stir(deltune.attach(causal, MIXED))
-    folder = deltune.export(causal, tmp_path / "lora", format="llama.cpp")
+    base = tiny.model(tmp_path / "base", "llama")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    model.save_pretrained(base)
+    stir(deltune.attach(model, MIXED))
+    folder, out = deltune.export(model, tmp_path / "lora", format="llama.cpp"), tmp_path / "lora.gguf"
     script = Path(os.environ["LLAMA_CPP"]) / "convert_lora_to_gguf.py"
-    out = tmp_path / "lora.gguf"
-    subprocess.run(
-        [sys.executable, script, folder, "--base", tmp_path / "base", "--outfile", out, "--outtype", "f32"], check=True
-    )
+    arguments = [str(folder), "--base", str(base), "--outfile", str(out), "--outtype", "f32"]
+    subprocess.run([sys.executable, str(script), *arguments], check=True)
     reader = gguf.GGUFReader(out)
-    assert reader.fields["adapter.lora.alpha"].parts[-1][0] == options(folder)["lora_alpha"]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    assert len(reader.tensors) == len(tensors)
+    alpha = float(reader.fields["adapter.lora.alpha"].parts[-1][0])
+    converted = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    expected = changes(folder, "llama.cpp")
+    names = {"q_proj": "attn_q", "v_proj": "attn_v", "o_proj": "attn_output", "down_proj": "ffn_down"}
+    assert len(converted) == 2 * len(expected)
+    for name, change in expected.items():
+        layer, module = name.split(".")[2], name.split(".")[-2]
+        stem = f"blk.{layer}.{names[module]}.weight.lora_"
+        up, down = converted[f"{stem}b"], converted[f"{stem}a"]
+        if module == "q_proj":  # llama.cpp keeps the halves of each head's rotary pairs beside each other
+            heads = model.config.num_attention_heads
+            change = change.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        torch.testing.assert_close(alpha / up.shape[1] * (up.double() @ down.double()), change, rtol=1e-5, atol=1e-6)
