@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..errors import DeltuneError, error_summary
-from ..filesystem import MAX_JSON_BYTES
 from ..interop import adapterhub, peft_read
 from ..interop.base import CONFIG_FILE, has_file
 from .model_card import HUB_ID, README, update_card
@@ -127,7 +126,7 @@ def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> str | None:
     if not api.file_exists(repo_id, README, revision=revision):
         return None
     with open(api.hf_hub_download(repo_id, README, revision=revision), encoding="utf-8", newline="") as file:
-        return file.read(MAX_JSON_BYTES)
+        return file.read()
 
 
 @contextlib.contextmanager
