@@ -56,7 +56,7 @@ def train(folder: Path, second: bool) -> dict[str, float]:
 
     import deltune
 
-    class DeltaDPOTrainer(DPOTrainer):  # type: ignore[misc]
+    class DeltaDPOTrainer(DPOTrainer):
         def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
             with tuned.disable():
                 return super().compute_ref_log_probs(model, inputs)

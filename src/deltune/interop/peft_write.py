@@ -144,7 +144,12 @@ def _with_one_rank(options: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
         alpha = options["alpha_pattern"].get(re.escape(path), options["lora_alpha"])
         factor = alpha / tensor.shape[1] / scale
         uniform[name] = torch.nn.functional.pad(tensor * factor, (0, rank - tensor.shape[1]))
-    one = {"r": rank, "lora_alpha": _integer_if_whole(scale * rank), "rank_pattern": {}, "alpha_pattern": {}}
+    one: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": _integer_if_whole(scale * rank),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
     return options | one, uniform
 
 

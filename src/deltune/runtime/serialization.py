@@ -88,7 +88,8 @@ def write_delta(
                 )
         if card is not None:
             path = find_file(target, README) if target.exists() else None
-            card = update_card(path and path.read_text(encoding="utf-8"), card, str(target / README))
+            old = None if path is None else path.read_text(encoding="utf-8")
+            card = update_card(old, card, str(target / README))
         with atomic_folder(target) as fresh:
             save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
             shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
