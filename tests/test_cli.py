@@ -422,6 +422,8 @@ def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None
 
     result = deltune("export", run, "--to", tmp_path / "other", "--format", "gguf")
     assert result.code == 2 and "unknown format" in result.err
+    result = deltune("export", run, "--to", tmp_path / "other", "--format", "vllm")
+    assert result.code == 2 and "in a causal language model" in result.err and "Traceback" not in result.err
     result = deltune("import", run, "--model", root / "model", "--output", tmp_path / "other")
     assert result.code == 2 and "no adapter_config.json" in result.err
     result = deltune(

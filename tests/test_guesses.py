@@ -175,6 +175,7 @@ def test_layers_that_are_not_there_are_refused(layers: str) -> None:
 SEAMS: tuple[Callable[..., Any], ...] = (
     deltune.attach, deltune.load, deltune.export, deltune.count, deltune.fit, deltune.Tuned.save, deltune.Tuned.use,
     deltune.Tuned.rows, deltune.Tuned.merge, deltune.Tuned.detach, deltune.Tuned.count, deltune.Tuned.delta,
+    deltune.Tuned.push_to_hub,
 )  # fmt: skip
 """The functions that take over from those of other libraries."""
 

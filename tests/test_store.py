@@ -431,8 +431,9 @@ def test_files_hold_no_code(saved: Path) -> None:
     assert {name: list(t.shape) for name, t in numbers.items()} == content["tensors"]
 
 
-PLACES = {
-    "a repository of the hub": ("someone/a-delta.v2", r"there is no folder 'someone/a-delta.v2'.*snapshot_download\("),
+PLACES: dict[str, tuple[str | Path, str]] = {
+    "a repository of the hub": ("someone/a-delta.v2", r"no folder 'someone/a-delta.v2' here, and .* from the hub: "),
+    "a path like one": (Path("someone/a-delta.v2"), r"there is no folder 'someone/a-delta.v2'.*snapshot_download\("),
     "a name": ("somewhere", r"there is no folder 'somewhere' here; a delta is loaded from a folder on this machine$"),
     "a path": ("/no/such/folder", r"there is no folder '/no/such/folder' here; [^.]*$"),
     "one of its files": (serialization.NUMBERS, r"is a file, not a folder; a delta is a folder with delta\.json and"),
@@ -442,6 +443,7 @@ PLACES = {
 @pytest.mark.parametrize("case", PLACES)
 def test_no_delta_there(saved: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     place, says = PLACES[case]
     with pytest.raises(deltune.DeltuneError, match=says):
         deltune.load(specimen("bert"), place)

@@ -6,6 +6,7 @@ the same outputs and gradients, and the count is that of the shapes of these wei
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -24,7 +25,8 @@ import deltune
 from deltune.runtime.frozen_layers import find_boundary
 from tests.identity.configurations import tiny
 
-from .specimens import differences, facts, loss, stir, tensors
+from .families import FAMILIES
+from .specimens import batch, build, differences, facts, loss, stir, tensors
 
 RANK, ALPHA = 2, 6
 
@@ -520,3 +522,51 @@ def test_observed_on_zeros() -> None:
     anatomy = deltune.inspect(Site("ReformerModel", "reformer", "", ()).build())
     assert anatomy.on_zeros and "observed on zeros" in str(anatomy) and anatomy.on_zeros in str(anatomy)
     assert not deltune.inspect(Site(*LLAMA, "", ()).build()).on_zeros
+
+
+@pytest.mark.parametrize("method", ["lora(rank=2, at='lm_head')", "trainable_tokens(tokens=(5, 6))"])
+def test_a_loss_that_reads_the_weight_of_lm_head_is_refused(method: str) -> None:
+    """As TRL's trainers and Liger's kernels compute logits; what does not act there is served by such a loss."""
+    model = build(FAMILIES["llama"], "causal")
+    inputs = batch(model)["input_ids"]
+    original = model.forward
+
+    def fused(input_ids: torch.Tensor, fuse: bool = False) -> Any:
+        if not fuse:
+            return original(input_ids)
+        return torch.nn.functional.linear(model.model(input_ids)[0], model.lm_head.weight)
+
+    model.forward = fused
+    tuned = stir(deltune.attach(model, method, name="there"))
+    stir(deltune.attach(model, "lora(rank=2)", name="elsewhere"))
+    expected = model(inputs).logits
+    assert torch.allclose(model(inputs, fuse=True), expected)
+    with tuned.disable():
+        assert torch.allclose(model(inputs, fuse=True), model(inputs).logits)
+    tuned.use("there")
+    outputs = model(inputs).logits
+    for scope in (contextlib.nullcontext(), tuned.rows(["elsewhere"] * (len(inputs) - 1) + ["there"])):
+        with scope, pytest.raises(deltune.DeltuneError, match="did not call lm_head, so the delta did not act there"):
+            model(inputs, fuse=True)
+    assert torch.equal(model(inputs).logits, outputs)
+    tuned.detach("there")
+    assert torch.allclose(model(inputs, fuse=True), model(inputs).logits)
+
+
+@pytest.mark.parametrize("part", ["forward", "lm_head", "all"])
+def test_a_compiled_lm_head_is_called(part: str) -> None:
+    """What is compiled inside of a pass counts as called."""
+    model = build(FAMILIES["llama"], "causal")
+    inputs = batch(model)["input_ids"]
+    stir(deltune.attach(model, "lora(rank=2, at='lm_head')"))
+    expected = model(inputs, use_cache=False).logits
+    torch.compiler.reset()
+    if part == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    elif part == "lm_head":
+        model.lm_head.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.allclose(model(inputs, use_cache=False).logits, expected)
+    torch.compiler.reset()

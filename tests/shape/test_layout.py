@@ -145,6 +145,7 @@ def test_a_family_is_found_in_a_longer_string() -> None:
 ALLOWED_FAMILIES = {
     "methods.forms": "bert", "methods.attention_forms": "bert", "methods.library": "bert",  # an initialisation
     "metrics.model_based": "bert",  # the library bert-score
+    "cli.app": "llama", "interop.peft_write": "llama",  # the program llama.cpp
     "training.presets": "bert",  # where a paper printed its settings
 }  # fmt: skip
 """Module -> the family that its strings may name, since it means something else there. Papers' studies name models."""

@@ -281,11 +281,11 @@ def merge(
 def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option(help="A new folder.")],
-    format: Annotated[str, typer.Option(help="peft.")] = "peft",
+    format: Annotated[str, typer.Option(help="peft, vllm or llama.cpp.")] = "peft",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run's delta as an adapter for PEFT. What PEFT cannot express is refused with the reason."""
+    """Write a run's delta as an adapter for PEFT, vLLM or llama.cpp. What they cannot express is refused by name."""
     with log_to_stderr(quiet):
         from ..training import inference
 

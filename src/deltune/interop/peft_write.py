@@ -1,4 +1,8 @@
-"""Writes a delta as a PEFT folder where PEFT can express it, and lists every reason where it cannot."""
+"""Writes a delta as a PEFT folder where PEFT can express it, and lists every reason where it cannot.
+
+vLLM and llama.cpp read folders of PEFT too, but less than PEFT does, and what they do not know they ignore. For them
+everything that they would refuse or ignore is refused here.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,14 @@ from .base import ExportedDelta
 from .peft_read import NAME_PREFIX, PROMPT_TENSOR
 
 OptionsAndTensors = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+SERVERS = ("vllm", "llama.cpp")
+"""The programs for which a LoRA can be written, beside PEFT itself."""
+
+MAX_RANK_OF_VLLM = 512
+"""The greatest value that vLLM takes for --max-lora-rank."""
+
+_DOWN, _UP = (".lora_A.weight", ".lora_embedding_A"), (".lora_B.weight", ".lora_embedding_B")
 
 
 def write_peft(content: ExportedDelta) -> OptionsAndTensors:
@@ -53,6 +65,92 @@ def write_peft(content: ExportedDelta) -> OptionsAndTensors:
         except DeltuneError as error:
             problems[str(error)] = None
     raise error_from_problems("this delta cannot be written for PEFT", list(problems))
+
+
+def write_for_server(content: ExportedDelta, server: str, task: str | None) -> OptionsAndTensors:
+    """Return the options and tensors of a PEFT folder that vLLM serves, or that llama.cpp's script converts.
+
+    Both have one alpha for all modules. vLLM divides it by the one rank in the options, and llama.cpp by the rank of
+    each tensor. So all modules get the greatest rank, by zeros, and one scale, by a factor in their up-projections.
+
+    Args:
+        content: The delta.
+        server: One of `SERVERS`.
+        task: PEFT's task type of the model's class.
+
+    Raises:
+        DeltuneError: PEFT or the server cannot express the delta; the message lists every reason.
+    """
+    problems = [] if task == "CAUSAL_LM" else [
+        f"{server} finds modules by their names in a causal language model (AutoModelForCausalLM), and this is "
+        f"{content.anatomy.model}"
+    ]  # fmt: skip
+    if content.head:
+        problems.append(f"{server} has no task heads (modules_to_save), and the head is a part of this delta")
+    others = dict.fromkeys(e.modification for e in content.edits if _peft_type(content, e)[0] != "LORA")
+    problems += [f"{server} reads LoRA alone, and {modification!r} is none" for modification in others]
+    if content.in_place:
+        problems.append(f"{server} reads LoRA alone, and this delta trains {next(iter(content.in_place))} in place")
+    if not content.edits and not content.in_place:
+        problems.append(f"{server} reads LoRA alone, and this delta has none")
+    options: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    if not others and not content.in_place and content.edits:
+        try:
+            options, tensors = write_peft(content)
+        except DeltuneError as error:
+            problems.append(str(error))
+    rank = max((tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_DOWN)), default=0)
+    if server == "vllm" and rank > MAX_RANK_OF_VLLM:
+        problems.append(f"vLLM serves ranks of at most {MAX_RANK_OF_VLLM}, and this delta has rank {rank}")
+    if server == "llama.cpp":
+        problems += _problems_of_llama_cpp(content)
+    if problems:
+        raise error_from_problems(f"this delta cannot be written for {server}", problems)
+    return _with_one_rank(options, tensors)
+
+
+def _problems_of_llama_cpp(content: ExportedDelta) -> Iterator[str]:
+    """Yield what convert_lora_to_gguf.py would turn into other weights, or stop at."""
+    transposed = {e.place.target.path for e in content.edits if e.place.linear and e.place.linear.transposed}
+    transposed -= {e.place.target.path for e in content.edits if e.place.widths.lookup}
+    if transposed:
+        yield (
+            f"{next(iter(transposed))} holds its weight transposed (Conv1D), and llama.cpp's script turns its LoRA "
+            "around too: merge the delta, and convert the model"
+        )
+    vocabulary = content.anatomy.vocabulary
+    paths = {edit.place.target.path for edit in content.edits}
+    if vocabulary is not None and vocabulary.path in paths:
+        shared = (t.aliases for t in content.anatomy.tensors if f"{vocabulary.path}.weight" in (t.name, *t.aliases))
+        if any(shared):
+            yield (
+                f"{vocabulary.path} shares its weight with the embeddings, and llama.cpp's script leaves it out: merge "
+                "the delta, and convert the model"
+            )
+
+
+def _with_one_rank(options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> OptionsAndTensors:
+    """Give all modules of a LoRA one rank and one scale, without changing what they compute."""
+    scale = options["lora_alpha"] / options["r"] or 1.0  # llama.cpp takes an alpha of 0 for a scale of 1
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_DOWN))
+    uniform: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_DOWN):
+            uniform[name] = torch.nn.functional.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
+            continue
+        path = name.removeprefix(NAME_PREFIX)
+        path = path.removesuffix(next(leaf for leaf in _UP if path.endswith(leaf)))
+        alpha = options["alpha_pattern"].get(re.escape(path), options["lora_alpha"])
+        factor = alpha / tensor.shape[1] / scale
+        uniform[name] = torch.nn.functional.pad(tensor * factor, (0, rank - tensor.shape[1]))
+    one: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": _integer_if_whole(scale * rank),
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    return options | one, uniform
 
 
 def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:

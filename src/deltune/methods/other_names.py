@@ -184,6 +184,7 @@ FUNCTION_NAMES: Mapping[str, str] = {
     "PeftModel": "deltune.load(model, folder)", "AutoPeftModel": "deltune.load(folder)",
     "from_pretrained": "deltune.load(model, folder)", "PeftConfig": "deltune.parse(expression)",
     "save_pretrained": "tuned.save(folder)", "get_peft_model_state_dict": "tuned.save(folder)",
+    "push_to_hub": "tuned.push_to_hub(repo_id)",
     "print_trainable_parameters": "print(tuned.count())", "get_nb_trainable_parameters": "tuned.count()",
     "merge_and_unload": "tuned.merge()", "merge_adapter": "tuned.merge()", "unload": "tuned.detach()",
     "delete_adapter": "tuned.detach(name)", "set_adapter": "tuned.use(name)", "active_adapters": "tuned.active",

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from ..anatomy.inspection import inspect
 from ..anatomy.quantization import check_gradients_pass, check_quantization
@@ -51,7 +50,7 @@ from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
 from ..models import HEADS_WITH_LABELS, head_of_class, load_model
 from ..tensor_files import TensorInfo, tensor_infos
-from . import serialization
+from . import hub, serialization
 from .attention import prefix_implementation
 from .delta_schema import (
     check_finite,
@@ -62,11 +61,12 @@ from .delta_schema import (
     parse_saved_method,
 )
 from .handle import Tuned
+from .model_card import task_of_class
 from .modules import Delta, HeadLabels, parameter_key
 from .pass_manager import check_not_offloaded, refuse_inference_tensors, refuse_shared_modules
 
-FORMATS = ("peft",)
-"""The formats that `export` writes."""
+FORMATS = ("peft", *peft_write.SERVERS)
+"""The formats that `export` writes: PEFT's own, and what other programs read of it."""
 
 TASKS = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "SEQ_CLS",
@@ -122,7 +122,7 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
 def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
     """Return the kind of model that an adapter folder is for, and the number of labels of its head or None."""
     contents = open_folder(folder)
-    task = contents.options.get("task_type") or _task(str(contents.options.get("model_class")))
+    task = contents.options.get("task_type") or task_of_class(str(contents.options.get("model_class")), TASKS)
     kind = KINDS.get(str(task), "base")
     head_weights = [
         t for n, t in {**contents.tensors, **contents.head}.items() if n.endswith(".weight") and _of_head(n)
@@ -169,10 +169,14 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
     """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
-    options, tensors = peft_write.write_peft(content(handle, name))
-    model = handle.model
+    model, exported = handle.model, content(handle, name)
+    task = task_of_class(type(model).__name__, TASKS)
+    if format == "peft":
+        options, tensors = peft_write.write_peft(exported)
+    else:
+        options, tensors = peft_write.write_for_server(exported, format, task)
     options |= {
-        "task_type": _task(type(model).__name__), "base_model_name_or_path": model.config.name_or_path,
+        "task_type": task, "base_model_name_or_path": model.config.name_or_path,
         "inference_mode": True,
     }  # fmt: skip
     target = user_path(folder, "folder")
@@ -198,15 +202,6 @@ def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
             yield fresh
     except (OSError, safetensors.SafetensorError) as error:
         raise write_error(target, error, "nothing was changed there") from error
-
-
-def _task(name: str) -> str | None:
-    """PEFT's task type of a model class of transformers, or None."""
-    for table, word in TASKS.items():
-        names: Any = getattr(modeling_auto, table).values()
-        if any(name in ((n,) if isinstance(n, str) else n) for n in names):
-            return word
-    return None
 
 
 def _has_sliding_window(model: PreTrainedModel) -> bool:
@@ -310,10 +305,15 @@ def load(
     allow_nonfinite: bool = False,
     use: bool = True,
     base: Literal["same", "any"] = "same",
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> Tuned:
     """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
 
     `load(folder)` loads the base model too, by the name that the folder has for it, and `tuned.model` is that model.
+
+    `load(model, "user/name")` fetches a delta from the Hugging Face Hub if there is no such folder here. Only the files
+    of a delta, of PEFT or of AdapterHub are downloaded.
 
     The folder may come from a stranger: nothing in it is executed, every size in it is compared with the model and with
     the length of its file before anything is allocated, and a symbolic link is only followed inside the folder (and to
@@ -322,28 +322,35 @@ def load(
     Args:
         model: The base model that the delta was trained on; or the folder alone, to load that base model as well.
         folder: A run, its `delta` folder, any folder that `save` wrote, a Trainer's checkpoint that was written with
-            `SaveDeltaCallback`, or an adapter folder of PEFT or AdapterHub.
+            `SaveDeltaCallback`, or an adapter folder of PEFT or AdapterHub. Or a hub id, OWNER/NAME; a `Path` is never
+            one.
         name: What the delta is called on this model.
         allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
         use: Whether the delta is put in use, in place of the one that is in use now. False: that one stays in use.
         base: "same" loads the delta only on the base model that it was tuned on. "any" takes every model with the same
             names and shapes of tensors, such as a quantised form of it, and warns of what differs.
+        revision: For a hub id: a branch, a tag or a commit. Default: the branch main.
+        token: For a hub id: an access token. Default: the one of `hf auth login`.
 
     Returns:
         The handle of the model.
 
     Raises:
-        DeltuneError: The folder holds no delta; a file is truncated, altered or not what its format says; the delta is
-            of another base model, of other tensors, or of a head that this model class does not have; another
-            library's options have no translation here. The model stays as it was.
+        DeltuneError: The folder holds no delta; the hub does not have it or cannot be reached; a file is truncated,
+            altered or not what its format says; the delta is of another base model, of other tensors, or of a head that
+            this model class does not have; another library's options have no translation here. The model stays as it
+            was.
     """
     if folder is None and isinstance(model, str | Path):
-        folder, model = model, _load_base_of(user_path(model, "folder"))
-    if folder is None:
+        where = _folder_or_fetched(model, revision, token)
+        model = _load_base_of(where)
+        _check_model(model)
+    elif folder is not None:
+        _check_model(model)
+        where = _folder_or_fetched(folder, revision, token)
+    else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
-    _check_model(model)
     assert isinstance(model, PreTrainedModel)
-    where = user_path(folder, "folder")
     with _default_modes():
         saved = None if _is_foreign_delta(where) else serialization.open_delta(where)
         handle = find_tuned(model)
@@ -409,6 +416,19 @@ def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> Non
     check_name(name, handle.names)
     with _default_modes():
         handle._add_delta(name, delta, labels, use=False)
+
+
+def _folder_or_fetched(folder: str | Path, revision: str | None, token: str | bool | None) -> Path:
+    """The folder of a delta: on this machine, or fetched from the hub."""
+    if hub.names_repository(folder):
+        return hub.fetch_delta(str(folder), revision, token)
+    where = user_path(folder, "folder")
+    if revision is not None:
+        raise DeltuneError(
+            f"revision={revision!r} is for a delta on the hub, and {str(where)!r} "
+            f"{'is a folder here' if where.exists() else 'is no hub id, OWNER/NAME'}: leave revision out"
+        )
+    return where
 
 
 def _is_foreign_delta(where: Path) -> bool:
@@ -540,7 +560,8 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     Args:
         model: A model with attached deltas.
         folder: A new or empty folder.
-        format: "peft", the adapter folder that PEFT loads.
+        format: "peft", the adapter folder that PEFT loads. "vllm", such a folder that vLLM serves, and "llama.cpp", one
+            that its script convert_lora_to_gguf.py converts: both for LoRA on a causal language model.
         name: The delta's name. Default: the delta in use.
 
     Returns:

@@ -46,6 +46,7 @@ class ForwardPass:
         states: The hidden states that were collected, by path of the stack's container.
         batch_size: How many rows the batch has, for positions that are looked up once for all of them.
         report: How each attention computed its prefix, by path.
+        called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
         number: Its turn at the lock; those who came before have lower numbers.
     """
 
@@ -62,6 +63,7 @@ class ForwardPass:
         self.prompt: Any = None
         self.states: dict[str, list[torch.Tensor]] = {}
         self.batch_size = 0
+        self.called_vocabulary = False
         self.report: dict[str, str] = {} if outer is None else outer.report
         self.restore: Any = None  # the tensors and labels to put back, if a nested pass replaced them
         self.number = 0

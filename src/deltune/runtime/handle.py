@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,20 +29,25 @@ from ..anatomy.tracing import all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
+from ..filesystem import user_path
 from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from ..notebook import html_table
-from . import merging, serialization
+from . import hub, merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
 from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
+from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, up_projections
 from .pass_manager import PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
 
 T = TypeVar("T")
 
@@ -551,12 +557,14 @@ class Tuned(nn.Module):
             _replace_modules(model, linears)
 
     @explain_arguments
-    def save(self, folder: str | Path, name: str | None = None) -> Path:
+    def save(self, folder: str | Path, name: str | None = None, model_card: bool = False) -> Path:
         """Write a delta to a folder, as `delta.json` and `delta.safetensors`, completely or not at all.
 
         Args:
             folder: A new folder, an empty one, or one that holds a delta, which is replaced.
             name: The delta's name. Default: the delta in use.
+            model_card: Also write a `README.md` as the hub shows it: method, counts, base model and how to load it. If
+                there is one, only the lines and the metadata that deltune writes are replaced.
 
         Returns:
             The folder.
@@ -565,13 +573,70 @@ class Tuned(nn.Module):
             DeltuneError: No delta has this name or none is in use, weights of the model are offloaded, or the folder
                 holds other files or cannot be written. What was there before is kept.
         """
+        title = user_path(folder, "folder").resolve().name or "delta"
+        path, _ = self._write(folder, name, (title, title) if model_card else None)
+        return path
+
+    @explain_arguments
+    def push_to_hub(
+        self,
+        repo_id: str,
+        name: str | None = None,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Upload a delta and its model card to the Hugging Face Hub, in one commit; the base model is not uploaded.
+
+        `deltune.load(model, repo_id)` loads it from there. The arguments are those of transformers and PEFT.
+
+        Args:
+            repo_id: The repository, OWNER/NAME, which is made if it does not exist.
+            name: The delta's name. Default: the delta in use.
+            commit_message: The first line of the commit's message. Default: "Upload a delta".
+            commit_description: The rest of the message.
+            private: Whether a new repository is private. Default: what the hub does by default.
+            token: An access token. Default: the one of `hf auth login`.
+            revision: The branch, which is made if it does not exist. Default: main.
+            create_pr: Open a pull request in place of a commit to the branch.
+
+        Returns:
+            What huggingface_hub says about the commit, with its address and its hash (`oid`).
+
+        Raises:
+            DeltuneError: As `save`; or the hub refuses or cannot be reached, `HF_HUB_OFFLINE` is set, or `private` is
+                True and the repository is public.
+        """
+        options: dict[str, Any] = {
+            "commit_message": commit_message, "commit_description": commit_description, "private": private,
+            "token": token, "revision": revision, "create_pr": create_pr,
+        }  # fmt: skip
+        if not isinstance(repo_id, str):
+            raise DeltuneError(f"repo_id must be OWNER/NAME, not {excerpt(repo_id)}")
+        with tempfile.TemporaryDirectory() as folder:
+            path, card = self._write(Path(folder) / "delta", name, (repo_id.rpartition("/")[2], repo_id))
+            assert card is not None
+            return hub.push_delta(path, card, repo_id, **options)
+
+    def _write(
+        self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
+    ) -> tuple[Path, str | None]:
+        """Write a delta, with a model card of a title and a folder to load from; return the folder and the card."""
         check_not_offloaded(self.model)
         with self._state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()
             base = self._base_metadata or self._metadata_of_base(delta)
             metadata, tensors = serialization.delta_metadata(delta, base), self._tensors_to_save(delta)
-        return serialization.write_delta(folder, metadata, tensors)
+        text = None
+        if card is not None:
+            title, source = card
+            text = write_card(title, metadata, self.count(name=name), source)
+        return serialization.write_delta(folder, metadata, tensors, text), text
 
     def _base_compared(self, tokens: int | None) -> dict[str, Any]:
         """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""

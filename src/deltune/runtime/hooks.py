@@ -66,6 +66,11 @@ class ForwardEntry:
         self.arguments = parameter_names(self.module)
         self.before: Any = None
 
+    @property
+    def of_whole_model(self) -> bool:
+        """Whether the module is the tuned model itself."""
+        return not self.path
+
     def install(self) -> None:
         self.before = get_call_override(self.module)
         set_call_override(self.module, self)
@@ -158,6 +163,26 @@ class OutputHook:
 
     def remove(self) -> None:
         remove_hooks(self.module, self)
+
+
+class VocabularyHook:
+    """Notes that the projection to the vocabulary is called: some losses read its weight instead."""
+
+    def __init__(self, passes: PassManager, path: str) -> None:
+        self.passes, self.path = passes, path
+        self.module = passes.model.get_submodule(path)
+
+    def install(self) -> None:
+        self.module.register_forward_pre_hook(self.before)
+        self.passes.vocabulary = self.path
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Note the call; in compiled code for good, as a compiled part cannot know of which pass it is a part."""
+        self.passes.current_pass().called_vocabulary = True
+
+    def remove(self) -> None:
+        remove_hooks(self.module, self)
+        self.passes.vocabulary = None
 
 
 class AttentionHook:
@@ -327,6 +352,9 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
             if module not in overridden:
                 overridden.add(module)
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
+    vocabulary = anatomy.vocabulary
+    if vocabulary is not None and any(path == vocabulary.path for path, _ in needed):
+        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, vocabulary.path)
     return needed
 
 

@@ -169,6 +169,9 @@ class Entry(Protocol):
 
     always_begins: bool
 
+    @property
+    def of_whole_model(self) -> bool: ...
+
     def call_original(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
@@ -183,6 +186,7 @@ class PassManager:
         kept_assignments: Assignments of passes without gradients, by the delta of each row.
         delta_cache: Facts about deltas that every assignment of rows needs.
         report: How each attention computed its prefix in the last pass, by path.
+        vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
         saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
             without the model; None where it always writes the model.
     """
@@ -193,6 +197,7 @@ class PassManager:
         self.model, self.state, self.default_assignment = model, state, default_assignment
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
+        self.vocabulary: str | None = None
         self.scopes_in_event_loops = 0
         self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
@@ -288,9 +293,23 @@ class PassManager:
             )
         forward_pass = self._begin(entry.named_arguments(args, kwargs) if entry.always_begins else {})
         output = self._run_in(forward_pass, entry.call_original, args, kwargs)
+        called = forward_pass.called_vocabulary or self.compiled_pass.called_vocabulary
+        if self.vocabulary is not None and entry.of_whole_model and not called:
+            self._refuse_if_edited(self.vocabulary, forward_pass.assignment)
         if outer is None and torch.is_grad_enabled():
             remember_for_backward(self, forward_pass.assignment, output)
         return output
+
+    @staticmethod
+    def _refuse_if_edited(path: str, assignment: RowAssignment) -> None:
+        """Raise an error if a delta of an assignment acts at a module that the pass did not call."""
+        acts = path in assignment.tensors or path in assignment.inputs
+        if acts or any((path, side) in assignment.writes for side in ("input", "output")):
+            raise DeltuneError(
+                f"the forward pass did not call {path}, so the delta did not act there. Losses that compute the "
+                "logits from its weight (TRL's trainers, Liger kernels) do that: train with a loss that calls it, or "
+                f"with a method that does not act at {path}"
+            )
 
     def recompute(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a part of the model for gradient checkpointing.

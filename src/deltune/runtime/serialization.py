@@ -41,6 +41,7 @@ from ..methods.spec import explicit_expression
 from ..models import portable_name
 from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, BaseFacts, DeltaMetadata, check_against_metadata, read_metadata_file
+from .model_card import HUB_ID, README, update_card
 from .modules import Delta
 
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
@@ -52,10 +53,18 @@ BASES = ("same", "any")
 """Which base models a delta is loaded on: the one that it was tuned on, or any with the same tensors."""
 
 
-def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor]) -> Path:
+def write_delta(
+    folder: str | Path, facts: dict[str, Any], numbers: dict[str, torch.Tensor], card: str | None = None
+) -> Path:
     """Write one delta into `folder`, replacing a delta that is there, completely or not at all.
 
     Files and folders are flushed to the disk, and have the permissions that the umask leaves.
+
+    Args:
+        folder: The folder.
+        facts: The contents of delta.json, but for what it says about the tensors.
+        numbers: The tensors.
+        card: A model card, to which the README.md of the folder is brought up to date. None: it has none.
 
     Returns:
         The folder.
@@ -68,11 +77,19 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
     try:
         if target.exists():
             inside = [p.name for p in target.iterdir()] if target.is_dir() else ["."]
-            if other_files := sorted(name for name in inside if name not in (FACTS, NUMBERS)):
+            ours = (FACTS, NUMBERS) if card is None else (FACTS, NUMBERS, README)
+            if other_files := sorted(name for name in inside if name not in ours):
+                advice = "choose another folder"
+                if other_files == [README] and FACTS in inside:
+                    advice += ", or give model_card=True, which brings the model card up to date"
                 raise DeltuneError(
                     f"{target} holds other files ({', '.join(other_files[:5])}), so a delta cannot be saved there: "
-                    "choose another folder"
+                    f"{advice}"
                 )
+        if card is not None:
+            path = find_file(target, README) if target.exists() else None
+            old = None if path is None else path.read_text(encoding="utf-8")
+            card = update_card(old, card, str(target / README))
         with atomic_folder(target) as fresh:
             save_file(numbers, fresh / NUMBERS, metadata={"format": "deltune"})
             shapes = {name: list(tensor.shape) for name, tensor in numbers.items()}
@@ -83,6 +100,8 @@ def write_delta(folder: str | Path, facts: dict[str, Any], numbers: dict[str, to
                 raise DeltuneError(
                     f"{target / FACTS} would be longer than the {MAX_JSON_BYTES >> 20} MiB that are read"
                 )
+            if card is not None:
+                (fresh / README).write_text(card, encoding="utf-8")
     except (OSError, safetensors.SafetensorError) as error:
         raise write_error(target, error, "nothing was changed there") from error
     return target
@@ -272,10 +291,10 @@ def _no_folder(path: Path) -> str:
     if path.exists():
         return f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}"
     message = f"there is no folder {shown} here; a delta is loaded from a folder on this machine"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
+    if re.fullmatch(HUB_ID, str(path)):
         message += (
-            f". If {shown} is a repository of the Hugging Face Hub, download it first: "
-            f"huggingface_hub.snapshot_download({shown}) returns the folder to load"
+            f". If {shown} is a repository of the Hugging Face Hub: deltune.load(model, {shown}) fetches it, and for "
+            f"everything else huggingface_hub.snapshot_download({shown}) returns the folder"
         )
     return message
 

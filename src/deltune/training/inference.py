@@ -729,7 +729,7 @@ def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
     Args:
         run: The folder of the run.
         to: A new folder.
-        format: The format; "peft".
+        format: The format: "peft", "vllm" or "llama.cpp".
 
     Returns:
         The new folder.
