@@ -352,8 +352,8 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
             is_mixer = attention.kind == "mixer"
             if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
                 alike = [other for other in layer.attentions if other.kind == attention.kind]
-                number = alike.index(attention) or ""  # a layer may have two, as those of LongCat-Flash
-                yield _attention_site(f"{stem}.{attention.kind}{number}", layer, attention, modification)
+                number = alike.index(attention)  # a layer may have two, as those of LongCat-Flash
+                yield _attention_site(f"{stem}.{attention.kind}{number or ''}", layer, attention, modification)
 
 
 def _attention_site(stem: str, layer: Layer, attention: Attention, modification: Modification) -> SiteLocation:

@@ -78,8 +78,8 @@ class QuantizedMerge:
         count = f"{len(self.modules)} weight{'s' if len(self.modules) != 1 else ''}"
         if not self.change:
             return (
-                f"the delta changes nothing of {count} of {' and '.join(self.names)}, and quantising again changed them "
-                f"by a norm of {self.error:.3g}"
+                f"the delta changes nothing of {count} of {' and '.join(self.names)}, and quantising again changed "
+                f"them by a norm of {self.error:.3g}"
             )
         share = self.error / self.change
         return (
